@@ -31,7 +31,7 @@ from megatron_ds.compat.conversion.megatron.megatron_args import (
 )
 from megatron_ds.compat.conversion.megatron.megatron_names import (
     EMBEDDING,
-    Part,
+    TensorPart,
     part_of,
 )
 from megatron_ds.config import parse
@@ -422,7 +422,9 @@ def test_missing_ranks_and_truncated_files_are_refused(tmp_path):
 
 def test_the_buffer_of_the_distributed_optimizer_is_laid_out_backwards_at_multiples_of_64():
     sizes = (100, 7, 64, 33)
-    parameters = [LocalParameter(Part(str(n)), (n,), torch.float32) for n in sizes]
+    parameters = [
+        LocalParameter(TensorPart(str(n)), (n,), torch.float32) for n in sizes
+    ]
     assert places_of(parameters, None) == ([(0, 192), (0, 128), (0, 64), (0, 0)], [292])
     assert places_of(parameters, 90) == ([(1, 64), (1, 0), (0, 64), (0, 0)], [128, 164])
     shared = [replace(parameters[0], own_bucket=True), *parameters[1:]]
@@ -434,39 +436,41 @@ def test_the_buffer_of_the_distributed_optimizer_is_laid_out_backwards_at_multip
     [
         (
             "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
-            Part("decoder.layers.3.input_layernorm.weight"),
+            TensorPart("decoder.layers.3.input_layernorm.weight"),
         ),
         (
             "decoder.layers.3.mlp.linear_fc1.layer_norm_bias",
-            Part("decoder.layers.3.pre_mlp_layernorm.bias"),
+            TensorPart("decoder.layers.3.pre_mlp_layernorm.bias"),
         ),
         (
             "decoder.layers.3.mlp.linear_fc1.weight_v",
-            Part("decoder.layers.3.mlp.linear_fc1.weight", half=1),
+            TensorPart("decoder.layers.3.mlp.linear_fc1.weight", half=1),
         ),
         (
             "decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight",
-            Part("decoder.layers.3.mlp.experts.linear_fc2.weight", expert=5),
+            TensorPart("decoder.layers.3.mlp.experts.linear_fc2.weight", expert=5),
         ),
         (
             "decoder.layers.3.mlp.experts.linear_fc1.weight11",
-            Part("decoder.layers.3.mlp.experts.linear_fc1.weight", expert=11),
+            TensorPart("decoder.layers.3.mlp.experts.linear_fc1.weight", expert=11),
         ),
         (
             "decoder.layers.3.mlp.experts.experts.2.linear_fc1.weight_w",
-            Part("decoder.layers.3.mlp.experts.linear_fc1.weight", expert=2, half=0),
+            TensorPart(
+                "decoder.layers.3.mlp.experts.linear_fc1.weight", expert=2, half=0
+            ),
         ),
         (
             "decoder.layers.3.mlp.experts.experts.linear_fc1.weight",
-            Part("decoder.layers.3.mlp.experts.linear_fc1.weight"),
+            TensorPart("decoder.layers.3.mlp.experts.linear_fc1.weight"),
         ),
         (
             "language_model.transformer.layers.3.attention.query_key_value.bias",
-            Part("decoder.layers.3.self_attention.linear_qkv.bias"),
+            TensorPart("decoder.layers.3.self_attention.linear_qkv.bias"),
         ),
         (
             "language_model.encoder.layers.3.post_attention_norm.weight",
-            Part("decoder.layers.3.pre_mlp_layernorm.weight"),
+            TensorPart("decoder.layers.3.pre_mlp_layernorm.weight"),
         ),
     ],
 )

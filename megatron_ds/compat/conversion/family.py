@@ -61,11 +61,12 @@ class Row:
         """Their names for our name; None if the row is of another name. experts: number of the layer's."""
         if not (found := self.pattern.fullmatch(ours)):
             return None
-        of_one = self.theirs.split()
+        patterns = self.theirs.split()
         numbers = range(experts) if "{e}" in self.theirs else (0,)
-        return [
-            name.format(e=e, **found.groupdict()) for e in numbers for name in of_one
-        ]
+        names: list[str] = []
+        for e in numbers:
+            names += [pattern.format(e=e, **found.groupdict()) for pattern in patterns]
+        return names
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorMapping:
     """One tensor of ours and theirs: our spec, their names and shapes, and the packing between them."""
 
     spec: ParamSpec
@@ -110,7 +111,7 @@ class Entry:
         return self.spec.name
 
 
-def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
+def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
     """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
@@ -126,17 +127,18 @@ def entries_of(family: Family, model: ModelConfig) -> list[Entry]:
     return found
 
 
-def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> Entry | None:
+def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> TensorMapping | None:
     theirs = row.names(spec.name, spec.shape[0] if spec.shape else 0)
     if theirs is None:
         return None
-    return Entry(
+    return TensorMapping(
         spec, tuple(theirs), tuple(row.packing.shapes(spec.shape, model)), row.packing
     )
 
 
 def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
     """The model of these options. Raises CheckpointError for values that no model has."""
+    # Values pass the same checks as flags.
     declared = {option.name: option for option in options_in("model")}
     if odd := [name for name in options if name not in declared]:
         raise CheckpointError(
@@ -151,6 +153,7 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
         raise CheckpointError(
             f"{folder}: its settings describe no model: {error}"
         ) from error
+    # A damaged file must not make lists of billions of layers.
     most = {
         "layers": values.get("num_layers"),
         "experts": max(values.get("num_experts") or (0,)),
@@ -164,6 +167,7 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
             f"{folder}: its settings describe a model of {odd[0]}, more than {MOST}: the "
             "file is damaged."
         )
+    # Widths and heads must fit before tensors are compared with the model.
     model = ModelConfig(
         **{"seq_length": values.get("max_position_embeddings"), **values}
     )
@@ -202,18 +206,22 @@ def _check_widths(model: ModelConfig, folder: object) -> None:
 
 
 def to_ours(
-    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+    entries: Iterable[TensorMapping],
+    stored: Mapping[str, StoredTensor],
+    model: ModelConfig,
 ) -> dict[str, StoredTensor]:
     """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
 
     Entries of which any tensor is not in `stored` are left out; see `missing` and `initial`.
     """
-    wrong = [
-        f"{stored[name].place} has shape {list(stored[name].shape)} and {list(shape)} is needed"
-        for entry in entries
-        for name, shape in zip(entry.theirs, entry.their_shapes)
-        if name in stored and tuple(stored[name].shape) != tuple(shape)
-    ]
+    wrong: list[str] = []
+    for entry in entries:
+        for name, shape in zip(entry.theirs, entry.their_shapes):
+            if name in stored and tuple(stored[name].shape) != tuple(shape):
+                tensor = stored[name]
+                wrong.append(
+                    f"{tensor.place} has shape {list(tensor.shape)} and {list(shape)} is needed"
+                )
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors do not have the shape that the settings describe: "
@@ -227,7 +235,7 @@ def to_ours(
 
 
 def _ours(
-    entry: Entry, parts: Sequence[StoredTensor], model: ModelConfig
+    entry: TensorMapping, parts: Sequence[StoredTensor], model: ModelConfig
 ) -> StoredTensor:
     def read() -> torch.Tensor:
         return entry.packing.to_ours([part.read() for part in parts], model)
@@ -240,7 +248,9 @@ def _ours(
     return StoredTensor(tuple(entry.spec.shape), parts[0].dtype, read, place)
 
 
-def initial(entries: Iterable[Entry], names: Iterable[str]) -> dict[str, StoredTensor]:
+def initial(
+    entries: Iterable[TensorMapping], names: Iterable[str]
+) -> dict[str, StoredTensor]:
     """Our tensors of these names with the values that a new model has, for weights that no file holds."""
 
     def read(spec: ParamSpec) -> torch.Tensor:
@@ -264,7 +274,9 @@ def initial(entries: Iterable[Entry], names: Iterable[str]) -> dict[str, StoredT
 
 
 def to_theirs(
-    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], model: ModelConfig
+    entries: Iterable[TensorMapping],
+    stored: Mapping[str, StoredTensor],
+    model: ModelConfig,
 ) -> dict[str, StoredTensor]:
     """Their tensors. Those of one entry follow each other and share one reading of ours."""
     found: dict[str, StoredTensor] = {}
@@ -275,7 +287,7 @@ def to_theirs(
 
 
 def _theirs(
-    entry: Entry, ours: StoredTensor, model: ModelConfig
+    entry: TensorMapping, ours: StoredTensor, model: ModelConfig
 ) -> dict[str, StoredTensor]:
     last: dict[
         int, torch.Tensor
@@ -300,7 +312,9 @@ def _theirs(
 
 
 def missing(
-    entries: Iterable[Entry], stored: Mapping[str, StoredTensor], allowed: Sequence[str]
+    entries: Iterable[TensorMapping],
+    stored: Mapping[str, StoredTensor],
+    allowed: Sequence[str],
 ) -> list[str]:
     """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
     absent = [name for entry in entries for name in entry.theirs if name not in stored]
@@ -313,22 +327,23 @@ def missing(
     return absent
 
 
-def replaced(entries: Iterable[Entry], stored: Mapping[str, StoredTensor]) -> list[str]:
+def replaced(
+    entries: Iterable[TensorMapping], stored: Mapping[str, StoredTensor]
+) -> list[str]:
     """Their names in the files that are parts of a tensor of ours of which other parts are missing.
 
     The whole tensor has new values then; see `initial`.
     """
-    return [
-        name
-        for entry in entries
-        if not all(part in stored for part in entry.theirs)
-        for name in entry.theirs
-        if name in stored
-    ]
+    names: list[str] = []
+    for entry in entries:
+        present = [name for name in entry.theirs if name in stored]
+        if len(present) < len(entry.theirs):
+            names += present
+    return names
 
 
 def unused(
-    entries: Iterable[Entry],
+    entries: Iterable[TensorMapping],
     stored: Mapping[str, StoredTensor],
     family: Family,
     allowed: Sequence[str],

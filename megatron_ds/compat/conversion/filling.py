@@ -20,10 +20,12 @@ def plan_filling(
     kinds: those to fill; None for all. Raises CheckpointError listing tensors that are missing or of another
     shape.
     """
+    # Several pieces may need parts of the same tensor.
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
         if kinds is None or piece.kind in kinds:
             wanted.setdefault(key(piece), []).append(piece)
+    # All missing and misshapen tensors are reported together.
     problems = []
     for name, of_name in wanted.items():
         kind, _, ours = name.partition("/")
@@ -36,23 +38,21 @@ def plan_filling(
                 f"{name} has shape {list(stored.shape)} in {stored.place} and {list(shape)} here"
             )
     if problems:
-        without = (
-            ""
-            if len(tensors) > 1
-            else ". The files hold no optimizer state: give --finetune"
-        )
-        raise CheckpointError(
-            listing(
-                sorted(problems, key=lambda text: not text.startswith(WEIGHT)), "; "
-            )
-            + without * any("weight/" not in text for text in problems)
-        )
-    order = [f"{kind}/{name}" for kind, named in tensors.items() for name in named]
-    return [
-        (tensors[name.partition("/")[0]][name.partition("/")[2]], wanted[name])
-        for name in order
-        if name in wanted
-    ]
+        # Weights come first, since a missing state may follow from them.
+        ordered = sorted(problems, key=lambda text: not text.startswith(WEIGHT))
+        message = listing(ordered, "; ")
+        lacks_state = any("weight/" not in text for text in problems)
+        if lacks_state and len(tensors) <= 1:
+            message += ". The files hold no optimizer state: give --finetune"
+        raise CheckpointError(message)
+    # The order of the files makes reads sequential.
+    plan: list[tuple[StoredTensor, list[Piece]]] = []
+    for kind, named in tensors.items():
+        for ours, stored in named.items():
+            name = f"{kind}/{ours}"
+            if name in wanted:
+                plan.append((stored, wanted[name]))
+    return plan
 
 
 @torch.no_grad()

@@ -67,6 +67,7 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     {} without that flag, also if a --config file has a load. They are defaults: flags and files override
     them, and `check_foreign` names differences. Raises CheckpointError when the folder cannot be read.
     """
+    # Only the flags are read here, since the folder provides defaults for the rest.
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     load = given.get("checkpoint.load")
     tokenizer = given.get("data.tokenizer_type")
@@ -78,7 +79,9 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
         weights_only=True,
         qkv_packing=given.get("checkpoint.qkv_packing"),
     )
+    # The folder is read for the options of its model; its tensors stay on disk.
     checkpoint = format_of(name).read(Path(load), wishes)
+    # The sequence length defaults to the longest that the model supports.
     options = dict(checkpoint.model)
     data = {}
     rows = options.pop("vocab_size", None)
@@ -87,6 +90,7 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
         longest := options.get("max_position_embeddings")
     ):
         options["seq_length"] = longest
+    # The tokenizer of the folder is the default, unless one is given.
     if tokenizer is None and not given.get("data.mock_data"):
         found, _ = tokenizer_options(checkpoint)
         data = {
@@ -151,6 +155,7 @@ def load_foreign(
 
     Raises the same CheckpointError on all ranks.
     """
+    # Optimizer state is loaded if both the folder and the run have it.
     checkpoint = engine.config.checkpoint
     mesh = engine.mesh
     begin = time.perf_counter()
@@ -161,6 +166,7 @@ def load_foreign(
     if not weights_only:
         _check_optimizer(found, engine.config.optimizer.optimizer)
     kinds = (WEIGHT,) if weights_only else None
+    # Each rank plans its reads first, so that missing tensors stop all ranks together.
     plans = []
     gather_from_all_ranks(
         mesh.group("world"),
@@ -170,11 +176,13 @@ def load_foreign(
     on_all_ranks(
         mesh.group("world"), lambda: fill(plans[0], mesh.coordinates), **failing
     )
+    # The optimizer's own numbers, its step and its scale, follow the tensors.
     if not weights_only:
         engine.optimizer.load_extra_state(
             _numbers(found, engine.optimizer.extra_state())
         )
     engine.optimizer.after_load()
+    # Fine-tuning, or a folder without progress, starts at step 0.
     starts_anew = checkpoint.finetune or found.progress.iteration is None
     progress = Progress() if starts_anew else progress_in(found.progress)
     if mesh.rank == 0:

@@ -44,10 +44,12 @@ def random_tokens(model: ModelConfig) -> torch.Tensor:
 @torch.inference_mode()
 def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
     """Logits [b, s, vocabulary] of our model, and those of the order of segments of a BERT, [b, 2]."""
+    # The whole model runs on one process, at the length of the tokens.
     model = replace(
         model_of(checkpoint.model, checkpoint.folder), seq_length=tokens.shape[1]
     )
     modules = build_stage(MODELS[model.model](model, ParallelContext()))
+    # Weights are filled as in a load of training.
     pieces = [
         ParameterPiece(p.spec, p.detach().view(-1))
         for p in modules.parameters()
@@ -58,6 +60,7 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
         plan_filling([*pieces, *state.pieces()], {WEIGHT: checkpoint.tensors[WEIGHT]}),
         {},
     )
+    # The batch is one of evaluation, without dropout or counters.
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
     batch = Batch(
         tokens,
@@ -69,6 +72,7 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
         token_types=torch.zeros_like(tokens) if model.model == "bert" else None,
         ledger=DISCARDING,
     )
+    # Padding of the vocabulary is cut off.
     output = run_layers(modules, None, batch)
     logits, others = (
         (output.logits, [output.order]) if model.model == "bert" else (output, [])

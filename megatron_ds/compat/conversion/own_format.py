@@ -70,6 +70,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of `wishes.iteration`, or the latest. Raises CheckpointError."""
     from ...checkpoint.index import read_index
 
+    # run.json records the configuration and the model.
     step = wishes.iteration if wishes.iteration is not None else latest(folder)
     if step is None:
         raise CheckpointError(
@@ -85,6 +86,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     require(run, folder, "config", "identity.model.vocab_size", "progress")
     config = from_dict(run["config"])
     model = replace(config.model, vocab_size=run["identity"]["model"]["vocab_size"])
+    # The index lists the kinds of tensors that were saved.
     index = read_index(find_checkpoint(folder, step))
     kinds = {key.partition("/")[0] for key in index.state_dict_metadata}
     tensors = {
@@ -92,6 +94,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         for kind in kinds
         if kind == WEIGHT or not wishes.weights_only
     }
+    # Training options are kept if the run set them.
     has_state = len(tensors) > 1
     training = {
         path: config.get(path)
@@ -192,6 +195,7 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
 # ------------------------------------------------------------------ writing
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
     """Write a checkpoint in `folder`, which must hold no other run. Raises CheckpointError."""
+    # Nothing is written for a dtype or a folder that cannot be used.
     model = model_of(checkpoint.model, checkpoint.folder)
     if wishes.dtype not in (None, "float32"):
         raise CheckpointError(
@@ -202,20 +206,21 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     folders.check_writable(folder)
     with locked(folder, solo()):
         check_vacant(folder, run_id, 0, "Give an empty folder")
+        # Each tensor becomes one piece of a single-process save.
         lines, run, config = run_of(checkpoint, model, folder, run_id)
         specs = {spec.name: spec for spec in specs_of(model)}
         kinds = (WEIGHT, *sorted(checkpoint.tensors.keys() - {WEIGHT}))
-        items = [
-            (kind, name, tensor)
-            for kind in kinds
-            for name, tensor in checkpoint.tensors[kind].items()
-        ]
+        items: list[tuple[str, str, StoredTensor]] = []
+        for kind in kinds:
+            named = checkpoint.tensors[kind]
+            items += [(kind, name, tensor) for name, tensor in named.items()]
         if odd := [name for _, name, _ in items if name not in specs]:
             raise CheckpointError(
                 f"{checkpoint.folder}: the model has no tensor {listing(odd)}."
             )
         pieces = [_piece(specs[name], kind, tensor) for kind, name, tensor in items]
         check_room(folder, pieces, coordinates={}, world=solo(), saves=1, limit=None)
+        # Tensors are read ahead while earlier ones are written.
         with ReadAhead(
             [tensor for *_, tensor in items], [torch.float32] * len(items), wishes.done
         ) as ahead:
@@ -231,6 +236,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
                 world=solo(),
                 run=run,
             )
+    # The lines for the user state what was written.
     kept = f", with {', '.join(kinds[1:])}" if len(kinds) > 1 else ", weights only"
     size = sum(piece.tensor.nbytes for piece in pieces) / 2**20
     return [f"wrote {path}: {len(items)} tensors, {size:.1f} MiB{kept}", *lines]
@@ -249,6 +255,7 @@ def run_of(
     checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_id: str
 ) -> tuple[list[str], dict[str, Any], RunConfig]:
     """Lines for the user, run.json, and the configuration in it."""
+    # The configuration starts from the model, the tokenizer and the stored training options.
     finetunes = checkpoint.optimizer is None
     data, lines = tokenizer_options(checkpoint)
     start = CheckpointConfig(save=str(folder), load=str(folder), finetune=finetunes)
@@ -257,6 +264,7 @@ def run_of(
         config = config.with_values(
             checkpoint.training, Source("derived", str(checkpoint.folder))
         )
+    # A tokenizer that cannot be built is reported, and training then needs flags of one.
     identity: dict[str, Any] = {"model": model_identity(model)}
     entry = {}
     try:
@@ -266,6 +274,7 @@ def run_of(
         entry = keep_tokenizer_files(config)
     except (ConfigError, DataError) as error:
         lines.append(f"no tokenizer is kept: {error}")
+    # The run continues from the stored progress; `save` is chosen when it is trained.
     progress = progress_in(checkpoint.progress)
     config = replace(config, checkpoint=replace(start, save=None))
     run = {

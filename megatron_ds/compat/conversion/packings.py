@@ -47,18 +47,16 @@ class Packing:
 
 def join_heads(parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Q [n d, ..], K and V [g d, ..] → our rows [(n + 2 g) d, ..]."""
-    return _joined(
-        [part.unflatten(0, (model.query_groups, -1)) for part in parts], 1
-    ).flatten(0, 1)
+    groups = [part.unflatten(0, (model.query_groups, -1)) for part in parts]
+    return _joined(groups, 1).flatten(0, 1)
 
 
 def _joined(parts: Parts, dim: int) -> torch.Tensor:
     """torch.cat, in memory that was used before (`host.reused_pages`)."""
     first = parts[0]
     total = sum(part.shape[dim] for part in parts)
-    whole = uninitialized(
-        (*first.shape[:dim], total, *first.shape[dim + 1 :]), first.dtype
-    )
+    shape = (*first.shape[:dim], total, *first.shape[dim + 1 :])
+    whole = uninitialized(shape, first.dtype)
     return torch.cat(list(parts), dim, out=whole)
 
 
@@ -78,16 +76,9 @@ def _flattened(part: torch.Tensor) -> torch.Tensor:
 
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    d = model.head_dim
-    return list(
-        rows.split(
-            (
-                model.num_attention_heads * d,
-                model.query_groups * d,
-                model.query_groups * d,
-            )
-        )
-    )
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.query_groups * model.head_dim
+    return list(rows.split((queries, keys, keys)))
 
 
 def _join_rows(parts: Parts, model: ModelConfig) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Fixed:
         return {}
 
 
-class Entry(Protocol):
+class SettingRule(Protocol):
     """An entry of a table, such as those above. theirs: a setting that messages name."""
 
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,9 @@ class Entry(Protocol):
         ...
 
 
-def options_of(table: Sequence[Entry], settings: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(
+    table: Sequence[SettingRule], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Our model options. Raises CheckpointError listing all settings that are missing or not computed, and
     those that give one option different values."""
     options: dict[str, Any] = {}
@@ -146,14 +148,13 @@ def options_of(table: Sequence[Entry], settings: Mapping[str, Any]) -> dict[str,
     return options
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: SettingRule) -> str:
     return entry.ours if isinstance(entry, Fixed) else entry.theirs
 
 
-def settings_of(table: Sequence[Entry], model: ModelConfig) -> dict[str, Any]:
+def settings_of(table: Sequence[SettingRule], model: ModelConfig) -> dict[str, Any]:
     """Their settings."""
-    return {
-        name: value
-        for entry in table
-        for name, value in entry.setting_of(model).items()
-    }
+    settings: dict[str, Any] = {}
+    for entry in table:
+        settings |= entry.setting_of(model)
+    return settings

@@ -42,6 +42,7 @@ def merged_over_tp(
     name: str, ranks: Sequence[StoredTensor], packing: RankPacking
 ) -> StoredTensor:
     """The whole tensor. Raises CheckpointError for names that are not known and shapes that differ."""
+    # Ranks hold equal shapes, as sizes divide.
     shapes = {rank.shape for rank in ranks}
     if len(shapes) > 1:
         raise CheckpointError(
@@ -50,11 +51,13 @@ def merged_over_tp(
         )
     if "query_key_value" in name and packing.thirds is None:
         raise CheckpointError(unknown_packing(ranks[0].place))
+    # Packed tensors are divided block by block.
     parts = 1
     if "query_key_value" in name and packing.thirds:
         parts = 3
     elif "dense_h_to_4h" in name and packing.gated:
         parts = 2
+    # The name decides the dimension that ranks divide.
     if COLUMNS.fullmatch(name):
         dim = 1
     elif ROWS.fullmatch(name):

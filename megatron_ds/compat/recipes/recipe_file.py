@@ -172,6 +172,7 @@ def _files(script: Script, words: Sequence[str]) -> dict[str, str]:
 def _of_yaml(path: Path, scope: Scope) -> list[Training]:
     from ...config.sources.bounded_yaml import load_yaml
 
+    # The file must be a table within the limits of safe YAML.
     text = text_of_file(path, LARGEST_YAML)
     try:
         root = load_yaml(text)
@@ -179,12 +180,14 @@ def _of_yaml(path: Path, scope: Scope) -> list[Training]:
         raise ShellError(str(error)) from None
     if not isinstance(root, dict):
         raise ConfigError(f"{path}: this is not a recipe: it has no names and values.")
+    # GPT-NeoX's files are configurations by themselves.
     if is_neox(root):
         return [
             Training(
                 "pretrain_gpt.py", ("--config", str(path)), files={str(path): text}
             )
         ]
+    # Files with MODEL_ARGS hold the flags of one training each.
     blocks = [value for name, value in root.items() if MODEL_ARGS.fullmatch(str(name))]
     if blocks:
         if len(blocks) > MOST_LAUNCHES:
@@ -202,6 +205,7 @@ def _of_yaml(path: Path, scope: Scope) -> list[Training]:
             Training(_script_of(path), _words_of_args(block or {}, scope))
             for block in blocks
         ]
+    # Other files give flags as names and values, in blocks of any depth.
     return [Training("pretrain_gpt.py", _words_of_cfg(root))]
 
 

@@ -16,11 +16,11 @@ from .shell_loops import rounds
 from .shell_syntax import (
     AndOr,
     Case,
-    Command,
     For,
-    Function,
     If,
     Pipe,
+    ShellCommand,
+    ShellFunction,
     Statement,
     statements_of,
 )
@@ -57,7 +57,7 @@ MOST = 20_000  # statements that are read
 
 
 @dataclass(frozen=True)
-class Launch:
+class ScriptLaunch:
     """A training command. script: the Python file; words: after it; ranks: None if it does not state them.
 
     Values that only a run of the script could know are open (`shell_values`).
@@ -80,7 +80,7 @@ class Script:
     scope: Scope = field(default_factory=Scope)
     files: dict[str, str] = field(default_factory=dict)
     copies: set[str] = field(default_factory=set)
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[ScriptLaunch] = field(default_factory=list)
     functions: dict[str, tuple] = field(default_factory=dict)
     depth: int = 0
     read: int = 0
@@ -101,12 +101,14 @@ class Script:
 
     def _one(self, statement: Statement) -> bool:
         """Follow a statement; returns whether it is true, where it is a test."""
+        # Every statement costs budget, so loops end.
         self.read += 1
         if self.read > MOST:
             raise ShellError(f"more than {MOST} statements: this is not a recipe.")
         self.scope.budget.spend(1)
+        # Each kind of statement is followed by its own rule.
         match statement:
-            case Command():
+            case ShellCommand():
                 return self._command(statement)
             case Pipe(commands):
                 return self._pipe(commands)
@@ -128,7 +130,7 @@ class Script:
                     self._all(body)
             case Case(word, branches):
                 self._case(value_of(word, self.scope), branches)
-            case Function(name, body):
+            case ShellFunction(name, body):
                 self.functions[name] = body
         return True
 
@@ -139,16 +141,19 @@ class Script:
                 return
 
     # ---------------------------------------------------------------------------------------- commands
-    def _command(self, command: Command) -> bool:
+    def _command(self, command: ShellCommand) -> bool:
+        # Tests and negations have a truth value and start nothing.
         words = list(command.words)
         if words[:1] == ["!"]:
-            return not self._command(Command(tuple(words[1:]), command.line))
+            return not self._command(ShellCommand(tuple(words[1:]), command.line))
         if words and (words[0] in ("[", "[[", "test") or words[0].startswith("((")):
             return is_true(words, self.scope)
+        # Assignments before a command set variables of the script.
         if words and words[0] in DECLARING:
             words = [word for word in words[1:] if not word.startswith("-")]
         while words and (match := ASSIGNMENT.match(words[0])):
             self._assign(match, words.pop(0))
+        # A here-document that is redirected writes a file that trainings may read.
         if command.document is not None and command.writes:
             self._write(
                 command,
@@ -156,14 +161,14 @@ class Script:
                 if command.is_literal
                 else self._expanded(command.document),
             )
+        # Commands that change no text and start no training are passed over.
         if not words or words[0] in ("exit", "return", "set", "mkdir", "cd", "wait"):
             return True
         if words[0] in ("unset", "shift"):
             done = self._unset if words[0] == "unset" else self._shift
-            return done(
-                [value for word in words[1:] for value in fields_of(word, self.scope)]
-            )
-        expanded = [value for word in words for value in fields_of(word, self.scope)]
+            return done(self._fields(words[1:]))
+        # The remaining words are expanded and may start a training.
+        expanded = self._fields(words)
         if expanded:
             self._start(expanded, command)
         return True
@@ -218,12 +223,19 @@ class Script:
     def _expanded(self, document: str) -> str:
         return value_of('"' + document.replace('"', '\\"') + '"', self.scope)
 
-    def _write(self, command: Command, text: str, is_copy: bool = False) -> None:
+    def _write(self, command: ShellCommand, text: str, is_copy: bool = False) -> None:
         name = value_of(command.writes, self.scope)
         self.files[name] = text
         (self.copies.add if is_copy else self.copies.discard)(name)
 
-    def _pipe(self, commands: Sequence[Command]) -> bool:
+    def _fields(self, words: Sequence[str]) -> list[str]:
+        """The words that these words become."""
+        fields: list[str] = []
+        for word in words:
+            fields += fields_of(word, self.scope)
+        return fields
+
+    def _pipe(self, commands: Sequence[ShellCommand]) -> bool:
         """Texts that `sed` edits into a file; otherwise each command by itself."""
         text, is_copy = self._source(commands[0])
         if text is None:
@@ -231,20 +243,16 @@ class Script:
                 self._command(command)
             return True
         for command in commands:
-            words = [
-                value for word in command.words for value in fields_of(word, self.scope)
-            ]
+            words = self._fields(command.words)
             text = edited(text, words, self.scope.budget)
         if commands[-1].writes:
             self._write(commands[-1], text, is_copy)
         return True
 
-    def _source(self, command: Command) -> tuple[str | None, bool]:
+    def _source(self, command: ShellCommand) -> tuple[str | None, bool]:
         """(the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
         whether it is that of a neighbour)."""
-        words = [
-            value for word in command.words for value in fields_of(word, self.scope)
-        ]
+        words = self._fields(command.words)
         if not words or words[0] not in ("sed", "cat"):
             return None, False
         if command.document is not None:
@@ -274,13 +282,15 @@ class Script:
         self.scope.budget.spend(len(text or ""))
         return text
 
-    def _start(self, words: list[str], command: Command) -> None:
+    def _start(self, words: list[str], command: ShellCommand) -> None:
         """A command that would be run: a training, another script, a function, or nothing of interest."""
+        # Functions and eval run inside this script.
         name = words[0].rpartition("/")[2]
         if words[0] in self.functions and self.depth < DEEPEST:
             return self._inner(lambda: self._all(self.functions[words[0]]), words[1:])
         if name == "eval":
             return self._nested(" ".join(words[1:]))
+        # Commands that edit or write files are applied to the known texts.
         if (
             name == "sed"
             and command.writes
@@ -308,17 +318,20 @@ class Script:
             )
         if name == "echo":
             return None
+        # Anything else may start a training: a shell's text, a Python script or another shell script.
         self.is_silent = False
         if (inner := text_for_a_shell(words)) is not None:
             return self._nested(inner)
         texts = [word for word in words if ".py" in word and re.search(r"\s--", word)]
         if texts:
             return self._nested(texts[0])
+        # The first Python script among the words is the training.
         script = next(
             (at for at, word in enumerate(words) if word.endswith(".py")), None
         )
         if script is not None:
             return self._launch(words, script, command.line)
+        # A script that a shell runs is followed with its arguments.
         scripts = (
             at
             for at, word in enumerate(words)
@@ -384,7 +397,9 @@ class Script:
                     f"line {line}: a command of {len(words):,} words: this is not a recipe."
                 )
             self.launches.append(
-                Launch(words[at], tuple(words[at + 1 :]), self._ranks(words[:at]), line)
+                ScriptLaunch(
+                    words[at], tuple(words[at + 1 :]), self._ranks(words[:at]), line
+                )
             )
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
@@ -392,13 +407,9 @@ class Script:
         counts: dict[str, int] = {}
         for number, word in enumerate(launcher):
             name, equals, value = word.lstrip("-").partition("=")
-            value = (
-                value
-                if equals
-                else launcher[number + 1]
-                if number + 1 < len(launcher)
-                else ""
-            )
+            if not equals:
+                following = launcher[number + 1 : number + 2]
+                value = following[0] if following else ""
             if (
                 word.startswith("-")
                 and name.replace("_", "-") in COUNTS
@@ -480,4 +491,4 @@ def read_script(
     return script
 
 
-__all__ = ["Launch", "Script", "read_script", "shown"]
+__all__ = ["ScriptLaunch", "Script", "read_script", "shown"]

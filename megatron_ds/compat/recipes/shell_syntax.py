@@ -1,9 +1,9 @@
 """The text of a shell script → its statements, as far as training recipes need them. Nothing is executed.
 
-Command   words as written, with quotes and `$`; the texts that redirections read and the files they write
-Pipe      commands joined by `|`
-AndOr     statements joined by `&&` and `||`
-If, For, Case, Function   with their bodies; a `while` is a For without words, whose body is not read
+ShellCommand   words as written, with quotes and `$`; the texts that redirections read and the files they write
+Pipe           commands joined by `|`
+AndOr          statements joined by `&&` and `||`
+If, For, Case, ShellFunction   with their bodies; a `while` is a For without words, whose body is not read
 """
 
 import re
@@ -18,7 +18,7 @@ DEEPEST = 60  # nested blocks of a script; more is not a recipe
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """words as written; writes: the target of `>`; document: its here-document."""
 
     words: tuple[str, ...]
@@ -32,7 +32,7 @@ class Command:
 class Pipe:
     """Commands joined by `|`."""
 
-    commands: tuple[Command, ...]
+    commands: tuple[ShellCommand, ...]
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Function:
+class ShellFunction:
     """A definition."""
 
     name: str
     body: tuple
 
 
-Statement = Command | Pipe | AndOr | If | For | Case | Function
+Statement = ShellCommand | Pipe | AndOr | If | For | Case | ShellFunction
 
 
 def statements_of(text: str) -> tuple[Statement, ...]:
@@ -242,12 +242,12 @@ class Parser:
         self._expect("esac")
         return Case(word, tuple(branches))
 
-    def _function(self) -> Function:
+    def _function(self) -> ShellFunction:
         name = self._word() or ""
         self.at += 1
         self._skip("(", ")", "\n")
         self._expect("{")
-        return Function(name, self._group().body)
+        return ShellFunction(name, self._group().body)
 
     def _group(self) -> For:
         """A block in braces; as a statement it is read like a loop over one value."""
@@ -264,12 +264,13 @@ class Parser:
             commands.append(self._command())
         return commands[0] if len(commands) == 1 else Pipe(tuple(commands))
 
-    def _command(self) -> Command:
+    def _command(self) -> ShellCommand:
         words = []
         line = self._line()
         writes = None
         document = None
         is_literal = False
+        # Words and redirections alternate until an operator ends the command.
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             if words[:1] == ["[["] and words[-1] != "]]":
@@ -295,6 +296,7 @@ class Parser:
             else:
                 words.append(token.text)
             self.at += 1
+        # A command needs words, a document or a file to write.
         if not words and document is None and writes is None:
             raise ShellError(f"line {line}: {self._word()!r} is not expected here.")
-        return Command(tuple(words), line, writes, document, is_literal)
+        return ShellCommand(tuple(words), line, writes, document, is_literal)

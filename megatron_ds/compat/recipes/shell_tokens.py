@@ -62,7 +62,9 @@ def tokens_of(text: str) -> Iterator[Token]:
     at = 0
     line = 1
     waiting = []
+    # Line ends are unified, and gaps are marked as open values.
     text = GAP.sub(rf"\1{OPEN}<\2>{CLOSE}", text.replace("\r\n", "\n"))
+    # Each branch reads one blank, comment, operator or word.
     while at < len(text):
         if text[at] in " \t":
             at += 1

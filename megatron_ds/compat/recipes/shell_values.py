@@ -90,6 +90,7 @@ def fields_of(word: str, scope: Scope) -> list[str]:
     """The words that a word as written becomes; without quotes, values are split at blanks."""
     done: list[str] = []
     current: str | None = None
+    # Quoted texts join the current word; other values end it at each blank.
     for text, is_quoted, is_list in _units(word, scope):
         if is_list:  # "${A[@]}": one field for each element
             for number, element in enumerate(text):
@@ -101,6 +102,7 @@ def fields_of(word: str, scope: Scope) -> list[str]:
         if is_quoted:
             current = (current or "") + text
             continue
+        # Blanks at the ends of an unquoted value separate it from its neighbours.
         parts = _split(text)
         if text[:1].isspace() and current is not None:
             done.append(current)
@@ -257,6 +259,7 @@ def _acted(
     scope: Scope,
 ) -> str | list[str]:
     """The value after `:-word` and the like. An open value counts as not set."""
+    # Without a colon, an empty value counts as set.
     is_set = bool(closed(value)) if isinstance(value, str) else bool(value)
     if action.endswith(("-", "=", "+", "?")):
         if (
@@ -265,6 +268,7 @@ def _acted(
             and not IS_OPEN.search(value)
         ):
             is_set = True
+        # Each operator chooses between the value and the word.
         if action.endswith("+"):
             return " ".join(fields_of(word, scope)) if is_set else ""
         if is_set:
@@ -275,6 +279,7 @@ def _acted(
         if action.endswith("="):
             scope.variables[name] = default
         return default
+    # The remaining operators edit texts and leave lists as they are.
     if not isinstance(value, str):
         return opened("${" + inner + "}") if value is None else value
     return _edited(
@@ -292,21 +297,18 @@ def _edited(value: str, action: str, word: str, inner: str, budget: Budget) -> s
         return value.upper() if action == "^^" else value.lower()
     if action[0] == "/":
         old, _, new = word.partition("/")
-        return (
-            budget.replaced(value, old, new, -1 if action == "//" else 1)
-            if old
-            else value
-        )
+        if not old:
+            return value
+        count = -1 if action == "//" else 1
+        return budget.replaced(value, old, new, count)
     if action[0] in "%#":
         return _cut(value, action, word, budget)
     start, _, count = word.partition(":")
     begin = whole(start.strip())
     length = whole(count.strip()) if count else len(value)
-    return (
-        opened("${" + inner + "}")
-        if begin is None or length is None
-        else value[begin : begin + length]
-    )
+    if begin is None or length is None:
+        return opened("${" + inner + "}")
+    return value[begin : begin + length]
 
 
 def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
@@ -380,6 +382,7 @@ def arithmetic(text: str, scope: Scope) -> str:
 
 def _number(node: ast.AST) -> int:
     """The value of a tree of numbers and operators. Raises ValueError for anything else."""
+    # Powers are limited before they are computed, since their numbers grow fastest.
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         value = node.value
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -407,6 +410,7 @@ def _number(node: ast.AST) -> int:
         value = all(values) if isinstance(node.op, ast.And) else any(values)
     else:
         raise ValueError("not arithmetic")
+    # Every intermediate value is limited.
     if abs(value) > LARGEST:
         raise ValueError("too large")
     return value
@@ -439,6 +443,7 @@ def is_true(words: Sequence[str], scope: Scope) -> bool:
 
 
 def _condition(words: Sequence[str], scope: Scope) -> bool:
+    # The number of words gives the kind of test: a text, a unary or a binary operator.
     if words[:1] == ["!"]:
         return not _condition(words[1:], scope)
     values = [closed(value_of(word, scope)) for word in words]
@@ -452,6 +457,7 @@ def _condition(words: Sequence[str], scope: Scope) -> bool:
         }.get(values[0], False)
     if len(values) != 3:
         return False
+    # Numbers compare by value, where a text that is no number counts as 0.
     left, relation, right = values
     if relation in NUMERIC:
         texts = (left.strip(), right.strip())

@@ -103,6 +103,7 @@ def shrunk(
     parsed   function from (YAML text, ranks) to the configuration; raises ConfigError with its problems
     scratch  folder for offloaded state
     """
+    # The values of the tiny run replace those of the recipe.
     sizes = _parallel_sizes(config)
     values = {
         **_defaults(config),
@@ -120,6 +121,7 @@ def shrunk(
     small = config.with_values(
         {path: value for path, value in values.items() if path != COPIES}, SOURCE
     )
+    # Options that do not fit the tiny run return to their defaults, and the result is parsed again.
     for _ in range(ROUNDS):
         text = to_yaml(small)
         try:
@@ -199,6 +201,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Sizes of the model. Options that the recipe leaves to their default stay there."""
+    # Every chunk of every stage has a layer, and a small pipeline has two.
     model = config.model
     stages = sizes[PIPELINE]
     chunks = 2 if stages > 1 and _has_chunks(config) else 1
@@ -218,9 +221,11 @@ def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
         "train.recompute_num_layers": 1,
         "parallel.expert_tensor_parallel_size": sizes[TENSOR],
     }
+    # Only options that the recipe sets are shrunk.
     values = {
         path: value for path, value in given.items() if config.get(path) is not None
     }
+    # A pattern of layers keeps its last entries.
     for path in ("model.moe_layer_freq", "model.window_attn_skip_freq"):
         if (text := config.get(path)) and not text.isdecimal():
             pattern = read_layer_pattern(text, all_options()[path].flag)
@@ -257,6 +262,7 @@ def _has_chunks(config: RunConfig) -> bool:
 
 def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Batch and lengths: STEPS steps, whose warm-up and final decay have one each."""
+    # The batch has enough micro-batches to fill the pipeline.
     train = config.train
     rate = config.optimizer
     micro = min(train.micro_batch_size or 1, 2)
@@ -268,6 +274,7 @@ def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
         "train.global_batch_size": batch,
         "train.eval_iters": 0,
     }
+    # Lengths keep the unit in which the recipe gives them.
     for unit, size in units.items():
         spans = {
             f"train.train_{unit}": STEPS,
@@ -280,6 +287,7 @@ def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
             for path, steps in spans.items()
             if path in all_options() and config.get(path)
         }
+    # A run without a length or a rate receives one.
     lengths = ("train.train_iters", "train.train_samples", "train.train_tokens")
     if not any(values.get(path) for path in lengths):
         values["train.train_iters"] = STEPS

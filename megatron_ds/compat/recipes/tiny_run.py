@@ -20,6 +20,7 @@ def losses_of(tiny: Tiny, folder: Path) -> list[dict]:
 
     folder: for its configuration and its metrics. Processes use CPUs alone.
     """
+    # The run is a command of its own, under torchrun for several processes.
     config = folder / "tiny.yaml"
     metrics = folder / "metrics.jsonl"
     config.write_text(tiny.text, encoding="utf-8")
@@ -42,9 +43,11 @@ def losses_of(tiny: Tiny, folder: Path) -> list[dict]:
         str(metrics),
     )
     words = [sys.executable, *launcher, *training]
+    # Processes share the cores of the machine and use no GPU.
     threads = max(1, (os.cpu_count() or 1) // tiny.ranks)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     output = _run(words, env)
+    # The metrics are complete only if all steps were made.
     found = (
         [json.loads(line) for line in metrics.read_text().splitlines()]
         if metrics.is_file()

@@ -176,6 +176,7 @@ def _read_words(
     training: Training,
 ) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
     """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
+    # Words that belong to no flag are collected apart.
     line = CommandLine()
     verdicts = []
     unread = set()
@@ -186,6 +187,7 @@ def _read_words(
         raise ConfigError(
             f"{training.script}: {len(flags):,} flags, and at most {MOST_FLAGS:,} are checked."
         )
+    # Each flag receives a verdict; flags that are read are kept for the command.
     for typed, words in flags:
         flag = canonical(typed)
         if flag in (DEEPSPEED_FLAG, CONFIG_FLAG, YAML_FLAG) and any(
@@ -200,6 +202,7 @@ def _read_words(
         unread |= own
         if verdict.kind is Kind.DONE:
             kept += [typed, *words]
+    # Stray words are reported, unless their value is open.
     verdicts += [
         Verdict(problem.partition(" ")[0].strip("'\""), "", Kind.UNKNOWN, problem)
         for problem in stray.problems

@@ -24,7 +24,7 @@ from ..files.stored_tensor import (
 )
 from ..malformed import refuses_malformed
 from ..tensor_parallel_merge import RankPacking, merged_over_tp
-from .deepspeed_experts import Experts, experts_of
+from .deepspeed_experts import StoredExperts, experts_of
 from .deepspeed_folder import (
     EngineFiles,
     buffer_names,
@@ -101,11 +101,13 @@ def read_engine_folder(
     weights_only  files of optimizer shards may be missing, except at stage 3
     thirds        packing of query_key_value, see `RankPacking`; needed if tensor-parallel ranks are merged
     """
+    # Each file is read once, and all files must belong to one save.
     files = files_of(folder)
     opened = {place: open_file(path) for place, path in files.models.items()}
     contents = {place: file.content for place, file in opened.items()}
     _check_same_save(files, contents)
     ignored = {name for file in opened.values() for name in file.ignored}
+    # Without training steps and optimizer files, a converter wrote the folder, whose rows are [Q; K; V].
     if (
         thirds is None
         and not contents[0, 0].get("global_steps")
@@ -115,6 +117,7 @@ def read_engine_folder(
     packing = RankPacking(
         thirds, bool(fields_of(contents[0, 0].get("args")).get("swiglu"))
     )
+    # Each model-parallel rank contributes its weights and optimizer state.
     experts = experts_of(files, contents[0, 0])
     states = [
         _state_of_rank(files, contents, rank, weights_only, ignored, experts)
@@ -126,14 +129,17 @@ def read_engine_folder(
         tensors = _merged([state.tensors for state in states], packing)
     first = contents[0, 0]
     common = states[0].common
-    tensors[BUFFER] = {
-        name: tensor
-        for rank, content in contents.items()
-        for name, tensor in _buffers(content, files.models[rank]).items()
-    } | (experts.buffers if experts else {})
-    shared = {
-        alias: source for state in states for alias, source in state.shared.items()
-    }
+    # Buffers are equal on all ranks, so the last file that holds one decides.
+    buffers: dict[str, StoredTensor] = {}
+    for rank, content in contents.items():
+        buffers |= _buffers(content, files.models[rank])
+    if experts:
+        buffers |= experts.buffers
+    tensors[BUFFER] = buffers
+    shared: dict[str, str] = {}
+    for state in states:
+        shared |= state.shared
+    # The counters of the first rank hold for the whole run.
     settings = plain_settings(first, common.get("param_groups"), shared)
     place = files.models[0, 0]
     progress = StoredProgress(
@@ -196,16 +202,18 @@ def _state_of_rank(
     rank: int,
     weights_only: bool,
     ignored: set[str],
-    experts: Experts | None,
+    experts: StoredExperts | None,
 ) -> RankState:
     content = contents[rank, 0]
     place = files.models[rank, 0]
     weights, shared = _module_weights(content, place)
+    # At stage 3 the model file has empty tensors, or there is one for each data-parallel rank.
     stage3 = (
         max(d for k, d in files.models if k == rank) > 0
         or any(tensor.shape == (0,) for tensor in weights.values())
         and content.get("param_shapes") is not None
     )
+    # Without shapes of parameters the run had stage 0, whose optimizer is in the model file.
     if content.get("param_shapes") is None:
         tensors, common = (
             ({}, {})
@@ -217,6 +225,7 @@ def _state_of_rank(
     shapes = [
         shapes_in(group, place) for group in entry(content, "param_shapes", list, place)
     ]
+    # Frozen parameters have no optimizer state, so stage 3 stores their parts in the model files.
     if stage3:
         fragments = [
             contents[rank, d].get("frozen_param_fragments") or {}
@@ -226,6 +235,7 @@ def _state_of_rank(
         frozen = shapes_in(content.get("frozen_param_shapes") or {}, place)
         weights = merged_fragments(frozen, fragments, place)
     weights |= experts.weights if experts else {}
+    # Without optimizer files only the weights remain, except at stage 3.
     if not files.optimizers:
         if stage3 or not weights_only:
             raise CheckpointError(
@@ -237,6 +247,7 @@ def _state_of_rank(
                 )
             )
         return RankState({WEIGHT: weights}, shared, {})
+    # The fp32 masters replace the rounded weights of the module.
     tensors, common = zero_state(
         files, rank, shapes, stage3=stage3, experts=experts, ignored=ignored
     )
@@ -294,7 +305,7 @@ def _stage0(
     content: Mapping,
     place: Path,
     weights: Mapping[str, StoredTensor],
-    experts: Experts | None,
+    experts: StoredExperts | None,
 ) -> tuple[Named, dict[str, Any]]:
     """State at stage 0, where the optimizer is in the model file, by number of the parameter."""
     optimizer = entry(content, "optimizer", dict, place, {})
@@ -306,11 +317,9 @@ def _stage0(
                 f"{place}: the optimizer state of several pipeline stages without ZeRO has "
                 "no names. Load the weights alone, or save with ZeRO stage 1."
             )
-        weights = {
-            name: tensor
-            for (layer, _), path in sorted(files.layers.items())
-            for name, tensor in _layer_weights(layer, path).items()
-        }
+        weights = {}
+        for (layer, _), path in sorted(files.layers.items()):
+            weights |= _layer_weights(layer, path)
     if experts:
         tensors, common = expert_state(files, optimizer, weights, experts)
         weights = {**weights, **experts.weights}
@@ -343,15 +352,9 @@ def _of_pipeline(
 ) -> Named:
     """Weights of the layer files, and masters and moments of all stages under the names of those."""
     tp_size = 1 + max(t for _, t in files.layers)
-    by_rank = [
-        {
-            name: tensor
-            for (layer, t), path in sorted(files.layers.items())
-            if t == rank
-            for name, tensor in _layer_weights(layer, path).items()
-        }
-        for rank in range(tp_size)
-    ]
+    by_rank: list[dict[str, StoredTensor]] = [{} for _ in range(tp_size)]
+    for (layer, rank), path in sorted(files.layers.items()):
+        by_rank[rank] |= _layer_weights(layer, path)
     weights = _merged([{WEIGHT: named} for named in by_rank], packing)[WEIGHT]
     # Model-parallel ranks with the same parameters of their own are the tensor-parallel ranks of a stage.
     stages: dict[frozenset, list[Named]] = {}
@@ -360,12 +363,10 @@ def _of_pipeline(
         own = frozenset(name for name in names if not name.startswith(TIED))
         stages.setdefault(own, []).append(state.tensors)
     found: Named = {WEIGHT: dict(weights)}
-    for held in reversed(
-        stages.values()
-    ):  # of tied parameters the first stage's remain
-        if len(held) != tp_size and any(
-            named for tensors in held for named in tensors.values()
-        ):
+    # The stages go backwards, so the first stage's copy of tied parameters remains.
+    for held in reversed(stages.values()):
+        has_state = any(any(tensors.values()) for tensors in held)
+        if len(held) != tp_size and has_state:
             raise CheckpointError(
                 f"{files.folder}: {len(held)} optim_states hold the same parameters, and "
                 f"the layer files are of {tp_size} tensor-parallel ranks. Files are mixed "

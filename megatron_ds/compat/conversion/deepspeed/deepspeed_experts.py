@@ -31,7 +31,7 @@ WHOLE = "Copy all files of one checkpoint again"
 
 
 @dataclass(frozen=True)
-class Experts:
+class StoredExperts:
     """The experts of all layers.
 
     weights, buffers  name → tensor, with numbers among all experts of the layer
@@ -87,13 +87,14 @@ class Experts:
         return found
 
 
-def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None:
+def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> StoredExperts | None:
     """The experts of a checkpoint; None without any. Raises CheckpointError.
 
     content: of the first model file
     """
     place = files.models[0, 0]
     numbers = content.get("num_experts")
+    # A model without MoE layers has neither files of experts nor their numbers.
     if not files.experts:
         if isinstance(numbers, list) and numbers:
             raise CheckpointError(
@@ -101,6 +102,7 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None
                 f"{place} records {numbers} experts in its layers. Copy the missing files."
             )
         return None
+    # The numbers decide which files must be present, so they are checked before any file is read.
     _check_supported(files, content)
     if not isinstance(numbers, list) or not all(
         type(n) is int and 0 < n <= 2**20 for n in numbers
@@ -111,6 +113,7 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None
         )
     _check_complete(files, numbers)
     buffers = {_any_number(str(name)) for name in content.get("buffer_names") or ()}
+    # The files of a layer are merged into one set of tensors.
     found = {}
     layers = {}
     for layer, number in enumerate(numbers):
@@ -124,8 +127,9 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None
             )
         layers[prefix] = number
         found |= tensors
+    # Buffers are stored beside the weights and separated by the names that the model file lists.
     is_buffer = {name: _any_number(name) in buffers for name in found}
-    return Experts(
+    return StoredExperts(
         {name: tensor for name, tensor in found.items() if not is_buffer[name]},
         {name: tensor for name, tensor in found.items() if is_buffer[name]},
         layers,
@@ -156,11 +160,9 @@ def _check_supported(files: EngineFiles, content: Mapping[str, Any]) -> None:
 
 
 def _check_complete(files: EngineFiles, numbers: Sequence[int]) -> None:
-    wanted = {
-        (layer, expert)
-        for layer, number in enumerate(numbers)
-        for expert in range(number)
-    }
+    wanted: set[tuple[int, int]] = set()
+    for layer, number in enumerate(numbers):
+        wanted |= {(layer, expert) for expert in range(number)}
     if absent := sorted(wanted - files.experts.keys()):
         layer, expert = absent[0]
         raise CheckpointError(
@@ -181,6 +183,7 @@ def _layer(paths: Sequence[Path]) -> tuple[str, dict[str, StoredTensor]]:
     kinds: dict[str, Any] = {}  # of expert 0: leaf → shape and dtype
     first = ""
     for expert, path in enumerate(paths):
+        # The names in a file must agree with the layer and the expert in the name of the file.
         held = {}
         for name, tensor in open_file(path).content.items():
             match = _NAME.fullmatch(name) if isinstance(name, str) else None
@@ -197,6 +200,7 @@ def _layer(paths: Sequence[Path]) -> tuple[str, dict[str, StoredTensor]]:
                 )
             held[match[3]] = (tensor.shape, tensor.dtype)
             found[name] = tensor
+        # All experts of a layer have the tensors of expert 0.
         kinds = kinds if expert else held
         if held != kinds or not held:
             odd = sorted(

@@ -110,6 +110,7 @@ def files_of(folder: Path) -> EngineFiles:
     layers = {}
     experts = {}
     expert_optimizers = {}
+    # The name of a file gives its kind and its rank.
     for name in sorted(os.listdir(folder)):
         if found := _MODEL.fullmatch(name):
             models[int(found[2]), int(found[1] or 0)] = folder / name
@@ -121,6 +122,7 @@ def files_of(folder: Path) -> EngineFiles:
             experts[int(found[1]), int(found[2])] = folder / name
         elif (found := _EXPERT_OPTIMIZER.fullmatch(name)) and not int(found[2]):
             expert_optimizers[int(found[1])] = folder / name
+    # Each kind of file must be complete: a missing rank would leave holes in the tensors.
     if not models:
         raise CheckpointError(
             f"{folder} has no file mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_"

@@ -123,16 +123,19 @@ def in_our_terms(raw: RawCheckpoint, folder: Path, wishes: Wishes) -> LogicalChe
 
     folder: that the user gave, which may hold config.json
     """
+    # The model computes its buffers, so stored ones are left out.
     raw = without_state(raw) if wishes.weights_only else raw
     raw = replace(
         raw,
         tensors={kind: named for kind, named in raw.tensors.items() if kind != BUFFER},
     )
+    # The names of the weights decide whether the module is of Megatron-DeepSpeed or transformers.
     if mds_family.is_of_megatron(raw.tensors[WEIGHT]):
         raw, family, options = _of_megatron(raw, wishes)
     else:
         raw, family, options = _of_transformers(raw, folder)
     model = model_of(options, raw.folder)
+    # The weights are renamed and packed; a missing, unused or misshapen tensor is an error.
     weights = with_prefix(raw.tensors[WEIGHT], family)
     options, weights = check_tied(options, weights, model, family)
     entries = entries_of(family, model)
@@ -142,6 +145,7 @@ def in_our_terms(raw: RawCheckpoint, folder: Path, wishes: Wishes) -> LogicalChe
     ours |= initial(
         entries, [entry.ours for entry in entries if entry.ours not in ours]
     )
+    # The optimizer's state takes the same names and packings.
     tensors = {WEIGHT: ours, **_state(raw, entries, family, model)}
     source = {
         "format": UNIVERSAL if (raw.folder / ZERO).is_dir() else ENGINE,
@@ -172,12 +176,14 @@ def _of_megatron(
             f'{raw.folder}: its model file has no "args", so the options of the model '
             "are not known. Megatron-DeepSpeed stores them; copy that file again."
         )
+    # Names of a pipeline are converted to those of the module first.
     name = (
         mds_family.NAME
         if mds_family.has_module_names(raw.tensors[WEIGHT])
         else mds_family.PIPELINE
     )
     raw = mds_family.with_module_names(raw)
+    # Damaged arguments raise any error, which is reported with the folder.
     try:
         options = mds_family.model_options(args)
         rows = raw.tensors[WEIGHT][
@@ -193,6 +199,7 @@ def _of_megatron(
         raise CheckpointError(
             f"{raw.folder}, arguments of Megatron-DeepSpeed: {error}."
         ) from error
+    # The options of the model decide the packing of heads and the padding of the vocabulary.
     model = model_of(options, raw.folder)
     family = mds_family.family(
         mds_family.packing_of(raw, model, wishes.qkv_packing), name
@@ -368,6 +375,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
     wishes.family  "mds-gpt", "mds-gpt-pipeline" or a family of Hugging Face; None: the source's
     """
+    # The dtype and the family are checked before anything is converted.
     if wishes.dtype not in (None, "float32"):
         raise CheckpointError(
             f"--dtype {wishes.dtype}: universal folders hold weights in float32, from "
@@ -380,6 +388,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             "a universal folder has the names of the module that DeepSpeed trains. Give "
             f"--family: {', '.join((*OF_MEGATRON, *FAMILIES))}."
         )
+    # Tensors receive their names in the module that DeepSpeed trains.
     family = _family_to_write(name, checkpoint, model, wishes)
     entries = entries_of(family, model)
     tensors = {
@@ -388,6 +397,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         if kind == WEIGHT or not wishes.weights_only
     }
     about = {name: _about(name, model) for name in tensors[WEIGHT]}
+    # A pipeline names layers by their position, so all kinds of tensors are renamed.
     if family.name == mds_family.PIPELINE:
         renamed = {name: mds_family.pipeline_name(name, model) for name in about}
         about = {renamed[name]: value for name, value in about.items()}
@@ -395,6 +405,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             kind: {renamed[name]: tensor for name, tensor in named.items()}
             for kind, named in tensors.items()
         }
+    # The first step after the load needs the learning rate that the schedule had reached.
     rate = next_rate(checkpoint, model)
     settings = {
         "client_state": {"iteration": checkpoint.progress.iteration or 0},
@@ -402,6 +413,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     }
     raw = RawCheckpoint(checkpoint.folder, tensors, settings, checkpoint.progress)
     path = write_universal(raw, folder, about, wishes.done)
+    # The lines for the user state what was written and how DeepSpeed loads it.
     kinds = ", ".join(kind for kind in tensors if kind != WEIGHT) or "weights only"
     unknown = [
         "the learning rate of the next step is not recorded: DeepSpeed makes that step with the first "

@@ -10,7 +10,7 @@ import torch
 from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import MASTER, StoredTensor, compared_with
-from .deepspeed_experts import WHOLE, Experts, groups_of_experts
+from .deepspeed_experts import WHOLE, StoredExperts, groups_of_experts
 from .deepspeed_folder import EngineFiles, count, entry, open_file
 from .deepspeed_stage0 import stage0_state
 from .zero_shards import Shard, merged_parts, merged_slices, replayed_slices, vectors_of
@@ -60,7 +60,7 @@ def zero_state(
     shapes: Sequence[Mapping],
     *,
     stage3: bool,
-    experts: Experts | None,
+    experts: StoredExperts | None,
     ignored: set[str],
 ) -> tuple[Named, dict[str, Any]]:
     """Masters and moments of one model-parallel rank, at stages 1 to 3, and its common state.
@@ -69,12 +69,11 @@ def zero_state(
     ignored  receives names of stored objects that are not used
     Raises CheckpointError for files that do not belong together.
     """
+    # Files of one save have made the same number of steps and have the same groups.
     opened = _opened(files, rank, stage3, ignored)
-    steps = {
-        step
-        for inner, path in zip(opened.inners, opened.paths)
-        for step in optimizer_steps(inner, path)
-    }
+    steps: set[int] = set()
+    for inner, path in zip(opened.inners, opened.paths):
+        steps |= optimizer_steps(inner, path)
     if len(steps) > 1:
         raise CheckpointError(
             f"{files.folder}: parts of the optimizer state have made {sorted(steps)} "
@@ -87,6 +86,7 @@ def zero_state(
                 f"{path} has {len(of_rank)} groups of parameters, and the model file "
                 f"{len(shapes)}: they are of different checkpoints."
             )
+    # Stage 3 divides each parameter; stages 1 and 2 divide the concatenation of a group.
     parts = _parts_of_groups(opened, len(shapes))
     if stage3:
         tensors = _parts_of_parameters(opened, shapes)
@@ -95,6 +95,7 @@ def zero_state(
         for g, group in enumerate(shapes):
             for kind, named in _group(opened, g, group, parts[g], experts).items():
                 tensors.setdefault(kind, {}).update(named)
+    # What is equal on all ranks is taken from the first.
     common = {
         "param_groups": opened.inners[0].get("param_groups"),
         "scaler": scaler_numbers(opened.states[0].get("loss_scaler")),
@@ -158,14 +159,16 @@ def _group(
     g: int,
     shapes: Mapping[str, tuple[int, ...]],
     parts: int,
-    experts: Experts | None,
+    experts: StoredExperts | None,
 ) -> Named:
     """kind → name → tensor of a group at stages 1 and 2."""
     mappings = [state.get("param_slice_mappings") for state in opened.states]
     tensors: Named = {}
     for part in range(parts):
+        # Expert-parallel ranks alternate, and each forms a flat vector of its own.
         ranks = range(part, len(opened.paths), parts)
         shards = opened.group(g, ranks)
+        # Old files lack the slices, which follow from the sizes and the order.
         if all(isinstance(mapping, list) for mapping in mappings):
             slices = [
                 entry(dict(enumerate(mappings[d])), g, Mapping, opened.paths[d])
@@ -174,6 +177,7 @@ def _group(
         else:
             slices = replayed_slices(shapes, shards)
         for kind, named in merged_slices(shapes, shards, slices).items():
+            # Experts have local numbers on each rank, which become global numbers.
             if parts > 1:
                 place = opened.paths[part]
                 if experts is None:
@@ -208,7 +212,7 @@ def _parts_of_parameters(opened: RankFiles, shapes: Sequence[Mapping]) -> Named:
 
 
 def checked_masters(
-    masters: Mapping[str, StoredTensor], experts: Experts
+    masters: Mapping[str, StoredTensor], experts: StoredExperts
 ) -> dict[str, StoredTensor]:
     """The masters of experts; reading one compares it with the weight in the expert's file, since a file of
     another rank has state of the same names and shapes."""
@@ -240,7 +244,7 @@ def expert_state(
     files: EngineFiles,
     optimizer: Mapping,
     weights: Mapping[str, StoredTensor],
-    experts: Experts,
+    experts: StoredExperts,
 ) -> tuple[Named, dict[str, Any]]:
     """`unnamed_state` of all expert-parallel ranks, which have a file each. Raises CheckpointError.
 
@@ -252,6 +256,7 @@ def expert_state(
             "experts. Copy them, or load the weights alone."
         )
     parts = len(files.expert_optimizers)
+    # Rank 0 comes last, so its state of the dense parameters remains.
     found = {}
     commons = {}
     for rank, path in sorted(files.expert_optimizers.items(), reverse=True):
@@ -261,6 +266,7 @@ def expert_state(
             entry(inner, "param_groups", list, path, []), parts, path
         )
         names = experts.in_order(weights, rank, parts, path)
+        # Groups of experts and of other parameters have names of their own.
         for flag in set(flags):
             chosen = {
                 name: tensor
@@ -280,6 +286,7 @@ def expert_state(
             ) in state.items():  # outside of experts, state of rank 0 remains
                 found.setdefault(kind, {}).update(named)
         commons[path] = _common(own, inner, path)
+    # All ranks must agree, and masters must agree with the weights of experts.
     _check_ranks(files, optimizer, commons)
     if MASTER in found:
         found[MASTER] |= checked_masters(found[MASTER], experts)
@@ -340,13 +347,8 @@ def optimizer_steps(inner: Mapping, place: object) -> set[int]:
         *entry(inner, "state", Mapping, place, {}).values(),
         *entry(inner, "param_groups", list, place, []),
     ]
-    return {
-        step
-        for state in found
-        if isinstance(state, Mapping)
-        for step in [count(state, "step", place)]
-        if step is not None
-    }
+    states = [state for state in found if isinstance(state, Mapping)]
+    return {count(state, "step", place) for state in states} - {None}
 
 
 def scaler_numbers(state: Any) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ..files.stored_tensor import MASTER, StoredTensor
-from .zero_shards import Slice, joined
+from .zero_shards import VectorSlice, joined
 
 ALONE = "Load the weights alone"
 
@@ -31,6 +31,7 @@ def stage0_state(
     masters  [[fp32 tensor of a parameter, …] for each group] of fp16 training; None
     weights  of the module, in the order of registration
     """
+    # The groups must have the structure of torch's optimizers.
     state = inner.get("state") or {}
     groups = inner.get("param_groups")
     if (
@@ -44,6 +45,7 @@ def stage0_state(
         raise CheckpointError(
             f"{place}: the optimizer's state has no groups of parameters. {ALONE}."
         )
+    # Each group lists the states of its parameters by number; scalars are no state of elements.
     found: dict[str, dict[str, StoredTensor]] = {}
     taken: set[str] = set()
     for g, group in enumerate(groups):
@@ -55,6 +57,7 @@ def stage0_state(
             }
             for number in group["params"]
         ]
+        # fp16 training keeps the fp32 weights beside the state.
         if masters is not None:
             if (
                 not isinstance(masters, list)
@@ -70,8 +73,10 @@ def stage0_state(
             ]
         if not any(states):
             continue
+        # A group may be one flat vector, which is cut into its parameters.
         if flat := _flat(states, weights, len(groups)):
             states = flat
+        # The shapes decide which names the states belong to; no name is used twice.
         names = _assigned(
             [_shape(one, place) for one in states],
             {
@@ -106,7 +111,9 @@ def _flat(
     starts = accumulate(sizes, initial=0)
     return [
         {
-            kind: joined(name, weight.shape, [Slice(vector, start, size)], vector.place)
+            kind: joined(
+                name, weight.shape, [VectorSlice(vector, start, size)], vector.place
+            )
             for kind, vector in states[0].items()
         }
         for (name, weight), start, size in zip(weights.items(), starts, sizes)
@@ -133,6 +140,7 @@ def _assigned(
 
     several: there are other groups; then matrices and vectors are in different ones
     """
+    # Groups usually separate matrices from vectors, which reduces the candidates.
     matrices = {len(shape) >= 2 for shape in shapes}
     if several and len(matrices) == 1:
         weights = {
@@ -152,6 +160,7 @@ def _assigned(
         here = ways(state + 1, name + 1) if weights[names[name]] == shapes[state] else 0
         return min(2, here + ways(state, name + 1))
 
+    # The assignment must be unique.
     number = _from_the_end(ways, len(shapes), len(names))
     if number != 1:
         raise CheckpointError(
@@ -159,6 +168,7 @@ def _assigned(
             f"parameters of the model in {'several ways' if number else 'no way'}, in their order. {ALONE}, "
             "or save with ZeRO stage 1, which records names."
         )
+    # The unique assignment is followed from the first state to the last.
     result = []
     name = 0
     for state in range(len(shapes)):

@@ -74,6 +74,7 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 @refuses_malformed
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
+    # The model files describe the parameters; their tensors are in a folder each.
     models = {
         name: open_file(folder / name)
         for name in sorted(os.listdir(folder))
@@ -88,6 +89,7 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     ignored = {name for file in models.values() for name in file.ignored}
     first = contents[0]
     place = folder / next(iter(models))
+    # Ranks of a pipeline have different parameters, so the descriptions are united.
     shapes = {}
     shared = {}
     buffers = set()
@@ -96,23 +98,27 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
             shapes |= shapes_in(group, place)
         shared |= entry(content, "shared_params", Mapping, place, {})
         buffers |= buffer_names(content, place)
+    # Buffers are in the tensor folders or, if not, in the model files.
     tensors, steps = _tensors(folder / ZERO, shapes, set(shared), weights_only)
     tensors[BUFFER] = {
         name: tensors[WEIGHT].pop(name) for name in buffers if name in tensors[WEIGHT]
     }
     if not tensors[BUFFER]:
-        tensors[BUFFER] = {
-            name: tensor
-            for content in contents
-            for name, tensor in entry(content, "module", Mapping, place, {}).items()
-            if name in buffers and isinstance(tensor, StoredTensor)
-        }
+        for content in contents:
+            module = entry(content, "module", Mapping, place, {})
+            tensors[BUFFER] |= {
+                name: tensor
+                for name, tensor in module.items()
+                if name in buffers and isinstance(tensor, StoredTensor)
+            }
+    # Frozen parameters without a folder are merged from the parts in the model files.
     frozen = shapes_in(first.get("frozen_param_shapes") or {}, place)
     if absent := {
         name: shape for name, shape in frozen.items() if name not in tensors[WEIGHT]
     }:
         parts = [content.get("frozen_param_fragments") or {} for content in contents]
         tensors[WEIGHT] |= merged_fragments(absent, parts, place)
+    # All parameters must have made the same number of steps.
     state = _optimizer_state(folder / ZERO / OPTIMIZER, ignored)
     inner = state.get("optimizer_state_dict")
     steps |= (
@@ -125,6 +131,7 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
             f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of "
             "several checkpoints are mixed up."
         )
+    # The counters of the first rank hold for the whole run.
     progress = StoredProgress(
         count(first, "global_steps", place),
         count(first, "global_samples", place),
@@ -288,10 +295,12 @@ def _model_file(raw: RawCheckpoint) -> dict[str, Any]:
     settings = raw.settings
     steps = progress.iteration or 0
     last = steps - (progress.skipped_steps or 0) - 1
+    # Without a stored scheduler, the number of steps decides its position.
     scheduler = settings.get("lr_scheduler") or {"last_batch_iteration": last}
     shapes = {
         name: torch.Size(tensor.shape) for name, tensor in raw.tensors[WEIGHT].items()
     }
+    # Keys of the engine itself are written anew and not twice.
     client = {
         key: value
         for key, value in (settings.get("client_state") or {}).items()

@@ -33,7 +33,7 @@ MIXED = (
 
 
 @dataclass(frozen=True)
-class Slice:
+class VectorSlice:
     """Elements [start, start + numel) of a flat vector."""
 
     vector: StoredTensor
@@ -60,24 +60,29 @@ class Shard:
             for vectors in self.vectors.values()
         )
 
-    def cut(self, kind: str, start: int, numel: int) -> Iterator[Slice]:
+    def cut(self, kind: str, start: int, numel: int) -> Iterator[VectorSlice]:
         """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
-        ends = list(accumulate(vector.shape[0] for vector in self.vectors[kind]))
-        if start < 0 or numel < 0 or start + numel > (ends[-1] if ends else 0):
+        vectors = self.vectors[kind]
+        stop = start + numel
+        total = sum(vector.shape[0] for vector in vectors)
+        if start < 0 or numel < 0 or stop > total:
             raise CheckpointError(
-                f"{self.place}: a parameter has elements {start} to {start + numel} of "
-                f"{kind}, which has {ends[-1] if ends else 0}. {MIXED}."
+                f"{self.place}: a parameter has elements {start} to {stop} of "
+                f"{kind}, which has {total}. {MIXED}."
             )
-        for vector, end in zip(self.vectors[kind], ends):
-            first = end - vector.shape[0]
+        # The interval may continue over several of the vectors.
+        end = 0
+        for vector in vectors:
+            first = end
+            end += vector.shape[0]
             low = max(start, first)
-            high = min(start + numel, end)
+            high = min(stop, end)
             if low < high:
-                yield Slice(vector, low - first, high - low)
+                yield VectorSlice(vector, low - first, high - low)
 
 
 def joined(
-    name: str, shape: tuple[int, ...], slices: Sequence[Slice], place: object
+    name: str, shape: tuple[int, ...], slices: Sequence[VectorSlice], place: object
 ) -> StoredTensor:
     """The tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
     held = sum(one.numel for one in slices)
@@ -90,17 +95,15 @@ def joined(
         )
 
     def read() -> torch.Tensor:
-        whole = (
-            torch.cat([one.read() for one in slices])
-            if len(slices) != 1
-            else slices[0].read()
-        )
+        # A single slice needs no copy.
+        if len(slices) == 1:
+            return slices[0].read().view(shape)
+        whole = torch.cat([one.read() for one in slices])
         return whole.view(shape)
 
+    dtype = dtypes.pop() if dtypes else torch.float32
     where = slices[0].vector.place if slices else str(place)
-    return StoredTensor(
-        shape, dtypes.pop() if dtypes else torch.float32, read, f"{name} in {where}"
-    )
+    return StoredTensor(shape, dtype, read, f"{name} in {where}")
 
 
 # ---- Stages 1 and 2, and BF16_Optimizer.
@@ -114,17 +117,20 @@ def merged_slices(
     Raises CheckpointError unless the slices of all ranks, in order, are the parameters in order.
     """
     kinds = _kinds_of(shards)
+    # The slices of all ranks must cover the parameters in order, without holes or overlaps.
     slices: dict[str, list[tuple[Shard, int, int]]] = {name: [] for name in shapes}
-    waiting = iter([(name, math.prod(shape)) for name, shape in shapes.items()])
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    waiting = iter(numbers.items())
     current = None
     left = 0
     for shard, mapping in zip(shards, mappings):
         at = 0
         for name, fragment in mapping.items():
-            start, numel = (
-                fields_of(fragment).get(field) for field in ("start", "numel")
-            )
-            if not all(type(n) is int and n >= 0 for n in (start, numel)):
+            # A slice continues the current parameter or begins the next one.
+            fields = fields_of(fragment)
+            start = fields.get("start")
+            numel = fields.get("numel")
+            if not _is_count(start) or not _is_count(numel):
                 raise CheckpointError(
                     f"{shard.place}: the slice of {name} is {fragment!r}. It is damaged."
                 )
@@ -138,33 +144,32 @@ def merged_slices(
             slices[name].append((shard, start, numel))
             at = start + numel
             left = left - numel
+        # A parameter continues on the next rank only if it fills this one to its end.
         if left and at != shard.size:
             raise CheckpointError(
                 f"{shard.place}: it holds {shard.size} elements, and {current}, which "
                 f"continues on the next rank, ends at {at}. {MIXED}."
             )
-    absent = [*([current] if left else []), *(name for name, numel in waiting if numel)]
+    # No elements may remain after the last rank.
+    absent = [current] if left else []
+    absent += [name for name, numel in waiting if numel]
     if absent:
         raise CheckpointError(
             f"{shards[0].place} and the other {len(shards) - 1} shards lack elements of "
             f"{len(absent)} parameters, first {absent[0]}. {MIXED}."
         )
-    return {
-        kind: {
-            name: joined(
-                name,
-                shape,
-                [
-                    part
-                    for shard, start, numel in slices[name]
-                    for part in shard.cut(kind, start, numel)
-                ],
-                shards[0].place,
-            )
-            for name, shape in shapes.items()
-        }
-        for kind in kinds
-    }
+    found: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in kinds}
+    for kind in kinds:
+        for name, shape in shapes.items():
+            parts: list[VectorSlice] = []
+            for shard, start, numel in slices[name]:
+                parts += shard.cut(kind, start, numel)
+            found[kind][name] = joined(name, shape, parts, shards[0].place)
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def replayed_slices(
@@ -253,7 +258,7 @@ def merged_fragments(
         slices = []
         for part in held:
             numel = min(left, math.prod(part.shape))
-            slices += [Slice(part, 0, numel)] if numel else []
+            slices += [VectorSlice(part, 0, numel)] if numel else []
             left -= numel
         found[name] = joined(name, shape, slices, place)
     return found

@@ -131,11 +131,10 @@ _LOWER_CASE = {
     ("torch", "device"),
     ("torch", "layout"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
-    *(
-        (f"numpy.{core}.multiarray", name)
-        for core in ("core", "_core")
-        for name in ("_reconstruct", "scalar")
-    ),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
     ("numpy.random._pickle", "__randomstate_ctor"),
     ("numpy.random._pickle", "__generator_ctor"),
     ("numpy.random._pickle", "__bit_generator_ctor"),
@@ -411,22 +410,17 @@ def _tables_called(keys: Keys) -> dict[tuple[str, str], Callable]:
         ("collections", "OrderedDict"): keys.table,
         ("collections", "defaultdict"): lambda *_: keys.table(),
         **{(module, "dict"): keys.table for module in _BUILTINS},
-        **{
-            (module, name): keys.elements
-            for module in _BUILTINS
-            for name in ("set", "frozenset")
-        },
+        **{(module, "set"): keys.elements for module in _BUILTINS},
+        **{(module, "frozenset"): keys.elements for module in _BUILTINS},
     }
 
 
 _ATOMS = (str, bytes, int, float, type(None), torch.dtype)
 _BUILTINS = ("builtins", "__builtin__")
 _CALLED: dict[tuple[str, str], Callable] = {
-    **{
-        (module, kind.__name__): kind
-        for module in _BUILTINS
-        for kind in (list, tuple, object)
-    },
+    **{(module, "list"): list for module in _BUILTINS},
+    **{(module, "tuple"): tuple for module in _BUILTINS},
+    **{(module, "object"): object for module in _BUILTINS},
     **{(module, "getattr"): _member for module in _BUILTINS},
     **{
         (module, "_reconstructor"): _reconstructed for module in ("copyreg", "copy_reg")
@@ -446,9 +440,7 @@ _DTYPE_NAMES: dict[tuple[str, str], torch.dtype] = {
         for name in _DTYPES
         if hasattr(torch, name)
     },
-    **{
-        (module, name): dtype
-        for name, dtype in _STORAGES.items()
-        for module in ("torch", "torch.cuda", "torch.storage")
-    },
+    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    **{("torch.cuda", name): dtype for name, dtype in _STORAGES.items()},
+    **{("torch.storage", name): dtype for name, dtype in _STORAGES.items()},
 }

@@ -36,37 +36,33 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         return read_file(folder / SINGLE)
     old = sorted(
         path.name
-        for pattern in ("pytorch_model*.bin", "*.pth")
-        for path in folder.glob(pattern)
+        for path in (*folder.glob("pytorch_model*.bin"), *folder.glob("*.pth"))
     )
-    advice = (
-        f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of transformers first, which "
-        "writes safetensors."
-        if old
-        else " Complete the download."
-    )
+    advice = " Complete the download."
+    if old:
+        advice = (
+            f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of transformers first, "
+            "which writes safetensors."
+        )
     raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}.{advice}")
 
 
 def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
+    # The index must name files in this folder and nothing else.
     places = read_json(folder / INDEX).get("weight_map")
-    if (
-        not isinstance(places, dict)
-        or not places
-        or not all(
-            isinstance(file, str) and Path(file).name == file
-            for file in places.values()
-        )
-    ):
+    is_table = isinstance(places, dict) and bool(places)
+    if not is_table or not all(map(_is_file_name, places.values())):
         raise CheckpointError(
             f"{folder / INDEX} is damaged: weight_map is not a table of file names."
         )
+    # All files must be present before any is read.
     files = sorted({*places.values()})
     if absent := [name for name in files if not (folder / name).is_file()]:
         raise CheckpointError(
             f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} names, first "
             f"{absent[0]}. Complete the download."
         )
+    # Each file must hold exactly the tensors that the index assigns to it.
     found: dict[str, StoredTensor] = {}
     for file in files:
         tensors = read_file(folder / file)
@@ -80,6 +76,10 @@ def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
             )
         found |= tensors
     return {name: found[name] for name in places}
+
+
+def _is_file_name(text: object) -> bool:
+    return isinstance(text, str) and Path(text).name == text
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
@@ -116,6 +116,7 @@ def _tensors_of(
         intervals.append((begin, end))
         read = partial(_read, path, name, start + begin, shape, dtype)
         found[name] = StoredTensor(shape, dtype, read, f"{path}: {name}")
+    # The tensors must fill the file without gaps or overlaps.
     at = 0
     for begin, end in sorted(intervals):
         if begin != at:
@@ -131,21 +132,29 @@ def _tensors_of(
 def _entry(
     name: str, entry: Any
 ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
-    is_count = lambda value: type(value) is int and 0 <= value < 2**62
-    is_list = lambda value: isinstance(value, list) and all(map(is_count, value))
-    if not (
-        isinstance(entry, dict)
-        and is_list(entry.get("shape"))
-        and is_list(entry.get("data_offsets"))
-        and len(entry["data_offsets"]) == 2
-        and len(entry["shape"]) <= 16
+    # Sizes are limited before any of them is multiplied.
+    values = entry if isinstance(entry, dict) else {}
+    shape = values.get("shape")
+    offsets = values.get("data_offsets")
+    if (
+        not _is_list_of_counts(shape)
+        or not _is_list_of_counts(offsets)
+        or len(offsets) != 2
+        or len(shape) > 16
     ):
         raise ValueError(f"the entry of {name} is not one of a tensor")
-    if entry.get("dtype") not in DTYPES:
+    code = values.get("dtype")
+    if code not in DTYPES:
         raise ValueError(
-            f"{name} has the dtype {entry.get('dtype')!r}, and {', '.join(DTYPES)} are known"
+            f"{name} has the dtype {code!r}, and {', '.join(DTYPES)} are known"
         )
-    return DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(entry["data_offsets"])
+    return DTYPES[code], tuple(shape), tuple(offsets)
+
+
+def _is_list_of_counts(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(number) is int and 0 <= number < 2**62 for number in value)
 
 
 def _read(

@@ -48,37 +48,41 @@ def assembled(
     shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[StoredBox], place: str
 ) -> StoredTensor:
     """The tensor that the boxes form. Raises CheckpointError unless they hold each element once."""
+    # The boxes must be inside the tensor and cover each element once.
     shape = tuple(shape)
     chunks = [
         SimpleNamespace(offsets=box.offset, sizes=box.tensor.shape) for box in boxes
     ]
-    inside = all(
-        len(chunk.sizes) == len(shape)
-        and all(
-            0 <= at <= at + n <= total
-            for at, n, total in zip(chunk.offsets, chunk.sizes, shape)
-        )
-        for chunk in chunks
-    )
+    inside = all(_is_inside(chunk.offsets, chunk.sizes, shape) for chunk in chunks)
     if not inside or not covers_once(shape, chunks):
         held = sum(math.prod(chunk.sizes) for chunk in chunks)
         raise CheckpointError(
             f"{place}: its {len(boxes)} parts overlap or leave holes: they have {held} "
             f"elements, and its shape {list(shape)} has {math.prod(shape)}."
         )
+    # A single box is the tensor itself and needs no copy.
     if len(boxes) == 1:
         return boxes[0].tensor
 
     def read() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
         for box in boxes:
-            target = whole[
-                tuple(slice(at, at + n) for at, n in zip(box.offset, box.tensor.shape))
-            ]
+            corners = zip(box.offset, box.tensor.shape)
+            target = whole[tuple(slice(at, at + n) for at, n in corners)]
             target.copy_(box.tensor.read())
         return whole
 
     return StoredTensor(shape, dtype, read, place)
+
+
+def _is_inside(
+    offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
+) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    return all(
+        0 <= at <= at + n <= total for at, n, total in zip(offsets, sizes, shape)
+    )
 
 
 def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
@@ -86,25 +90,21 @@ def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
     boxes = []
     at = 0
     for part in parts:
-        boxes.append(
-            StoredBox(
-                tuple(at if d == dim else 0 for d in range(len(part.shape))), part
-            )
-        )
+        offset = [0] * len(part.shape)
+        offset[dim] = at
+        boxes.append(StoredBox(tuple(offset), part))
         at += part.shape[dim]
     first = parts[0]
-    return assembled(
-        (*first.shape[:dim], at, *first.shape[dim + 1 :]), first.dtype, boxes, place
-    )
+    shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
+    return assembled(shape, first.dtype, boxes, place)
 
 
 def stacked(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
     """The parts along a new first dimension."""
-    return joined(
-        [changed(part, (1, *part.shape), lambda whole: whole[None]) for part in parts],
-        0,
-        place,
-    )
+    slices = [
+        changed(part, (1, *part.shape), lambda whole: whole[None]) for part in parts
+    ]
+    return joined(slices, 0, place)
 
 
 def merged_over_ranks(
@@ -119,10 +119,8 @@ def merged_over_ranks(
         return _compared(parts, place)
     if len(parts) == 1:
         return parts[0]
-    if any(
-        len(part.shape) != len(parts[0].shape) or len(part.shape) <= dim
-        for part in parts
-    ):
+    ndims = {len(part.shape) for part in parts}
+    if len(ndims) > 1 or min(ndims) <= dim:
         raise CheckpointError(
             f"{place}: ranks hold the shapes {sorted({part.shape for part in parts})}, "
             f"which are not parts along dimension {dim} of one tensor."
@@ -131,9 +129,10 @@ def merged_over_ranks(
         raise CheckpointError(
             f"{place}: {parts[0].shape[dim]} rows are not {blocks} equal blocks."
         )
-    pieces = [
-        _block(part, dim, block, blocks) for block in range(blocks) for part in parts
-    ]
+    # All ranks' pieces of a block come before those of the next block.
+    pieces: list[StoredTensor] = []
+    for block in range(blocks):
+        pieces += [_block(part, dim, block, blocks) for part in parts]
     return joined(pieces, dim, place)
 
 

@@ -89,6 +89,7 @@ def is_torch_dist(path: Path) -> bool:
 
 def read_torch_dist(path: Path) -> TorchDistFolder:
     """The verified index of the folder. Raises CheckpointError naming the file and the problem."""
+    # The index gives the file and the bytes of each tensor and object.
     _check_backend(path)
     index = _index_of(path)
     try:
@@ -110,6 +111,7 @@ def read_torch_dist(path: Path) -> TorchDistFolder:
         raise CheckpointError(
             f"{path / INDEX_FILE} is malformed ({type(error).__name__}: {error})."
         ) from error
+    # The common values are in a file of their own or, in newer versions, in an object.
     folder = TorchDistFolder(path, tensors, objects, {}, ())
     if (path / COMMON_FILE).exists():
         found = read_torch_file(path / COMMON_FILE)
@@ -147,6 +149,7 @@ def _check_backend(path: Path) -> None:
 def _index_of(path: Path) -> Mapping[str, Any]:
     enabled = gc.isenabled()
     gc.disable()  # with it, large indices take five times as long
+    # Errors of the pickle are reported with the name of the file.
     try:
         content, _ = unpickled(read_regular(path / INDEX_FILE))
     except OSError as error:
@@ -162,6 +165,7 @@ def _index_of(path: Path) -> Mapping[str, Any]:
     finally:
         if enabled:
             gc.enable()
+    # The index must have both tables before their entries are used.
     index = fields_of(content)
     if not all(
         isinstance(index.get(name), Mapping)

@@ -49,6 +49,7 @@ def read_torch_file(
     """
     path = Path(path)
     try:
+        # The interval must be inside the file.
         with open_regular(path, CheckpointError) as file:
             total = os.fstat(file.fileno()).st_size
             length = total - start if length is None else length
@@ -56,6 +57,7 @@ def read_torch_file(
                 raise ValueError(
                     f"it has {total} bytes, and bytes {start} to {start + length} are wanted"
                 )
+            # A zip archive begins with PK; the format before torch 1.6 is a sequence of pickles.
             file.seek(start)
             if file.read(2) == b"PK":
                 return _archive(path, _Window(file, start, length))
@@ -114,6 +116,7 @@ class _Window:
 
 def _archive(path: Path, window: _Window) -> ForeignFile:
     with zipfile.ZipFile(window) as archive:
+        # torch.save stores records without compression, which makes them mappable.
         records = {}
         for record in archive.infolist():
             if (
@@ -136,6 +139,7 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
         if records["data.pkl"].file_size > MOST_BYTES_OF_PICKLE:
             raise ValueError(f"its data.pkl has {records['data.pkl'].file_size} bytes")
 
+        # Storages are mapped when they are read; only their place is checked here.
         def storage_of(dtype: torch.dtype, key: str, numel: int) -> Storage:
             record = records.get(f"data/{key}")
             nbytes = numel * dtype.itemsize
@@ -180,6 +184,7 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
         read = lambda: _mapping(path, starts[key], numel * dtype.itemsize)()
         return Storage(dtype, numel, read, f"{path}, storage {key}")
 
+    # Five pickles precede the storages: magic number, version, system, content and keys.
     for _ in range(5):
         stop = OPCODES.end_of(content, at)
         parts.append(unpickled(content[at:stop], storage_of))
@@ -188,6 +193,7 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
             raise ValueError(
                 "it is neither an archive nor a sequence of pickles that torch.save wrote"
             )
+    # Storages follow in the order of the keys, each after its number of elements.
     starts: dict[str, int] = {}
     if not isinstance(parts[4][0], list) or not all(
         isinstance(key, str | int) for key in parts[4][0]

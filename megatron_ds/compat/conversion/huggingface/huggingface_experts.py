@@ -36,6 +36,7 @@ AUX_LOSS = 0.001  # router_aux_loss_coef where it is absent
 
 def expert_options(settings: Settings) -> dict[str, Any]:
     """Our options. Raises CheckpointError."""
+    # Families use two names for the number of experts.
     numbers = {
         settings[name]
         for name in ("num_local_experts", "num_experts")
@@ -54,10 +55,12 @@ def expert_options(settings: Settings) -> dict[str, Any]:
         raise CheckpointError(
             f"num_experts_per_tok is {topk!r}, and a layer has {number} experts"
         )
+    # Some layers may be dense.
     pattern = expert_layers(settings)
     found: dict[str, Any] = {"num_experts": (number,)}
     if not all(pattern):
         found["moe_layer_freq"] = str(pattern)
+    # The auxiliary loss is added only if the model outputs its router logits.
     coefficient = settings.get("router_aux_loss_coef", AUX_LOSS)
     if not settings.get("output_router_logits") or not coefficient:
         return found

@@ -110,6 +110,7 @@ def family_of(settings: Mapping[str, Any], folder: Path) -> Family:
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint in our terms. Raises CheckpointError."""
+    # The settings decide the family, and whether its weights can be trained.
     raw = read_raw(folder)
     family = family_of(raw.settings, folder)
     if QUANTIZED in raw.settings:
@@ -123,6 +124,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
                 f"{folder / CONFIG} is damaged: {key} is {raw.settings[key]!r}, not a "
                 "name."
             )
+    # Damaged settings raise any error, which is reported with the file.
     try:
         options = family.options(raw.settings)
     except (TypeError, ValueError, KeyError) as error:
@@ -133,6 +135,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         raise CheckpointError(
             f"{folder / CONFIG}, model_type {family.name}: {error}."
         ) from error
+    # The weights are renamed and packed; a missing, unused or misshapen tensor is an error.
     model = model_of(options, folder / CONFIG)
     tensors = with_prefix(raw.tensors[WEIGHT], family)
     options, tensors = check_tied(options, tensors, model, family)
@@ -142,6 +145,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     left = unused(entries, tensors, family, wishes.allow_unused)
     ours = to_ours(entries, tensors, model)
     ours |= initial(entries, {entry.ours for entry in entries} - ours.keys())
+    # Tokenizer and generation settings are kept for a conversion back.
     files = {name: folder / name for name in OF_A_FOLDER if (folder / name).is_file()}
     source = {"format": NAME, "family": family.name, "settings": dict(raw.settings)}
     if (folder / GENERATION).is_file():
@@ -263,10 +267,12 @@ def _identity(model: ModelConfig) -> dict[str, Any]:
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
     """Write the weights as a folder for `from_pretrained`, complete or not at all. Raises CheckpointError."""
+    # The family gives the names of the tensors and the settings of the model.
     model = model_of(checkpoint.model, checkpoint.folder)
     family = family_for(checkpoint, model, wishes)
     theirs = to_theirs(entries_of(family, model), checkpoint.tensors[WEIGHT], model)
     settings = config_of(checkpoint, family, model)
+    # Without --dtype the weights take the dtype of the source's config.json.
     default = settings.get("dtype") or settings.get("torch_dtype")
     name = wishes.dtype or (default if default in DTYPES else "float32")
     rounded = (
@@ -282,6 +288,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         )
         for key, tensor in theirs.items()
     ]
+    # Readers see the folder only when it is complete.
     with published(folder) as hidden:
         write_folder(
             hidden,
@@ -294,6 +301,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         if model.model == "gpt":
             _write_json(hidden / GENERATION, _generation_of(checkpoint, settings))
         files = _write_tokenizer(checkpoint, hidden)
+    # The lines for the user state what was written, rounded and left out.
     lines = [
         f"wrote {len(entries)} tensors, {sum(entry.nbytes for entry in entries) / 2**20:.1f} MiB of "
         f"{name}, as {family.about['architectures'][0]} to {folder}",
@@ -406,8 +414,10 @@ def _generation_of(
 
 
 def _write_tokenizer(checkpoint: LogicalCheckpoint, folder: Path) -> list[str]:
+    # The files of the source are copied unchanged.
     for name, path in checkpoint.tokenizer.items():
         shutil.copyfile(path, folder / name)
+    # transformers reads from the settings whether a vocab.txt is of lower case.
     if checkpoint.tokenizer_type in LOWER_CASE and "vocab.txt" in checkpoint.tokenizer:
         kept = (
             read_json(folder / TOKENIZER_CONFIG)
@@ -422,6 +432,7 @@ def _write_tokenizer(checkpoint: LogicalCheckpoint, folder: Path) -> list[str]:
                 "do_lower_case": LOWER_CASE[checkpoint.tokenizer_type],
             },
         )
+    # A tokenizer.json alone lacks the class and the end of text that transformers needs.
     if (
         "tokenizer.json" in checkpoint.tokenizer
         and TOKENIZER_CONFIG not in checkpoint.tokenizer

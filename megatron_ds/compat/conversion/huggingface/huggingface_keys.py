@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ....errors import CheckpointError
-from ..settings_table import Entry, Fixed
+from ..settings_table import Fixed, SettingRule
 from .huggingface_experts import AUX_LOSS, aux_loss_scale
 from .huggingface_rotary import THETA, rope_table
 
@@ -65,7 +65,7 @@ def check_keys(settings: Settings) -> None:
 
 
 def notes_of(
-    table: Sequence[Entry], extra: frozenset[str], settings: Settings
+    table: Sequence[SettingRule], extra: frozenset[str], settings: Settings
 ) -> list[str]:
     """Sentences on the settings that a run does not follow.
 

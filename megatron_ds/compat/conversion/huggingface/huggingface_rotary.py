@@ -204,6 +204,7 @@ def rotary_settings(model: ModelConfig, is_partial: bool) -> dict[str, Any]:
 
 def _scaling(model: ModelConfig) -> dict[str, Any]:
     original = model.original_max_position_embeddings
+    # Each rope_type of transformers has keys of its own.
     if model.position_embedding_type == "yarn":
         return {
             "rope_type": "yarn",

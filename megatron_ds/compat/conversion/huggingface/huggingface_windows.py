@@ -77,6 +77,7 @@ class Window:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Our two options; {} where no window hides a token. Raises CheckpointError."""
+        # Without a window no layer may ask for one.
         window = settings.get(self.theirs, self.default)
         if (
             self.has_switch
@@ -84,9 +85,11 @@ class Window:
             or window is None
         ):
             if SLIDING in (settings.get("layer_types") or ()):
+                keys = "sliding_window"
+                if self.has_switch:
+                    keys += " and use_sliding_window"
                 raise CheckpointError(
-                    f"layer_types has {SLIDING!r}, but no window is set. Set "
-                    f"sliding_window{' and use_sliding_window' * self.has_switch}, or "
+                    f"layer_types has {SLIDING!r}, but no window is set. Set {keys}, or "
                     "remove layer_types"
                 )
             return {}
@@ -94,6 +97,7 @@ class Window:
             raise CheckpointError(
                 f"sliding_window is {window!r}, not a number of tokens from 2 up"
             )
+        # The length and the layers decide whether any window hides a token.
         count = settings.get("num_hidden_layers")
         positions = settings.get("max_position_embeddings")
         if (

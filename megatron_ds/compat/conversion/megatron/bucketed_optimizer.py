@@ -16,6 +16,7 @@ masters and weights.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ....errors import CheckpointError
@@ -31,7 +32,7 @@ from .flat_buffers import (
     is_shared,
     places_of,
 )
-from .megatron_names import EMBEDDING, HEAD, Part
+from .megatron_names import EMBEDDING, HEAD, TensorPart
 from .megatron_ranks import split_of
 
 _KEY = re.compile(
@@ -59,8 +60,13 @@ Buckets = dict[int, dict[str, Sharded]]  # number → key of the state → flat 
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of one buffer. optimizer: 1 of experts, 0 of the others; tp, ep, pp: of its rank; chunk: of the model."""
+class BufferKey:
+    """Coordinates of one buffer of the optimizer.
+
+    optimizer   1 for the optimizer of experts, 0 for that of the other parameters
+    tp, ep, pp  positions of its rank
+    chunk       number of the model chunk on that rank
+    """
 
     optimizer: int
     tp: int
@@ -85,22 +91,23 @@ class BufferLayout:
     chunks: int
     is_chained: bool
 
-    def place(self, optimizer: int, rank: int, chunk: int) -> Place:
+    def place(self, optimizer: int, rank: int, chunk: int) -> BufferKey:
         """The place of a buffer by its numbers in the key."""
         tp, ep = (self.experts_tp, self.ep) if optimizer else (self.tp, 1)
-        return Place(optimizer, rank % tp, rank // tp % ep, rank // tp // ep, chunk)
+        return BufferKey(optimizer, rank % tp, rank // tp % ep, rank // tp // ep, chunk)
 
-    def places(self) -> set[Place]:
+    def places(self) -> set[BufferKey]:
         """All places, if each pipeline stage has experts."""
         ranks = {0: self.tp * self.pp} | (
             {1: self.experts_tp * self.ep * self.pp} if self.is_chained else {}
         )
-        return {
-            self.place(optimizer, rank, chunk)
-            for optimizer, count in ranks.items()
-            for rank in range(count)
-            for chunk in range(self.chunks)
-        }
+        places: set[BufferKey] = set()
+        for optimizer, count in ranks.items():
+            for rank in range(count):
+                places |= {
+                    self.place(optimizer, rank, chunk) for chunk in range(self.chunks)
+                }
+        return places
 
 
 def from_buckets(
@@ -113,6 +120,7 @@ def from_buckets(
 
     Raises CheckpointError if the layout cannot be replayed.
     """
+    # The keys give optimizer, rank, chunk and bucket of each buffer.
     found = {key: _KEY.fullmatch(key) for key in buffers}
     if odd := [key for key, match in found.items() if match is None]:
         raise CheckpointError(
@@ -129,7 +137,8 @@ def from_buckets(
         1 + max(int(match[3]) for match in found.values()),
         any(match[1] is not None for match in found.values()),
     )
-    buckets: dict[Place, Buckets] = {}
+    # Buffers are grouped by the rank and chunk that they belong to.
+    buckets: dict[BufferKey, Buckets] = {}
     for key, match in found.items():
         place = layout.place(int(match[1] or 0), int(match[2]), int(match[3]))
         buckets.setdefault(place, {}).setdefault(int(match[4]), {})[match[5]] = buffers[
@@ -140,7 +149,8 @@ def from_buckets(
             f"{stored.path} has flat optimizer state of {len(buckets)} ranks and chunks, "
             f"and its arguments describe {len(layout.places())}. {REMEDY}"
         )
-    parts: dict[str, dict[Part, dict[int, StoredTensor]]] = {
+    # Each buffer is cut into parameters, whose parts are merged over tensor-parallel ranks.
+    parts: dict[str, dict[TensorPart, dict[int, StoredTensor]]] = {
         kind: {} for kind in KINDS.values()
     }
     for place, of_place in buckets.items():
@@ -152,7 +162,7 @@ def from_buckets(
 
 
 def _merged(
-    parts: Mapping[Part, Mapping[int, StoredTensor]], args: Mapping[str, Any]
+    parts: Mapping[TensorPart, Mapping[int, StoredTensor]], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """Tensors over tensor-parallel ranks, and those of experts stacked."""
     found: dict[str, StoredTensor] = {}
@@ -177,14 +187,16 @@ def _of_place(
     buckets: Buckets,
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[BufferLayout, Place],
-) -> Iterator[tuple[str, Part, StoredTensor]]:
+    where: tuple[BufferLayout, BufferKey],
+) -> Iterator[tuple[str, TensorPart, StoredTensor]]:
     """(kind, part of ours, local tensor) of one buffer."""
+    # The recorded lengths and starts identify the layout.
     lengths = [buckets[i]["param"].shape[0] for i in range(len(buckets))]
     starts = [
         {box.offset[0] for box in buckets[i]["param"].boxes}
         for i in range(len(buckets))
     ]
+    # Candidate orders and bucket sizes are replayed until one reproduces the recorded buffers.
     for attention in (_TE_ATTENTION, _ATTENTION):
         parameters = _registered(weights, args, where, attention)
         for size in bucket_sizes(args, sum(lengths)):
@@ -212,23 +224,25 @@ def _of_place(
 def _registered(
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[BufferLayout, Place],
+    where: tuple[BufferLayout, BufferKey],
     attention: Sequence[str],
 ) -> list[LocalParameter]:
     """Parameters of a buffer in the order of registration of megatron-core's GPT."""
+    # The chunk of the stage determines its layers; the first and last have the embeddings and the head.
     layout, place = where
     stages = layout.pp * layout.chunks
     count = args["num_layers"] // stages
     stage = place.chunk * layout.pp + place.pp
-    parts = [Part(name) for name in _BEFORE] if stage == 0 else []
+    parts = [TensorPart(name) for name in _BEFORE] if stage == 0 else []
     for layer in range(stage * count, (stage + 1) * count):
         parts += _of_layer(f"decoder.layers.{layer}.", weights, args, where, attention)
     if stage == stages - 1:
         parts += [
-            Part("decoder.final_layernorm.weight"),
-            Part("decoder.final_layernorm.bias"),
-            Part(HEAD),
+            TensorPart("decoder.final_layernorm.weight"),
+            TensorPart("decoder.final_layernorm.bias"),
+            TensorPart(HEAD),
         ]
+    # Parameters that the model lacks, or that another optimizer has, are left out.
     found = []
     for part in parts:
         like = (
@@ -240,6 +254,7 @@ def _registered(
             layout.is_chained and is_of_experts(part.name) != bool(place.optimizer)
         ):
             continue
+        # The local shape follows from the division over tensor-parallel ranks.
         shape = list(
             weights[like].shape if part.expert is None else weights[like].shape[1:]
         )
@@ -258,33 +273,34 @@ def _of_layer(
     prefix: str,
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
-    where: tuple[BufferLayout, Place],
+    where: tuple[BufferLayout, BufferKey],
     attention: Sequence[str],
-) -> list[Part]:
-    """Also of parameters that the model lacks."""
+) -> list[TensorPart]:
+    """Parts of one layer in the order of registration, also those that the model lacks."""
+    # Each layer has a weight and a bias for each of its modules.
     layout, place = where
-    named = lambda patterns: [
-        Part(prefix + pattern.format(leaf))
-        for pattern in patterns
-        for leaf in ("weight", "bias")
-    ]
+    named = partial(_weights_and_biases, prefix)
     first = _EXPERTS[0].format("weight")
     if prefix + first not in weights:
         return named((*attention, *_MLP))
+    # Experts of this expert-parallel rank are registered by matrix or by expert.
     per_rank = weights[prefix + first].shape[0] // layout.ep
     numbers = range(place.ep * per_rank, (place.ep + 1) * per_rank)
     if args.get("moe_grouped_gemm"):  # all of one matrix, then those of the other
-        experts = [
-            replace(part, expert=e)
-            for pattern in _EXPERTS
-            for part in named([pattern])
-            for e in numbers
-        ]
+        experts = [replace(part, expert=e) for part in named(_EXPERTS) for e in numbers]
     else:
         experts = [replace(part, expert=e) for e in numbers for part in named(_EXPERTS)]
     return [
         *named(attention),
-        Part(f"{prefix}mlp.router.weight"),
+        TensorPart(f"{prefix}mlp.router.weight"),
         *experts,
         *named(_SHARED),
     ]
+
+
+def _weights_and_biases(prefix: str, patterns: Sequence[str]) -> list[TensorPart]:
+    parts: list[TensorPart] = []
+    for pattern in patterns:
+        parts.append(TensorPart(prefix + pattern.format("weight")))
+        parts.append(TensorPart(prefix + pattern.format("bias")))
+    return parts

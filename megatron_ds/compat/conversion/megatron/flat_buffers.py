@@ -19,7 +19,7 @@ import torch
 from ....errors import CheckpointError
 from ..files.stored_tensor import MASTER, StoredTensor
 from ..files.tensor_views import interval
-from .megatron_names import EMBEDDING, HEAD, Part
+from .megatron_names import EMBEDDING, HEAD, TensorPart
 
 ALIGNMENT = 64
 KINDS = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -37,7 +37,7 @@ class LocalParameter:
     own_bucket  a shared embedding
     """
 
-    part: Part
+    part: TensorPart
     shape: tuple[int, ...]
     dtype: torch.dtype
     own_bucket: bool = False
@@ -104,13 +104,16 @@ def from_file(
     chunks: Sequence[Sequence[LocalParameter]],
     args: Mapping[str, Any],
     place: str,
-) -> dict[str, dict[Part, StoredTensor]]:
+) -> dict[str, dict[TensorPart, StoredTensor]]:
     """kind → part → tensor of this rank. chunks: parameters of each model chunk.
 
     Raises CheckpointError if the layout cannot be replayed.
     """
+    # Each chained optimizer has its own buffers.
     states = content if isinstance(content, list | tuple) else [content]
-    found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
+    found: dict[str, dict[TensorPart, StoredTensor]] = {
+        kind: {} for kind in KINDS.values()
+    }
     for number, state in enumerate(states):
         if state is None and len(states) > 1:
             continue  # other expert-parallel ranks have the state of dense parameters
@@ -126,13 +129,12 @@ def from_file(
                 f"{place} is of a version of Megatron-LM before 0.6, which stored buckets "
                 f"one by one. {REMEDY}"
             )
+        # Buffers follow the order of chunks and dtypes.
         groups = [group for chunk in chosen for group in _by_dtype(chunk)]
-        buffers = [
-            buffer
-            for index, value in state.items()
-            if isinstance(index, int)
-            for buffer in value.values()
-        ]
+        buffers: list[Any] = []
+        for index, value in state.items():
+            if isinstance(index, int):
+                buffers += value.values()
         if len(groups) != len(buffers):
             raise CheckpointError(
                 f"{place} has {len(buffers)} buffers, and the parameters of this rank need "
@@ -155,7 +157,7 @@ def _split(
     buffer: Mapping[str, Any],
     args: Mapping[str, Any],
     place: str,
-    found: dict[str, dict[Part, StoredTensor]],
+    found: dict[str, dict[TensorPart, StoredTensor]],
 ) -> None:
     numel = buffer.get("numel_unpadded")
     for size in bucket_sizes(args, numel or 0):

@@ -8,13 +8,14 @@ The indices run through groups, and inside a group through the modules in the or
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import MASTER, StoredTensor
 from .flat_buffers import KINDS, REMEDY, LocalParameter
-from .megatron_names import Part
+from .megatron_names import TensorPart
 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
@@ -23,25 +24,23 @@ def from_indices(
     states: Sequence[Mapping[str, Any]],
     parameters: Sequence[LocalParameter],
     place: str,
-) -> dict[str, dict[Part, StoredTensor]]:
+) -> dict[str, dict[TensorPart, StoredTensor]]:
     """kind → part → tensor. states: of the optimizers that are chained, usually one.
 
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """
-    found: dict[str, dict[Part, StoredTensor]] = {kind: {} for kind in KINDS.values()}
-    apart = any(
-        group.get("is_expert_parallel")
-        for state in states
-        for group in groups_of(state)
-    )
+    # A group of experts in any optimizer means that their parameters form groups of their own.
+    found: dict[str, dict[TensorPart, StoredTensor]] = {
+        kind: {} for kind in KINDS.values()
+    }
+    groups = chain.from_iterable(map(groups_of, states))
+    apart = any(group.get("is_expert_parallel") for group in groups)
     for state in states:
-        inner = (
-            fields_of(state.get("optimizer"))
-            or fields_of(state.get("optimizer_state_dict"))
-            or state
-        )
+        # Versions keep the inner optimizer under different keys.
+        inner = _inner(state)
         by_index = fields_of(inner.get("state"))
         masters = next((state[name] for name in MASTERS if name in state), None)
+        # A group numbers its parameters in the order of registration.
         for g, group in enumerate(groups_of(state)):
             members = [p for p in parameters if _is_in(p, group, apart)]
             indices = group.get("params", [])
@@ -50,6 +49,7 @@ def from_indices(
                     f"{place}: a parameter group of the optimizer has {len(indices)} "
                     f"parameters, and {len(members)} of the model belong to it. {REMEDY}"
                 )
+            # Moments are stored by index; masters by group and position.
             for position, (index, parameter) in enumerate(zip(indices, members)):
                 state_of = fields_of(by_index.get(index))
                 values = {
@@ -65,12 +65,16 @@ def from_indices(
 
 def groups_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer's state, in any of Megatron-LM's nestings."""
-    inner = (
+    return [fields_of(group) for group in _inner(state).get("param_groups") or ()]
+
+
+def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of torch's optimizer, which mixed precision wraps under one of two keys."""
+    return (
         fields_of(state.get("optimizer"))
         or fields_of(state.get("optimizer_state_dict"))
         or state
     )
-    return [fields_of(group) for group in inner.get("param_groups") or ()]
 
 
 def _is_in(parameter: LocalParameter, group: Mapping[str, Any], apart: bool) -> bool:

@@ -90,9 +90,12 @@ def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
     options = options_of((*ARGUMENTS, *FIXED), args)
     rotary = bool(args.get("use_rotary_position_embeddings"))
     learned = args.get("add_position_embedding", not rotary)
-    options["position_embedding_type"] = (
-        "rope" if rotary else "learned_absolute" if learned else "none"
-    )
+    if rotary:
+        options["position_embedding_type"] = "rope"
+    elif learned:
+        options["position_embedding_type"] = "learned_absolute"
+    else:
+        options["position_embedding_type"] = "none"
     options["activation"] = activation_of(args)
     heads = args.get("num_attention_heads")
     groups = args.get("num_key_value_heads")
@@ -116,17 +119,14 @@ def activation_of(args: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"the arguments choose several activations: {', '.join(chosen)}"
         )
-    return (
-        chosen[0]
-        if chosen
-        else "gelu"
-        if args.get("bias_gelu_fusion", True)
-        else "gelu_exact"
-    )
+    if chosen:
+        return chosen[0]
+    return "gelu" if args.get("bias_gelu_fusion", True) else "gelu_exact"
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
+    # What Megatron-DeepSpeed does not compute cannot be written for it.
     if model.window_size is not None or model.softmax_type != "vanilla":
         raise CheckpointError(
             "Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "
@@ -145,6 +145,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
             "Megatron-DeepSpeed computes neither ALiBi nor scaled rotary frequencies. "
             "Choose another format."
         )
+    # Choices with several arguments are added to those with one.
     found = settings_of(ARGUMENTS, model) | {"seq_length": model.seq_length}
     found |= {
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
@@ -225,6 +226,7 @@ def _names_of_layers(
     weights: Mapping[str, StoredTensor], folder: object
 ) -> dict[str, str]:
     """Name in a pipeline → name in the module."""
+    # The leaves of each layer identify it.
     leaves: dict[int, set[str]] = {}
     for name in weights:
         number, _, leaf = name.partition(".")
@@ -236,12 +238,14 @@ def _names_of_layers(
                 f"{folder}: {name} is not the name of a tensor of Megatron-DeepSpeed."
             )
         leaves.setdefault(int(number), set()).add(leaf)
+    # Layers with attention are the transformer's, numbered in their order.
     blocks = {
         number: i
         for i, number in enumerate(
             sorted(n for n, held in leaves.items() if QKV in held)
         )
     }
+    # Other layers are embeddings, the final norm and the head.
     names = {}
     for name in weights:
         number, _, leaf = name.partition(".")

@@ -170,12 +170,14 @@ def model_options(
 
     Raises CheckpointError naming arguments that are not computed here, or that the tensors contradict.
     """
+    # Arguments that change the model and are not computed here are refused.
     for name, (admitted, noun) in REFUSED.items():
         if args.get(name) not in admitted:
             raise CheckpointError(
                 f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
                 "this package does not compute."
             )
+    # Names that both programs share are copied.
     known = {field.name: field for field in fields(ModelConfig)}
     found = {name: args[name] for name in SAME_NAME if args.get(name) is not None}
     if groups := query_groups(args):
@@ -183,6 +185,7 @@ def model_options(
     if args.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
     if found.get("position_embedding_type") == "yarn":
+        # The rest is derived from several arguments or from the tensors.
         found |= {name: args[name] for name in OF_YARN if args.get(name) is not None}
         found["original_max_position_embeddings"] = args.get(YARN_LENGTH)
     found |= {
@@ -201,6 +204,7 @@ def model_options(
             "model": "bert",
             "bert_binary_head": bool(args.get("bert_binary_head", True)),
         }
+    # Options of experts apply only to models that have them.
     if args.get("num_experts"):
         found |= {name: args[name] for name in OF_EXPERTS if args.get(name) is not None}
         frequency = args.get("moe_layer_freq", 1)
@@ -212,6 +216,7 @@ def model_options(
         names = (balancing,) if isinstance(balancing, str) else tuple(balancing)
         found["moe_router_load_balancing_type"] = names
         found |= capacity_of(args)
+    # Values take the types of our options, and defaults are left out.
     found = {
         name: _plain(value, known[name].default)
         for name, value in found.items()
@@ -316,6 +321,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
     """Values of the Namespace that --use-checkpoint-args reads. The inverse of `model_options`."""
     if model.model not in ("gpt", "bert"):
         raise CheckpointError(f"Megatron-LM has no model {model.model!r}.")
+    # Names that both programs share are copied; the rest is derived.
     values = {name: getattr(model, name) for name in SAME_NAME if hasattr(model, name)}
     grouped = model.query_groups != model.num_attention_heads
     multiple = model.make_vocab_size_divisible_by * tensor_parallel
@@ -335,6 +341,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "padded_vocab_size": math.ceil(model.vocab_size / multiple) * multiple,
     }
+    # What Megatron-LM does not compute cannot be written for it.
     if (
         model.activation == "relu"
         or model.activation == "gelu"
@@ -363,6 +370,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
             "weights of the softmax (--softmax-type learnable) are not written in this "
             "format. Choose another format."
         )
+    # Positions, windows and experts have several arguments each.
     values |= _positions_of(model)
     if model.window_size is not None:
         values |= {

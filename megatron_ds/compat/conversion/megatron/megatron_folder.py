@@ -32,6 +32,7 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
 
     Raises CheckpointError if there is none.
     """
+    # The given folder may itself be that of an iteration.
     folders = iteration_folders(folder)
     names = [path.name for path in folders]
     if folders == [folder]:
@@ -46,6 +47,7 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
                 "Give the folder that contains it."
             )
         return folder
+    # Without a wanted iteration the tracker decides, or the only folder there is.
     if wanted is not None:
         name = name_of(wanted)
     else:
@@ -58,13 +60,8 @@ def find_iteration(folder: Path, wanted: int | None) -> Path:
                     f"{', '.join(names)}. Choose one with --iteration."
                 ) from None
             return folders[0]
-        name = (
-            RELEASE
-            if text == RELEASE
-            else name_of(int(text))
-            if _NUMBER.fullmatch(text)
-            else text
-        )
+        is_number = text != RELEASE and _NUMBER.fullmatch(text)
+        name = name_of(int(text)) if is_number else text
     if name not in names:
         raise CheckpointError(f"{folder} has no {name}. It has {', '.join(names)}.")
     return folder / name

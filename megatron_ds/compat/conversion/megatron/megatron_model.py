@@ -44,10 +44,12 @@ def logical(
 
     Raises CheckpointError listing tensors that are missing, not used, or of another shape.
     """
+    # The arguments give the model, and the model the shapes that tensors must have.
     options = model_options(raw.settings, raw.tensors[WEIGHT], bert, wishes.vocab_size)
     shapes = {
         spec.name: tuple(spec.shape) for spec in specs_of(model_of(options, raw.folder))
     }
+    # Padding of the vocabulary is cut off after the names are checked.
     tensors = {
         kind: _tied_once(stored, kind, shapes, raw)
         for kind, stored in raw.tensors.items()
@@ -56,6 +58,7 @@ def logical(
     tensors = {
         kind: _cut(stored, shapes, kind, raw) for kind, stored in tensors.items()
     }
+    # Masters replace the weights, and must agree with them when they are read.
     weights = {
         **tensors[WEIGHT],
         **{
@@ -68,6 +71,7 @@ def logical(
     ignored = tuple(
         name for name in raw.ignored if name != "argparse.Namespace"
     )  # the arguments
+    # Without moments the checkpoint holds weights alone.
     if wishes.weights_only or not moments:
         return LogicalCheckpoint(
             raw.folder,
@@ -80,6 +84,7 @@ def logical(
             ignored=ignored,
             unused=unused,
         )
+    # Moments must be complete.
     for kind in MOMENTS:
         if absent := sorted(weights.keys() - moments.get(kind, {}).keys()):
             raise CheckpointError(
@@ -228,15 +233,10 @@ def with_choices(
     args: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Arguments, with `CHOICES` as the parameter groups of the optimizer have them."""
-    return {
-        **args,
-        **{
-            name: group[name]
-            for group in groups
-            for name in CHOICES.values()
-            if name in group
-        },
-    }
+    chosen = dict(args)
+    for group in groups:
+        chosen |= {name: group[name] for name in CHOICES.values() if name in group}
+    return chosen
 
 
 def iteration_in(content: Mapping[str, Any], place: object) -> int:

@@ -59,7 +59,7 @@ IGNORED = re.compile(
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Place of a stored tensor in ours.
 
     name    ours
@@ -72,7 +72,7 @@ class Part:
     half: int | None = None
 
 
-def part_of(name: str, is_bert: bool) -> Part:
+def part_of(name: str, is_bert: bool) -> TensorPart:
     """The place of their tensor. A name that no rule matches stays as it is."""
     for pattern, new in _RULES:
         name = pattern.sub(new, name)
@@ -88,7 +88,7 @@ def part_of(name: str, is_bert: bool) -> Part:
     elif found := _GROUPED.fullmatch(name):
         name = found[1]
         expert = int(found[2])
-    return Part(name, expert, half)
+    return TensorPart(name, expert, half)
 
 
 def is_bert(names: Sequence[str]) -> bool:

@@ -10,19 +10,15 @@ import torch
 from ....errors import CheckpointError
 from ..files.stored_tensor import StoredTensor
 from ..files.tensor_views import changed, merged_over_ranks, stacked
-from .megatron_names import VOCABULARY, Part
+from .megatron_names import VOCABULARY, TensorPart
 
-_SPLITS = tuple(
-    (re.compile(pattern), dim)
-    for pattern, dim in (
-        (r".*\.linear_qkv\.(weight|bias)", 0),
-        (r".*\.linear_fc1\.(weight|bias)", 0),
-        (r".*\.(linear_proj|linear_fc2)\.weight", 1),
-    )
+_SPLITS = (
+    (re.compile(r".*\.linear_qkv\.(weight|bias)"), 0),
+    (re.compile(r".*\.linear_fc1\.(weight|bias)"), 0),
+    (re.compile(r".*\.(linear_proj|linear_fc2)\.weight"), 1),
 )
-ByRank = dict[
-    tuple[int, int], StoredTensor
-]  # (tensor-parallel, expert-parallel rank) → local tensor
+# (tensor-parallel rank, expert-parallel rank) → local tensor
+ByRank = dict[tuple[int, int], StoredTensor]
 
 
 def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
@@ -35,36 +31,38 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
 
 
 def merged(
-    parts: Mapping[Part, ByRank], args: Mapping[str, Any]
+    parts: Mapping[TensorPart, ByRank], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """Our name → logical tensor. Raises CheckpointError where ranks or experts are missing."""
-    by_name: dict[str, dict[Part, StoredTensor]] = {}
+    by_name: dict[str, dict[TensorPart, StoredTensor]] = {}
     for part, by_rank in parts.items():
-        ranks = sorted(by_rank)
+        # Expert-parallel ranks hold copies of what is outside of experts.
+        if part.expert is None:
+            by_rank = _without_copies(part.name, by_rank)
+        # Tensor-parallel ranks hold parts along one dimension.
         dim, blocks = split_of(part.name, args)
-        if (
-            part.expert is None and len({ep for _, ep in ranks}) > 1
-        ):  # expert-parallel ranks: copies
-            by_rank = {
-                (tp, 0): merged_over_ranks(
-                    [by_rank[rank] for rank in ranks if rank[0] == tp],
-                    None,
-                    1,
-                    part.name,
-                )
-                for tp in sorted({tp for tp, _ in ranks})
-            }
-        whole = merged_over_ranks(
-            [by_rank[rank] for rank in sorted(by_rank)], dim, blocks, part.name
-        )
+        tensors = [by_rank[rank] for rank in sorted(by_rank)]
+        whole = merged_over_ranks(tensors, dim, blocks, part.name)
         by_name.setdefault(part.name, {})[part] = whole
     return {name: _one(name, found) for name, found in by_name.items()}
 
 
-def _one(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
-    if Part(name) in parts:
-        return parts[Part(name)]
-    experts = [parts.get(Part(name, number)) for number in range(len(parts))]
+def _without_copies(name: str, by_rank: ByRank) -> ByRank:
+    """One tensor for each tensor-parallel rank; copies are compared when they are read."""
+    if len({ep for _, ep in by_rank}) <= 1:
+        return by_rank
+    copies: dict[int, list[StoredTensor]] = {}
+    for tp, ep in sorted(by_rank):
+        copies.setdefault(tp, []).append(by_rank[tp, ep])
+    return {
+        (tp, 0): merged_over_ranks(found, None, 1, name) for tp, found in copies.items()
+    }
+
+
+def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
+    if TensorPart(name) in parts:
+        return parts[TensorPart(name)]
+    experts = [parts.get(TensorPart(name, number)) for number in range(len(parts))]
     if None in experts:
         numbers = sorted(part.expert or 0 for part in parts)
         raise CheckpointError(
@@ -75,8 +73,8 @@ def _one(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
 
 
 def expanded_experts(
-    part: Part, tensor: StoredTensor, count: int
-) -> list[tuple[Part, StoredTensor]]:
+    part: TensorPart, tensor: StoredTensor, count: int
+) -> list[tuple[TensorPart, StoredTensor]]:
     """The experts of `weight1` [h, E f] and `weight2` [E f, h], in which older versions join them."""
     layer, _, leaf = part.name.rpartition(".")
     if not layer.endswith(".mlp.experts") or leaf not in ("weight1", "weight2"):
@@ -90,25 +88,20 @@ def expanded_experts(
     rows, columns = tensor.shape
     shape = (columns // count, rows) if leaf == "weight1" else (columns, rows // count)
 
+    # Megatron-LM computes with the views [E, h, f] and [E, f, h].
+    view = (count, rows, -1) if leaf == "weight1" else (count, -1, columns)
+
     def one(expert: int) -> StoredTensor:
-        if leaf == "weight1":  # as it is computed with: view [E, h, f]
-            return changed(
-                tensor, shape, lambda whole: whole.reshape(count, rows, -1)[expert].t()
-            )
-        return changed(
-            tensor, shape, lambda whole: whole.reshape(count, -1, columns)[expert].t()
-        )
+        return changed(tensor, shape, lambda whole: whole.reshape(view)[expert].t())
 
-    return [(Part(name, expert), one(expert)) for expert in range(count)]
+    return [(TensorPart(name, expert), one(expert)) for expert in range(count)]
 
 
-def with_experts_of(part: Part, rank: int, count: int) -> Part:
+def with_experts_of(part: TensorPart, rank: int, count: int) -> TensorPart:
     """The part with the global number of its expert. count: experts of a rank."""
-    return (
-        part
-        if part.expert is None
-        else replace(part, expert=part.expert + rank * count)
-    )
+    if part.expert is None:
+        return part
+    return replace(part, expert=part.expert + rank * count)
 
 
 def repacked_qkv(
@@ -131,15 +124,9 @@ def repacked_qkv(
 
     def read(whole: torch.Tensor) -> torch.Tensor:
         if version == 0:
-            return (
-                whole.reshape(3, heads, head_dim, *rest)
-                .transpose(0, 1)
-                .reshape(rows, *rest)
-            )
-        return (
-            whole.reshape(heads, head_dim, 3, *rest)
-            .transpose(1, 2)
-            .reshape(rows, *rest)
-        )
+            ours = whole.reshape(3, heads, head_dim, *rest).transpose(0, 1)
+        else:
+            ours = whole.reshape(heads, head_dim, 3, *rest).transpose(1, 2)
+        return ours.reshape(rows, *rest)
 
     return changed(tensor, tensor.shape, read)

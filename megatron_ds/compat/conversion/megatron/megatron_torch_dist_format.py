@@ -40,7 +40,7 @@ from .megatron_model import (
     progress_of,
     with_choices,
 )
-from .megatron_names import IGNORED, Part, is_bert, part_of
+from .megatron_names import IGNORED, TensorPart, is_bert, part_of
 
 NAME = "megatron_torch_dist"
 KINDS = {
@@ -65,6 +65,7 @@ def detect(folder: Path) -> bool:
 @refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
+    # The arguments describe the model.
     stored = read_torch_dist(find_iteration(folder, wishes.iteration))
     args = fields_of(stored.common.get("args"))
     if not args:
@@ -73,6 +74,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             "known. Megatron-LM saves them; megatron-core alone does not."
         )
     check_arguments(args, stored.path)
+    # The keys separate weights, optimizer state by name, and flat buffers.
     keys = {kind: {} for kind in (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")}
     buffers = {}
     for key, tensor in stored.tensors.items():
@@ -87,6 +89,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             keys[KINDS[found[1]]][found[2]] = tensor
         elif not IGNORED.fullmatch(key):
             keys[WEIGHT][key] = tensor
+    # Flat buffers have no names and are cut into parameters.
     bert = is_bert(list(keys[WEIGHT]))
     tensors = {
         kind: _tensors(of_kind, keys[WEIGHT], bert)
@@ -97,6 +100,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         from .bucketed_optimizer import from_buckets
 
         tensors |= from_buckets(stored, buffers, tensors[WEIGHT], args)
+    # The optimizer's parameter groups hold the values that training used.
     states = _optimizers(stored)
     settings = with_choices(
         args, [group for state in states for group in groups_of(state)]
@@ -111,7 +115,7 @@ def _tensors(
     keys: Mapping[str, Sharded], weights: Mapping[str, Sharded], bert: bool
 ) -> dict[str, StoredTensor]:
     """Tensors under our names: stacked ones by layer, halves and experts joined."""
-    parts: dict[str, dict[Part, StoredTensor]] = {}
+    parts: dict[str, dict[TensorPart, StoredTensor]] = {}
     for key, tensor in keys.items():
         tensor = unflattened(tensor, weights[key].shape) if key in weights else tensor
         for name, one in _by_layer(key, tensor):
@@ -130,22 +134,22 @@ def _by_layer(key: str, tensor: Sharded) -> list[tuple[str, StoredTensor]]:
     ]
 
 
-def _joined(name: str, parts: Mapping[Part, StoredTensor]) -> StoredTensor:
+def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
     """One tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
-    if len(parts) == 1 and next(iter(parts)) == Part(name):
-        return parts[Part(name)]
+    if len(parts) == 1 and next(iter(parts)) == TensorPart(name):
+        return parts[TensorPart(name)]
     experts = sorted({part.expert for part in parts if part.expert is not None}) or [
         None
     ]
     halves = sorted({part.half for part in parts if part.half is not None}) or [None]
-    wanted = {Part(name, expert, half) for expert in experts for half in halves}
+    wanted = {TensorPart(name, expert, half) for expert in experts for half in halves}
     if wanted != parts.keys() or experts not in ([None], [*range(len(experts))]):
         raise CheckpointError(
             f"{name}: of its {len(wanted)} parts (experts {experts[:4]}…, halves {halves}) "
             f"{len(parts)} are stored. The checkpoint is incomplete."
         )
     by_expert = [
-        joined([parts[Part(name, expert, half)] for half in halves], 0, name)
+        joined([parts[TensorPart(name, expert, half)] for half in halves], 0, name)
         for expert in experts
     ]
     return by_expert[0] if experts == [None] else stacked(by_expert, name)
@@ -165,11 +169,9 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
 
     def regrouped(whole):
         blocks = whole.view(*grid, *local)  # [X/x, Y/y, x, y]
-        order = [
-            d
-            for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid)))
-            for d in pair
-        ]
+        order: list[int] = []
+        for d in range(len(grid)):
+            order += [d, len(grid) + d]
         return blocks.permute(order).reshape(shape)
 
     one = changed(tensor.whole(), shape, regrouped)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from .megatron_names import (
     EMBEDDING,
     HEAD,
     HEAD_COPY,
-    Part,
+    TensorPart,
     in_layer,
     is_bert,
     layer_of,
@@ -51,7 +52,9 @@ from .rank_files import OPTIMIZER_FILE, RankFile, rank_folders, read_rank_files
 
 NAME = "megatron_torch"
 _JOINED_EXPERTS = re.compile(r".*\.mlp\.experts\.weight[12]")
-Chunk = list[tuple[Part, StoredTensor]]  # of one rank, in the order of registration
+Chunk = list[
+    tuple[TensorPart, StoredTensor]
+]  # of one rank, in the order of registration
 
 
 def detect(folder: Path) -> bool:
@@ -62,6 +65,7 @@ def detect(folder: Path) -> bool:
 @refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The checkpoint of the iteration wanted. Raises CheckpointError."""
+    # All rank files are opened, and the first has the arguments of the run.
     path = find_iteration(folder, wishes.iteration)
     files = read_rank_files(path)
     args = files[0].args
@@ -69,19 +73,16 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         raise CheckpointError(
             f"{path} records no arguments (args), without which the model is not known."
         )
-    bert = is_bert(
-        [
-            name.removeprefix("language_model.")
-            for file in files
-            for chunk in file.chunks
-            for name in chunk
-        ]
-    )
+    names: list[str] = []
+    for file in files:
+        names += chain.from_iterable(file.chunks)
+    bert = is_bert([name.removeprefix("language_model.") for name in names])
+    # Local names become global ones: layers and experts are numbered over all ranks.
     chunks = {
         file.at: [_named(chunk, args, bert) for chunk in file.chunks] for file in files
     }
     offsets = _first_layers(files, chunks)
-    kinds: dict[str, dict[Part, ByRank]] = {WEIGHT: {}}
+    kinds: dict[str, dict[TensorPart, ByRank]] = {WEIGHT: {}}
     for file in files:
         placed = [
             _placed(chunk, offsets[file.at[1], number], file, args)
@@ -91,6 +92,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         if path.name != RELEASE and not wishes.weights_only:
             for kind, found in _optimizer(file, placed, args).items():
                 _collect(kinds.setdefault(kind, {}), list(found.items()), file)
+    # Old versions packed queries, keys and values differently.
     version = files[0].content.get("checkpoint_version") or 0
     if not isinstance(version, int | float):
         raise CheckpointError(
@@ -102,16 +104,12 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         for kind, parts in kinds.items()
         if parts or kind == WEIGHT
     }
+    # The optimizer's parameter groups hold the values that training used.
     ignored = tuple(sorted({name for file in files for name in file.ignored}))
     progress = StoredProgress() if path.name == RELEASE else _progress(files[0], args)
-    settings = with_choices(
-        args,
-        [
-            group
-            for state in optimizers_in(files[0].content.get("optimizer"))
-            for group in groups_of(state)
-        ],
-    )
+    states = optimizers_in(files[0].content.get("optimizer"))
+    groups = list(chain.from_iterable(map(groups_of, states)))
+    settings = with_choices(args, groups)
     return logical(
         RawCheckpoint(path, tensors, settings, progress, ignored), bert, wishes, NAME
     )
@@ -124,7 +122,7 @@ def _named(
     experts = local_experts(args)
     pairs: Chunk = []
     for name, tensor in chunk.items():
-        part = Part(HEAD) if name == HEAD_COPY else part_of(name, bert)
+        part = TensorPart(HEAD) if name == HEAD_COPY else part_of(name, bert)
         pairs += expanded_experts(part, tensor, experts)
     return pairs
 
@@ -136,11 +134,11 @@ def _first_layers(
 
     Layers are numbered from 0 in each chunk of each rank. Chunk c of all ranks comes before chunk c + 1.
     """
-    counts = {
-        (file.at[1], number): len({layer_of(part.name) for part, _ in chunk} - {None})
-        for file in files
-        for number, chunk in enumerate(chunks[file.at])
-    }
+    counts: dict[tuple[int, int], int] = {}
+    for file in files:
+        for number, chunk in enumerate(chunks[file.at]):
+            layers = {layer_of(part.name) for part, _ in chunk} - {None}
+            counts[file.at[1], number] = len(layers)
     offsets = {}
     at = 0
     for stage, number in sorted(counts, key=lambda key: key[::-1]):
@@ -150,12 +148,12 @@ def _first_layers(
 
 
 def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -> Chunk:
-    """With global numbers of layers and experts."""
+    """The parts of a chunk, renamed with the global numbers of their layers and experts."""
     per_rank = local_experts(args)
     present = {layer_of(part.name) for part, _ in chunk} - {None}
-    shift = (
-        first if not present or min(present) == 0 else 0
-    )  # some versions number them globally
+    # Some versions number the layers globally already.
+    is_local = not present or min(present) == 0
+    shift = first if is_local else 0
     placed = []
     for part, tensor in chunk:
         layer = layer_of(part.name)
@@ -166,7 +164,7 @@ def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -
     return placed
 
 
-def _collect(found: dict[Part, ByRank], pairs: Chunk, file: RankFile) -> None:
+def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> None:
     for part, tensor in pairs:
         by_rank = found.setdefault(part, {})
         at = (file.at[0], file.at[2])
@@ -183,20 +181,18 @@ def _collect(found: dict[Part, ByRank], pairs: Chunk, file: RankFile) -> None:
 
 def _optimizer(
     file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
-) -> dict[str, dict[Part, StoredTensor]]:
+) -> dict[str, dict[TensorPart, StoredTensor]]:
     """kind → part → state of this rank's parameters; {} where none was saved."""
+    # A file without optimizer has no state, and joined experts have no known layout.
     if file.content.get("optimizer") is None:
         return {}
-    if joined := [
-        name
-        for chunk in file.chunks
-        for name in chunk
-        if _JOINED_EXPERTS.fullmatch(name)
-    ]:
+    names = chain.from_iterable(file.chunks)
+    if joined := [name for name in names if _JOINED_EXPERTS.fullmatch(name)]:
         raise CheckpointError(
             f"{file.folder}: the optimizer state of {joined[0]}, in which all experts are "
             f"one parameter, is not read. {REMEDY}"
         )
+    # The distributed optimizer stores flat buffers in a file of its own.
     chunks = [
         [
             LocalParameter(part, tensor.shape, tensor.dtype, is_shared(part.name, args))
@@ -208,6 +204,7 @@ def _optimizer(
     if (file.folder / OPTIMIZER_FILE).is_file():
         content = read_torch_file(file.folder / OPTIMIZER_FILE).content
         return from_file(content, chunks, args, str(file.folder / OPTIMIZER_FILE))
+    # Other optimizers store the state by index in the model file.
     states = optimizers_in(file.content["optimizer"])
     if args.get("use_distributed_optimizer"):
         raise CheckpointError(
@@ -221,8 +218,8 @@ def _optimizer(
 
 
 def _repacked(
-    parts: Mapping[Part, ByRank], version: float, args: Mapping[str, Any]
-) -> dict[Part, ByRank]:
+    parts: Mapping[TensorPart, ByRank], version: float, args: Mapping[str, Any]
+) -> dict[TensorPart, ByRank]:
     head_dim = int(
         args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
     )

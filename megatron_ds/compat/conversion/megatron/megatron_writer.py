@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
     Raises CheckpointError for models and states that Megatron-LM does not have.
     """
+    # Models and states that Megatron-LM lacks are refused before anything is written.
     model = model_of(checkpoint.model, checkpoint.folder)
     with_state = checkpoint.optimizer is not None and not wishes.weights_only
     _check(checkpoint, model, with_state)
@@ -79,11 +81,13 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     args = arguments_of(model, wishes.tensor_parallel) | _training(
         checkpoint, wishes, dtype
     )
+    # Readers see the folder only when it is complete.
     with published(folder) as hidden:
         path = hidden / name_of(step)
         path.mkdir()
         pairs = list(_chunks(checkpoint, model, args, dtype, with_state))
         chunks = [chunk for chunk, _ in pairs]
+        # Tensors are read ahead while earlier ones are written.
         sources = [
             StoredTensor(chunk.sizes, chunk.dtype, chunk.read, chunk.key)
             for chunk in chunks
@@ -99,6 +103,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
                 for index, chunk in enumerate(chunks)
             )
             write_dcp_folder(path, taken, _objects(model), wishes.shard_bytes)
+        # The common values and the description of the format complete the folder.
         torch.save(_common(checkpoint, args, with_state), path / COMMON_FILE)
         (path / METADATA_FILE).write_text(
             json.dumps(
@@ -111,6 +116,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             )
         )
         (hidden / TRACKER).write_text(str(step))
+    # The lines for the user state what was written and how Megatron-LM loads it.
     flags = [
         "--load",
         str(folder),
@@ -173,11 +179,13 @@ def _check(checkpoint: LogicalCheckpoint, model: ModelConfig, with_state: bool) 
 def _training(
     checkpoint: LogicalCheckpoint, wishes: Wishes, dtype: torch.dtype
 ) -> dict[str, Any]:
+    # Training options keep their values, or take Megatron-LM's defaults.
     values = {
         name: checkpoint.training.get(path, DEFAULTS.get(name))
         for path, name in TRAINING.items()
     }
     progress = checkpoint.progress
+    # The remaining arguments describe the run and the layout it will load with.
     return values | {
         "optimizer": "adam",
         "bf16": dtype == torch.bfloat16,
@@ -204,6 +212,7 @@ def _training(
 def _common(
     checkpoint: LogicalCheckpoint, args: Mapping[str, Any], with_state: bool
 ) -> dict[str, Any]:
+    # Weights alone need the arguments and the version.
     step = checkpoint.progress.iteration or 0
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     common = {
@@ -215,12 +224,14 @@ def _common(
     }
     if not with_state:
         return common
+    # The optimizer's parameter groups are stored apart from its tensors.
     content["distrib_optim_sharding_type"] = "fully_reshardable"
     state: Any = _optimizer(checkpoint, args, is_of_experts=False)
     if (
         args["expert_model_parallel_size"] > 1
     ):  # there the experts have an optimizer of their own
         state = {0: state, 1: _optimizer(checkpoint, args, is_of_experts=True)}
+    # The scheduler is stored as a constant rate, at the number of samples that were trained.
     samples = checkpoint.progress.samples or 0
     scheduler = {
         "max_lr": args["lr"],
@@ -294,9 +305,7 @@ def _objects(model: ModelConfig) -> dict[str, object]:
         at, of = (str(layer), str(count)) if stacked else ("0", "1")
         for name in OF_ATTENTION if experts else (*OF_ATTENTION, *OF_MLP):
             found[f"{prefix}{name}._extra_state/shard_{at}_{of}"] = [None]
-        for name, expert in (
-            (name, expert) for name in OF_MLP for expert in range(experts)
-        ):
+        for name, expert in product(OF_MLP, range(experts)):
             inner = name.replace("mlp.", "mlp.experts.experts.")
             one = (
                 f"{layer}.{expert}_{count}.{experts}"
@@ -349,18 +358,22 @@ def _chunk(
     rows: int,
     stacked: int | None,
 ) -> DcpChunk:
+    # The vocabulary is padded to the rows that the arguments state.
     shape = tensor.shape
     read = tensor.read
     if name in VOCABULARY and shape[0] < rows:
         shape = (rows, *shape[1:])
         read = partial(_padded, tensor, rows)
+    # Tensors outside of layers are stored whole.
     found = _LAYER.fullmatch(name)
     if found is None:
         return DcpChunk(prefix + name, shape, dtype, (0,) * len(shape), shape, read)
+    # Leaves are renamed to those of TransformerEngine's modules.
     leaf = found[3]
     layer = int(found[2])
     for pattern, new in _RULES:
         leaf = pattern.sub(new, leaf)
+    # Layers of one kind are slices of a tensor over all layers; others are tensors of their own.
     if stacked is None:
         return DcpChunk(
             f"{prefix}{found[1]}.{layer}.{leaf}",

@@ -3,6 +3,7 @@
 mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt      and distrib_optim.pt
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,25 +45,25 @@ class RankFile:
 
 def rank_folders(path: Path) -> list[Path]:
     """The folders of ranks in the folder of an iteration."""
-    return (
-        sorted(
-            folder
-            for folder in path.iterdir()
-            if _FOLDER.fullmatch(folder.name) and _weights_file(folder)
-        )
-        if path.is_dir()
-        else []
+    if not path.is_dir():
+        return []
+    return sorted(
+        folder
+        for folder in path.iterdir()
+        if _FOLDER.fullmatch(folder.name) and _weights_file(folder)
     )
 
 
 def _weights_file(folder: Path) -> Path | None:
-    return next(
-        (folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), None
-    )
+    for name in WEIGHTS_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    return None
 
 
 def read_rank_files(path: Path) -> list[RankFile]:
     """All ranks' files, sorted by position. Raises CheckpointError if some are missing or mixed up."""
+    # The first file records the sizes of the grid.
     folders = rank_folders(path)
     if not folders:
         raise CheckpointError(f"{path} has no mp_rank_*/{WEIGHTS_FILES[0]}.")
@@ -72,6 +73,7 @@ def read_rank_files(path: Path) -> list[RankFile]:
     args = fields_of(contents[0].content.get("args"))
     if args:
         check_arguments(args, path)
+    # Each folder's name is its position in the grid.
     sizes = _sizes(args)
     files = []
     for folder, found in zip(folders, contents):
@@ -80,10 +82,10 @@ def read_rank_files(path: Path) -> list[RankFile]:
         files.append(RankFile(folder, at, found.content, chunks, found.ignored))
     files.sort(key=lambda file: file.at)
     _check_grid(path, files, sizes)
-    if len({repr(file.args.get("rank")) for file in files}) > 1 or len(files) == 1:
-        for (
-            file
-        ) in files:  # Megatron-LM's converter writes the same arguments into all files
+    # Megatron-LM's converter writes the same arguments into all files.
+    ranks = {repr(file.args.get("rank")) for file in files}
+    if len(ranks) > 1 or len(files) == 1:
+        for file in files:
             _check_rank(file, sizes)
     return files
 
@@ -99,10 +101,11 @@ def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
 
 
 def _position(name: str, sizes: Coordinates | None) -> Coordinates:
-    numbers = [
-        int(number) for number in _FOLDER.fullmatch(name).groups() if number is not None
-    ]
-    if len(numbers) == 2 and sizes is not None and sizes[1] == 1 and sizes[2] > 1:
+    groups = _FOLDER.fullmatch(name).groups()
+    numbers = [int(number) for number in groups if number is not None]
+    # With one pipeline stage, the second number is the expert-parallel position.
+    has_experts_alone = sizes is not None and sizes[1] == 1 and sizes[2] > 1
+    if len(numbers) == 2 and has_experts_alone:
         return numbers[0], 0, numbers[1]
     return (*numbers, 0, 0)[:3]
 
@@ -111,38 +114,33 @@ def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
     if "model" in content:
         yield content["model"]
         return
-    count = sum(
-        isinstance(key, str) and bool(re.fullmatch(r"model\d+", key)) for key in content
-    )
-    chunks = [f"model{i}" for i in range(count)]
+    # Virtual pipeline stages are numbered without gaps.
+    keys = [key for key in content if isinstance(key, str)]
+    numbered = [key for key in keys if re.fullmatch(r"model\d+", key)]
+    chunks = [f"model{i}" for i in range(len(numbered))]
     if not chunks or any(name not in content for name in chunks):
-        raise CheckpointError(
-            f"{folder} holds no model; its entries are "
-            f"{', '.join(map(str, list(content)[:10]))}."
-        )
+        first = ", ".join(map(str, list(content)[:10]))
+        raise CheckpointError(f"{folder} holds no model; its entries are {first}.")
     yield from (content[name] for name in chunks)
 
 
 def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) -> None:
+    # Every rank of the grid must have a file.
     counts = tuple(max(file.at[axis] for file in files) + 1 for axis in range(3))
     present = {file.at for file in files}
     wanted = sizes or counts
-    positions = (
-        (t, p, e)
-        for t in range(wanted[0])
-        for p in range(wanted[1])
-        for e in range(wanted[2])
-    )
-    absent = next((at for at in positions if at not in present), None)
-    if absent or len(present) != wanted[0] * wanted[1] * wanted[2]:
-        what = (
-            f"the first missing is {absent}" if absent else f"there are {len(present)}"
-        )
+    absent = next((at for at in _positions(wanted) if at not in present), None)
+    if absent or len(present) != math.prod(wanted):
+        sizes_of_run = " × ".join(map(str, wanted))
+        what = f"there are {len(present)}"
+        if absent:
+            what = f"the first missing is {absent}"
         raise CheckpointError(
             f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline "
-            f"× expert = {' × '.join(map(str, wanted))} ranks; {what} (tp, pp, ep). Copy "
+            f"× expert = {sizes_of_run} ranks; {what} (tp, pp, ep). Copy "
             "all mp_rank folders."
         )
+    # All files must be of one save.
     for name in ("iteration", "checkpoint_version"):
         values = {repr(file.content.get(name)) for file in files}
         if len(values) > 1:
@@ -152,18 +150,27 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
             )
 
 
+def _positions(sizes: Coordinates) -> Iterator[Coordinates]:
+    for t in range(sizes[0]):
+        for p in range(sizes[1]):
+            for e in range(sizes[2]):
+                yield t, p, e
+
+
 def _check_rank(file: RankFile, sizes: Coordinates | None) -> None:
     """Raises CheckpointError if the file records that another rank wrote it."""
     rank = file.args.get("rank")
     world = file.args.get("world_size")
     if not sizes or not isinstance(rank, int) or sizes[2] > 1:
         return
+    # Tensor-parallel ranks are next to each other.
     if rank % sizes[0] != file.at[0]:
         raise CheckpointError(
             f"{file.folder} was written by rank {rank}, whose tensor-parallel position is "
             f"{rank % sizes[0]}, and its name is that of position {file.at[0]}: the files "
             "of two ranks are swapped. Restore them from the original."
         )
+    # Pipeline stages are the slowest dimension, unless the run chose another order.
     if (
         isinstance(world, int)
         and world > 0

@@ -9,6 +9,7 @@ memory at a time.
 
 import argparse
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ def write_release(
 
     Raises CheckpointError for models that Megatron-LM does not have, and for sizes that do not divide.
     """
+    # Models and sizes that Megatron-LM lacks are refused before anything is written.
     model = model_of(checkpoint.model, checkpoint.folder)
     tp = wishes.tensor_parallel
     pp = wishes.pipeline_parallel
@@ -53,18 +55,16 @@ def write_release(
         "data_parallel_random_init": False,
         "ckpt_format": "torch",
     }
+    # Each rank's file is complete before the next is made, so one part of the model is in memory.
     total = sum(tensor.nbytes for tensor in checkpoint.tensors[WEIGHT].values())
     with published(folder) as hidden:
-        for t, p in ((t, p) for t in range(tp) for p in range(pp)):
+        for t, p in product(range(tp), range(pp)):
             weights = {
                 name: in_dtype(values, dtype, name).clone()
                 for name, values in _weights(checkpoint, model, args, (t, tp), (p, pp))
             }
-            place = (
-                hidden
-                / RELEASE
-                / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
-            )
+            rank = f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}"
+            place = hidden / RELEASE / rank
             place.mkdir(parents=True)
             torch.save(
                 {
@@ -77,6 +77,7 @@ def write_release(
             )
             wishes.done(total // (tp * pp))
         (hidden / TRACKER).write_text(RELEASE)
+    # The lines for the user state what was written and how Megatron-LM loads it.
     return [
         f"wrote {folder / RELEASE}: weights for tensor × pipeline = {tp} × {pp} ranks",
         f"to train it in Megatron-LM: --load {folder} --use-checkpoint-args --ckpt-format torch "
@@ -115,25 +116,28 @@ def _weights(
     pipeline: tuple[int, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, values) of one rank, with its own numbers of layers. tensor, pipeline: its position and size."""
-    (t, tp), (p, pp), count = tensor, pipeline, model.num_layers // pipeline[1]
+    t, tp = tensor
+    p, pp = pipeline
+    count = model.num_layers // pp
     for name, stored in checkpoint.tensors[WEIGHT].items():
+        # Layers are divided equally; embeddings are on the first stage and the rest on the last.
         layer = layer_of(name)
-        stage = (
-            layer // count
-            if layer is not None
-            else 0
-            if name.startswith("embedding.")
-            else pp - 1
-        )
-        names = [
-            in_layer(name, layer - stage * count) if layer is not None else name
-        ] * (stage == p)
+        local = name
+        if layer is not None:
+            stage = layer // count
+            local = in_layer(name, layer - stage * count)
+        elif name.startswith("embedding."):
+            stage = 0
+        else:
+            stage = pp - 1
+        names = [local] if stage == p else []
         if (
             name == EMBEDDING
             and p == pp - 1 > 0
             and HEAD not in checkpoint.tensors[WEIGHT]
         ):
             names.append(HEAD)  # the last stage's copy of tied weights
+        # Only tensors of this stage are read.
         if names:
             values = stored.read()
             if name in VOCABULARY:
