@@ -25,24 +25,24 @@ def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
 
 def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
     """Positions that count from the beginning of each document, int64 [b, s]."""
-    return torch.arange(
-        document_ids.shape[1], device=document_ids.device
-    ) - document_starts(document_ids)
+    here = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return here - document_starts(document_ids)
 
 
 def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
-    """Those of ids [b, s] in the memory of the CPU."""
+    """Positions at which documents begin in each sample.  document_ids: int64 [b, s] on the CPU."""
     begins = document_ids[:, 1:] != document_ids[:, :-1]
     return tuple(tuple((row.nonzero()[:, 0] + 1).tolist()) for row in begins)
 
 
 def cut_boundaries(boundaries: Boundaries, length: int, count: int = 1) -> Boundaries:
-    """Those of the first `count` rows of `length` positions that each sample is cut into."""
-    return tuple(
-        tuple(at - first for at in sample if first < at < first + length)
-        for sample in boundaries
-        for first in range(0, count * length, length)
-    )
+    """Boundaries of rows: each sample is cut into rows of `length` positions, of which `count` are kept."""
+    rows = []
+    for sample in boundaries:
+        for first in range(0, count * length, length):
+            end = first + length
+            rows.append(tuple(at - first for at in sample if first < at < end))
+    return tuple(rows)
 
 
 class Documents:
@@ -64,14 +64,11 @@ class Documents:
     @cached_property
     def boundaries(self) -> Boundaries | None:
         """Where documents begin; None if the ids would have to be read from a device, or have no values."""
-        is_readable = self.ids.device.type == "cpu" and not isinstance(
-            self.ids, FakeTensor
-        )
-        return (
-            boundaries_of(self.ids)
-            if self._boundaries is None and is_readable
-            else self._boundaries
-        )
+        if self._boundaries is not None:
+            return self._boundaries
+        is_on_cpu = self.ids.device.type == "cpu"
+        has_values = not isinstance(self.ids, FakeTensor)
+        return boundaries_of(self.ids) if is_on_cpu and has_values else None
 
     @cached_property
     def starts(self) -> torch.Tensor:

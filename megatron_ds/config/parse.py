@@ -150,12 +150,12 @@ def assembled(
         for name, value in (defaults or {}).items()
     ]
     config = combined(of_files, line.settings, world_size, [*scripted, *settings])
-    notes = {
-        name: why
-        for reading in (line, *files)
-        for name, why in reading.without_effect.items()
-    }
-    problems = [problem for reading in (line, *files) for problem in reading.problems]
+    # Notes and problems of the command line come before those of the files.
+    notes = {}
+    problems = []
+    for reading in (line, *files):
+        notes |= reading.without_effect
+        problems += reading.problems
     return config.with_notes(notes), [
         *problems,
         *contradictions(of_files, line.settings),

@@ -366,12 +366,11 @@ def _near(key: str) -> str:
 
 def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
     """The hint for a key or block that exists, but in another place; "" if there is none."""
-    blocks = {
-        ".".join(parts[:end])
-        for other in candidates
-        if (parts := other.split("."))
-        for end in range(1, len(parts) + 1)
-    }
+    # Candidates are keys; the blocks that contain them are places too.
+    blocks = set()
+    for other in candidates:
+        parts = other.split(".")
+        blocks |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
     places = sorted(
         (other for other in blocks if other.rpartition(".")[2] == name), key=len
     )

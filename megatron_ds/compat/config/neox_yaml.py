@@ -245,6 +245,7 @@ def _attention_kinds(value: Any) -> set[str]:
 
 def _check_pairs(name: str, block: Block, reading: Reading) -> None:
     """Problems between keys."""
+    # The decay of the learning rate.
     style = block.get("lr_decay_style", "linear")
     lowest = block.get("min_lr")
     if style == "exponential" or style == "linear" and lowest:
@@ -254,6 +255,7 @@ def _check_pairs(name: str, block: Block, reading: Reading) -> None:
             "optimizer.lr_decay_style",
         )
 
+    # Initial weights.
     for key in ("init_method", "output_layer_init_method"):
         if block.get(key, "normal") not in INITIAL:
             reading.refuse(
@@ -261,6 +263,7 @@ def _check_pairs(name: str, block: Block, reading: Reading) -> None:
                 f"{', '.join(INITIAL)}."
             )
 
+    # Biases.
     mlp = block.get("use_bias_in_mlp", True)
     attention = block.get("use_bias_in_attn_linear", True)
     if mlp != attention:
@@ -269,6 +272,7 @@ def _check_pairs(name: str, block: Block, reading: Reading) -> None:
             "layers all have biases or none. Make them equal."
         )
 
+    # Checkpoints.
     if block.get("save_interval") and block.get("checkpoint_factor"):
         reading.refuse(
             f'{name}: "save_interval" and "checkpoint_factor" both set how often to save.'

@@ -109,6 +109,7 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
 
     Adds problems to the reading.
     """
+    # Whether the block is there and enabled.
     found = block.get(AUTOCAST)
     if found is not None and not isinstance(found, Mapping):
         reading.refuse(
@@ -117,6 +118,7 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
         return None
     if not found or found.get("enabled", False) in (False, None, "auto"):
         return None
+    # Keys of the block, and the dtype, which is bfloat16 only.
     unknown = set(found) - {"enabled", "dtype", "lower_precision_safe_modules"}
     for key in sorted(unknown):
         reading.refuse(
@@ -128,6 +130,7 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
             f'{name}: "{AUTOCAST}.dtype" is {dtype}, and autocast in another format than bfloat16 '
             "needs loss scaling, which only an fp16 block has. Use bfloat16, or an fp16 block."
         )
+    # Autocast and a 16-bit block exclude each other.
     for other in ("bf16", "bfloat16", "fp16"):
         inner = block.get(other)
         if isinstance(inner, Mapping) and inner.get("enabled") is True:

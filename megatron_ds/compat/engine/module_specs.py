@@ -181,15 +181,15 @@ def _owners(name: str) -> list[str]:
 
 
 def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
-    is_split = getattr(p, "tensor_model_parallel", False) or getattr(
-        p, "model_parallel", False
-    )
+    # Facts that hold with and without a split.
+    marks = ("tensor_model_parallel", "model_parallel")
+    is_split = any(getattr(p, mark, False) for mark in marks)
     distinct = ("ep",) if is_expert(p) else ()
     matrices = Matrices() if has_matrix(name, p) else None
+    # Whole on every model-parallel rank; with sequence parallelism its gradient is partial.
     if not is_split or tp_size == 1:
-        partial = (
-            ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
-        )
+        is_partial = tp_size > 1 and getattr(p, "sequence_parallel", False)
+        partial = ("tp",) if is_partial else ()
         return ParamSpec(
             name,
             tuple(p.shape),
@@ -198,12 +198,17 @@ def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
             distinct_over=distinct,
             matrices=matrices,
         )
-    split = Split(
-        "tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1)
-    )
-    shape = tuple(n * tp_size if d == split.dim else n for d, n in enumerate(p.shape))
+    # A shard: the spec has the whole shape.
+    dim = getattr(p, "partition_dim", 0)
+    split = Split("tp", dim, getattr(p, "partition_stride", 1))
+    shape = tuple(n * tp_size if d == dim else n for d, n in enumerate(p.shape))
     return ParamSpec(
-        name, shape, NOT_DRAWN, (split,), distinct_over=distinct, matrices=matrices
+        name,
+        shape,
+        NOT_DRAWN,
+        splits=(split,),
+        distinct_over=distinct,
+        matrices=matrices,
     )
 
 
@@ -256,12 +261,8 @@ def _visit(
     name: str, module: nn.Module, is_element: bool, total: int
 ) -> Iterator[ModuleLayer]:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if (
-        getattr(module, LEAF, False)
-        or is_element
-        and not is_list
-        and not _is_divided(module, total)
-    ):
+    is_leaf = getattr(module, LEAF, False)
+    if is_leaf or is_element and not is_list and not _is_divided(module, total):
         if parameters := list(module.parameters()):
             yield ModuleLayer(name, module, parameters)
         return
@@ -273,11 +274,11 @@ def _visit(
 
 
 def _is_divided(module: nn.Module, total: int) -> bool:
-    large = LARGE * sum(p.numel() for p in module.parameters()) > total
-    return large and any(
-        isinstance(m, LISTS) and any(True for _ in m.parameters())
-        for m in module.modules()
-    )
+    numbers = sum(p.numel() for p in module.parameters())
+    if LARGE * numbers <= total:
+        return False
+    lists = (inner for inner in module.modules() if isinstance(inner, LISTS))
+    return any(any(True for _ in inner.parameters()) for inner in lists)
 
 
 def units_of_layers(
@@ -286,12 +287,11 @@ def units_of_layers(
     """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
     units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
-    return {
-        p: units[storage(p)]
-        for layer in layers
-        for p in layer.parameters
-        if storage(p) in units
-    }
+    gathered = {}
+    for p in (p for layer in layers for p in layer.parameters):
+        if storage(p) in units:
+            gathered[p] = units[storage(p)]
+    return gathered
 
 
 def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:

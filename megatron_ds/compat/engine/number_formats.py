@@ -120,16 +120,12 @@ def has_list(kind: nn.Module, dtype: torch.dtype | None) -> bool:
 
 def _formats_of_statistics(module: nn.Module) -> dict[int, torch.dtype]:
     """id of each buffer that torch reads together with a weight → the format of this weight."""
-    norms = [
-        inner
-        for inner in module.modules()
-        if isinstance(inner, _NormBase) and inner.affine
-    ]
-    return {
-        id(buffer): norm.weight.dtype
-        for norm in norms
-        for buffer in norm.buffers(recurse=False)
-    }
+    formats = {}
+    for inner in module.modules():
+        if isinstance(inner, _NormBase) and inner.affine:
+            statistics = map(id, inner.buffers(recurse=False))
+            formats |= dict.fromkeys(statistics, inner.weight.dtype)
+    return formats
 
 
 def _patterns_of(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
