@@ -72,6 +72,7 @@ def make_parser() -> Arguments:
         '"padding_mask": [b, s], …}) and returns b integers',
     )
     add("--output", required=True, metavar="DIR", help="folder for the results")
+    # The work is cut into shards, which several commands or processes can share.
     add(
         "--task",
         choices=("all", "map", "reduce"),

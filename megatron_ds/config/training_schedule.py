@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ..progress.cycles import Cycle, CycledBeta, OneCycle, RangeTest
+from ..progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
 from ..progress.difficulty import Rise, TokenDrop
 from ..progress.ramps import (
     BatchSize,
     DeepSpeedRate,
     LearningRate,
     Ramp,
-    Tokens,
+    TokenCount,
     WeightDecay,
     scheduled_samples,
 )
@@ -67,7 +67,7 @@ def make_learning_rate(
         )
     # Styles with spans of their own.
     if style == ONE_CYCLE:
-        return OneCycle(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
+        return CycleRate(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
     if style == RANGE_TEST:
         cycle = config.cycle
         return RangeTest(
@@ -151,9 +151,9 @@ def counts_tokens(config: RunConfig) -> bool:
     )
 
 
-def token_count(config: RunConfig) -> Tokens:
+def token_count(config: RunConfig) -> TokenCount:
     """The tokens that a run counts: with random-LTD, the mean over the layers."""
-    return Tokens(config.model.num_layers if config.random_ltd.random_ltd else None)
+    return TokenCount(config.model.num_layers if config.random_ltd.random_ltd else None)
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:

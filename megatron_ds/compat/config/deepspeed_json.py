@@ -16,7 +16,7 @@ from typing import Any
 from ...config.options.option import Option, json_key, shown
 from ...config.sources.answers import asks_for_nothing
 from ...config.sources.config_files import JsonDocument, declared_keys, names, text_of
-from ...config.sources.reading import Reading
+from ...config.sources.reading import SourceReading
 from ...config.sources.suggest import near_key
 from ...errors import ConfigError
 from .deepspeed_data_efficiency import (
@@ -81,18 +81,18 @@ TRANSLATED: Mapping[str, Option] = {
 }
 
 
-def read_deepspeed(path: str) -> Reading:
+def read_deepspeed(path: str) -> SourceReading:
     """The settings of a file, and its problems."""
     try:
         block = load_json(path, "--deepspeed_config")
     except ConfigError as error:
-        reading = Reading(is_complete=False)
+        reading = SourceReading(is_complete=False)
         reading.refuse(error)
         return reading
     return reading_of(path, block)
 
 
-def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
+def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     block, notes = with_usual_names(block)

@@ -43,7 +43,7 @@ def first_micro_batch() -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class RoutingPlace:
     """Where a layer computes, and when: `initialize` gives it. Copies of the layer share it.
 
     ep           the ranks that divide the experts
@@ -57,7 +57,7 @@ class Place:
     micro_batch: Callable[[], int] = first_micro_batch
     tp_size: int = 1
 
-    def __deepcopy__(self, memo: dict) -> "Place":
+    def __deepcopy__(self, memo: dict) -> "RoutingPlace":
         return self
 
 
@@ -142,9 +142,9 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
-        self._place = Place(solo("ep"))
+        self._place = RoutingPlace(solo("ep"))
 
-    def connect(self, place: Place) -> None:
+    def connect(self, place: RoutingPlace) -> None:
         """Take the ranks and the random key. Raises ConfigError where they do not fit."""
         if self.enable_expert_tensor_parallelism and place.tp_size > 1:
             raise ConfigError(

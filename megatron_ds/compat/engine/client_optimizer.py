@@ -60,9 +60,9 @@ def client_optimizers(
 
     # The optimizer of a rank's pieces, with the pieces of the state that the client began with.
     def make(groups: list[Group]) -> torch.optim.Optimizer:
-        parameters = {
-            p.spec.name: p for group in client.param_groups for p in group["params"]
-        }
+        parameters = {}
+        for group in client.param_groups:
+            parameters |= {p.spec.name: p for p in group["params"]}
         initial = {}
         if begun:
             for tensor in (t for group in groups for t in group["params"]):

@@ -28,7 +28,7 @@ from ...config.training_schedule import make_beta1, make_learning_rate
 from ...errors import ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
 from ...optim.onebit_phases import Phases
-from ...progress.cycles import CycledBeta, OneCycle, RangeTest
+from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from .module_specs import named_parameters
@@ -338,7 +338,7 @@ class JsonScheduler:
     def __init__(
         self,
         groups: list[Group],
-        rate: DeepSpeedRate | OneCycle | RangeTest,
+        rate: DeepSpeedRate | CycleRate | RangeTest,
         beta1: CycledBeta | None = None,
     ):
         self.groups = groups

@@ -15,7 +15,7 @@ from ...mpu.collectives import all_gather_object, broadcast_
 from ...mpu.external_groups import DataParallelWorld
 from ...mpu.grid import divisors
 from ...mpu.group import Group, solo
-from ..deepspeed.moe_layer import MoE, Place
+from ..deepspeed.moe_layer import MoE, RoutingPlace
 from .engine_status import EngineStatus
 
 
@@ -93,7 +93,7 @@ def connect_layers(engine: EngineStatus) -> None:
     clock = _Clock(engine)
     for name, layer in layers:
         layer.connect(
-            Place(
+            RoutingPlace(
                 ep if layer.ep_size > 1 else solo("ep"),
                 (seed, name),
                 clock,

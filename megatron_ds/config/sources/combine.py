@@ -426,8 +426,8 @@ def _without_experts(config: RunConfig) -> RunConfig:
 
 
 def _with_mock_data(config: RunConfig) -> RunConfig:
-    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer, unless the
-    size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
+    """Leave out the corpus of a file if --mock-data is a flag, and with --vocab-size its tokenizer, unless
+    the size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
     size, but no tokenizer.
     """
     # The flag replaces what a file names.

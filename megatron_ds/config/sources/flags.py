@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words
-from .reading import Reading, Setting
+from .reading import Setting, SourceReading
 from .suggest import near_flag
 
 CONFIG_FLAG = "--config"
@@ -39,7 +39,7 @@ OVERRIDDEN = {
 
 
 @dataclass
-class CommandLine(Reading):
+class CommandLine(SourceReading):
     """The reading of the command line, before its files are read.
 
     asks_for: the text that is to be printed instead of a run, "help", "short help", "version" or "config".
