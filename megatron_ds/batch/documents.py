@@ -12,6 +12,7 @@ Boundaries = tuple[tuple[int, ...], ...]
 def document_numbers(ends: torch.Tensor) -> torch.Tensor:
     """The document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
     numbers = ends.cumsum(1)
+    # An end belongs to its own document, so it counts from the next position on.
     return numbers - ends.long()
 
 
@@ -20,29 +21,34 @@ def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
     first = torch.zeros_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     here = torch.arange(document_ids.shape[1], device=document_ids.device)
-    return torch.where(first, here, 0).cummax(1).values
+    # The last beginning at or before each position.
+    begins = torch.where(first, here, 0)
+    return begins.cummax(1).values
 
 
 def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
     """Positions that count from the beginning of each document, int64 [b, s]."""
-    return torch.arange(
-        document_ids.shape[1], device=document_ids.device
-    ) - document_starts(document_ids)
+    here = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return here - document_starts(document_ids)
 
 
 def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
-    """Those of ids [b, s] in the memory of the CPU."""
+    """Positions at which documents begin in each sample.  document_ids: int64 [b, s] on the CPU."""
     begins = document_ids[:, 1:] != document_ids[:, :-1]
-    return tuple(tuple((row.nonzero()[:, 0] + 1).tolist()) for row in begins)
+    # Column i of `begins` compares positions i and i + 1.
+    positions = (row.nonzero()[:, 0] + 1 for row in begins)
+    return tuple(tuple(row.tolist()) for row in positions)
 
 
 def cut_boundaries(boundaries: Boundaries, length: int, count: int = 1) -> Boundaries:
-    """Those of the first `count` rows of `length` positions that each sample is cut into."""
-    return tuple(
-        tuple(at - first for at in sample if first < at < first + length)
-        for sample in boundaries
-        for first in range(0, count * length, length)
-    )
+    """Boundaries of rows: each sample is cut into rows of `length` positions, of which `count` are kept."""
+    rows = []
+    for sample in boundaries:
+        for first in range(0, count * length, length):
+            # A row begins with a document anyway, so its first position is no boundary.
+            inside = [at for at in sample if first < at < first + length]
+            rows.append(tuple(at - first for at in inside))
+    return tuple(rows)
 
 
 class Documents:
@@ -64,14 +70,11 @@ class Documents:
     @cached_property
     def boundaries(self) -> Boundaries | None:
         """Where documents begin; None if the ids would have to be read from a device, or have no values."""
-        is_readable = self.ids.device.type == "cpu" and not isinstance(
-            self.ids, FakeTensor
-        )
-        return (
-            boundaries_of(self.ids)
-            if self._boundaries is None and is_readable
-            else self._boundaries
-        )
+        if self._boundaries is not None:
+            return self._boundaries
+        is_on_cpu = self.ids.device.type == "cpu"
+        has_values = not isinstance(self.ids, FakeTensor)
+        return boundaries_of(self.ids) if is_on_cpu and has_values else None
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -88,16 +91,24 @@ class Documents:
         return _bias(self, dtype)
 
 
+def _differ(ids: torch.Tensor) -> torch.Tensor:
+    """bool [b, 1, s, s], rows for queries.  ids: int64 [b, s]"""
+    of_queries = ids[:, None, :, None]
+    of_keys = ids[:, None, None, :]
+    return of_queries != of_keys
+
+
 # These are squares of the sequence, and the micro-batches of a step live as long as the step, so only the
 # last ones are kept: one is used in forward while another is in backward, each perhaps with two sets of
 # positions.
 @lru_cache(maxsize=4)
 def _foreign(documents: Documents) -> torch.Tensor:
-    return (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+    return _differ(documents.ids)
 
 
 @lru_cache(maxsize=4)
 def _bias(documents: Documents, dtype: torch.dtype) -> torch.Tensor:
-    closed = (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
-    closed |= torch.ones_like(closed[0, 0]).triu(1)
-    return torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)
+    closed = _differ(documents.ids)
+    closed |= torch.ones_like(closed[0, 0]).triu(1)  # later tokens
+    bias = torch.zeros_like(closed, dtype=dtype)
+    return bias.masked_fill_(closed, -torch.inf)

@@ -57,6 +57,7 @@ SHARDS = 16
 
 def make_parser() -> Arguments:
     """The flags of the tool itself; all others are those of the training."""
+    # Flags of the training are read by `Corpus`, so they are not declared here.
     parser = Arguments(__doc__)
     add = parser.add_argument_group(
         "analysis; other flags are those of the training"
@@ -71,6 +72,7 @@ def make_parser() -> Arguments:
         '"padding_mask": [b, s], …}) and returns b integers',
     )
     add("--output", required=True, metavar="DIR", help="folder for the results")
+    # The work is cut into shards, which several commands or processes can share.
     add(
         "--task",
         choices=("all", "map", "reduce"),
@@ -159,6 +161,7 @@ class Corpus:
 
 def run(args: argparse.Namespace, training: Sequence[str]) -> None:
     """Analyze the corpus that the flags of the training name."""
+    # Metrics that are named twice are computed once.
     corpus = Corpus(training)
     output = Path(args.output)
     specs = [
@@ -171,6 +174,7 @@ def run(args: argparse.Namespace, training: Sequence[str]) -> None:
         corpus.seq_length,
         args.num_shards,
     )
+    # Rarity reads the frequencies of tokens, so these are complete before it begins.
     frequency = MetricSpec(
         FREQUENCY, vocab_size=corpus.vocab_size, seq_length=corpus.seq_length
     )
@@ -184,6 +188,7 @@ def run(args: argparse.Namespace, training: Sequence[str]) -> None:
                 f"vocab_rarity is computed from it. Run --metrics {FREQUENCY} with --task map, "
                 "then with --task reduce, then this command again."
             )
+    # The metrics that were asked for.
     analyse(specs, args, training, corpus, output)
 
 

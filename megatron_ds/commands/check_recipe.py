@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.world_size is not None and args.world_size < 1:
         raise ConfigError(f"--world-size {args.world_size}: give at least 1.")
     variables = dict(_pair(text) for text in args.variables)
+    # These modules load torch, so the flags are checked first.
     from megatron_ds.compat.recipes.recipe_file import read_recipe
     from megatron_ds.compat.recipes.verdict import assess
     from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     obstacles: Counter[str] = Counter()
     accepted = 0
     for path in args.files:
+        # A file that cannot be read counts, and the others are still checked.
         try:
             trainings = read_recipe(path, variables, args.arguments)
             assessed = [
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{path}: cannot be read: {error}" if args.summary else f"{error}\n")
             obstacles[UNREADABLE] += 1
             continue
+        # A JSON for an engine has no training command.
         if args.reader == "engine" and not trainings[0].script:
             problems = _problems_of_engine(path, args.world_size or 1)
             accepted += not problems
@@ -59,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer = _with_short_words("; ".join(problems)) or "accepted"
             print(f"{path}, for megatron_ds.initialize: {answer}")
             continue
+        # A recipe is accepted if all its trainings are.
         is_accepted = all(one.is_accepted for one in assessed)
         obstacles[UNREADABLE] += not all(one.is_read for one in assessed)
         if args.run_tiny and is_accepted:
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             accepted += is_accepted
             continue
         accepted += is_accepted
+        # One line a file, or all that was found in it.
         if args.summary:
             names = sorted(set().union(*(_obstacles(one) for one in assessed)))
             obstacles.update(names)
@@ -73,10 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             for training, one in zip(trainings, assessed):
                 print("\n".join(_report(path, training, one)))
+    # The flags that stop most files come first.
     if args.summary:
         print(f"\n{accepted} of {len(args.files)} accepted")
         for name, count in (+obstacles).most_common():  # those that occur
             print(f"{count:5}  {name}")
+    # An unreadable file is worse than one that is not accepted.
     if obstacles[UNREADABLE]:
         return 2
     return 0 if accepted == len(args.files) else 1
@@ -84,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
+    # The recipes, and what a shell would know about them.
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON"
     )
@@ -152,7 +160,7 @@ def _trains(path: Path, training, ranks: int) -> bool:
     from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 
     with tempfile.TemporaryDirectory() as folder:
-
+        # `shrunk` parses the changed options with this function.
         def parsed(text: str, size: int):
             file = Path(folder) / "parsed.yaml"
             file.write_text(text, encoding="utf-8")
@@ -167,6 +175,7 @@ def _trains(path: Path, training, ranks: int) -> bool:
             print(f"{path}, {processes}: {', '.join(changed(config, tiny))}")
             for flag, why in tiny.left_out.items():
                 print(f"  left out: {flag} ({why})")
+            # The losses appear while the run makes them.
             for record in losses_of(tiny, Path(folder)):
                 print(
                     f"  step {record['step']}: lm loss {record['loss']:.6f}, "
@@ -205,6 +214,7 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
         or "a DeepSpeed JSON for pretrain_gpt.py (--for engine: for initialize)"
     )
     yield f"{path}, {reader}"
+    # The flags, by what happens to them.
     for kind in Kind:
         rows = [verdict for verdict in assessment.verdicts if verdict.kind is kind]
         if rows:
@@ -216,8 +226,10 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
                 if not verdict.text
                 else f"{left:<48}  {_with_short_words(verdict.text)}"
             )
+    # Flags that are good alone, but not together.
     for problem in assessment.problems:
         yield f"  refused together: {_with_short_words(problem)}"
+    # What to run instead.
     if assessment.command:
         yield f"  write here, for {assessment.ranks} process{'es' if assessment.ranks > 1 else ''}:"
         yield from _wrapped(map(_quoted, assessment.command))

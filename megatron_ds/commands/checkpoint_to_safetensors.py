@@ -42,6 +42,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
+    # What is read and written; then the format of the files.
     add(
         "--load",
         type=Path,
@@ -81,6 +82,7 @@ def main(args: argparse.Namespace) -> int:
             f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive "
             "number of bytes."
         )
+    # The checkpoint. That of an engine's tag has no configuration.
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
         raise CheckpointError(
@@ -90,6 +92,7 @@ def main(args: argparse.Namespace) -> int:
     run = read_run(args.load, step)
     if "config" in run:
         require(run, args.load, "identity.model", "config.data.tokenizer_type")
+    # Only fp32 tensors are converted; integers and bytes keep their format.
     stored = StoredTensors(args.load, step, ("weight", "buffer"))
     entries = [
         TensorEntry(

@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Arguments(__doc__)
     add = parser.add_argument
     names = ", ".join((*FORMATS, *ALIASES))
+    # Folders and formats.
     add("--load", type=Path, required=True, help="folder of the checkpoint")
     add("--save", type=Path, required=True, help="new folder")
     add(
@@ -173,6 +174,7 @@ def size_of(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Read one format and write the other. Returns the exit code."""
+    # Both formats, and what the target cannot do.
     source = format_of(args.source) if args.source else detected(args.load)
     default = "huggingface" if source.name == "megatron_ds" else "megatron_ds"
     target = format_of(args.target or default)
@@ -187,6 +189,7 @@ def main(args: argparse.Namespace) -> int:
         check_transformers(source, target)
     if args.save.resolve() == args.load.resolve():
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
+    # Flags that neither format uses are errors, before anything is read.
     wishes = Wishes(
         args.iteration,
         args.vocab_size,
@@ -202,13 +205,12 @@ def main(args: argparse.Namespace) -> int:
         args.qkv_packing,
     )
     check_used(wishes, source, target, args.verify)
+    # The bar counts the bytes of the source's tensors.
     checkpoint = source.read(args.load, wishes)
     print(f"read {args.load}: {source.noun}{described(checkpoint)}", flush=True)
-    total = sum(
-        tensor.nbytes
-        for named in checkpoint.tensors.values()
-        for tensor in named.values()
-    )
+    total = 0
+    for named in checkpoint.tensors.values():
+        total += sum(tensor.nbytes for tensor in named.values())
     with progress(total) as done:
         lines = target.write(
             checkpoint, args.save, Wishes(**{**vars(wishes), "done": done})
@@ -298,6 +300,7 @@ def verify(
     source: LogicalCheckpoint, target: LogicalCheckpoint, tolerance: float
 ) -> None:
     """Print the largest difference of the outputs. Raises CheckpointError if it is above the tolerance."""
+    # Only --verify needs these modules.
     from megatron_ds.compat.conversion.family import model_of
     from megatron_ds.compat.conversion.huggingface.huggingface_format import detect
     from megatron_ds.compat.conversion.logits_proof import (
@@ -306,6 +309,7 @@ def verify(
         random_tokens,
     )
 
+    # Both models compute the same random tokens.
     tokens = random_tokens(model_of(source.model, source.folder))
     difference, largest = largest_difference(
         outputs_of(source, tokens), outputs_of(target, tokens)
@@ -314,12 +318,14 @@ def verify(
         f"largest difference of outputs {difference:.3g} for {tokens.numel()} random tokens; largest "
         f"output {largest:.3g}"
     )
+    # NaN fails, too: it compares as False.
     if not difference <= tolerance * largest:
         raise CheckpointError(
             f"{text}: above {tolerance:g} of it. The conversion is wrong, or the weights "
             "were rounded to another dtype; --tolerance sets the limit."
         )
     print(f"verified: {text}")
+    # Without a foreign program the comparison is weaker.
     if not detect(source.folder) and not detect(target.folder):
         print(
             "both outputs were computed by this package, none by the program that the files are of: an "

@@ -46,20 +46,23 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def owners(ranks: int, zigzag: bool) -> list[int]:
     """The rank of each of 2 * ranks equal chunks of a sequence."""
-    found = {}
+    chunks = 2 * ranks
+    found = [0] * chunks
     for rank in range(ranks):
         part = SequenceSlice(Part(rank, ranks), zigzag=zigzag)
-        found |= {position: rank for run in part.runs(2 * ranks) for position in run}
-    return [found[chunk] for chunk in range(2 * ranks)]
+        for run in part.runs(chunks):
+            for chunk in run:
+                found[chunk] = rank
+    return found
 
 
 def shares(owner: list[int]) -> list[float]:
     """The part of all causal scores whose queries each rank holds; half of a chunk's own square counts."""
     whole = len(owner) ** 2 / 2
-    return [
-        sum(chunk + 0.5 for chunk, of in enumerate(owner) if of == rank) / whole
-        for rank in range(max(owner) + 1)
-    ]
+    held = [0.0] * (max(owner) + 1)
+    for chunk, rank in enumerate(owner):
+        held[rank] += chunk + 0.5
+    return [scores / whole for scores in held]
 
 
 def svg(ranks: int) -> str:
@@ -89,19 +92,22 @@ def _panel(title: str, owner: list[int], left: int) -> list[str]:
         x = left + chunk * CELL
         y = TOP + chunk * CELL
         fill = COLOURS[rank % len(COLOURS)]
+        # The chunk itself, with its rank.
         lines += [
             f'<rect x="{x}" y="{TOP - 50}" width="{CELL}" height="{CELL}" fill="{fill}" '
             'stroke="white"/>',
             f'<text x="{x + CELL // 2}" y="{TOP - 33}" fill="white" text-anchor="middle">{rank}</text>',
         ]
-        lines += [
-            f'<rect x="{left + keys * CELL}" y="{y}" width="{CELL}" height="{CELL}" fill="{fill}" '
-            'stroke="white"/>'
-            for keys in range(chunk)
-        ]
+        # Its scores with all earlier chunks, and half of those with itself.
+        for keys in range(chunk):
+            lines.append(
+                f'<rect x="{left + keys * CELL}" y="{y}" width="{CELL}" height="{CELL}" fill="{fill}" '
+                'stroke="white"/>'
+            )
         lines.append(
             f'<path d="M{x} {y}V{y + CELL}H{x + CELL}Z" fill="{fill}" stroke="white"/>'
         )
+    # The axes, and the part of the work that each rank has.
     size = len(owner) * CELL
     listed = " ".join(f"{share:.0%}" for share in shares(owner))
     lines += [

@@ -37,6 +37,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
+    # The checkpoint and the prompts.
     add(
         "--load",
         type=Path,
@@ -128,6 +129,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace, launch: launching.Launch) -> int:
     """Load the model, and print the text that continues each prompt."""
+    # Sizes that generation can use.
     if args.max_new_tokens < 1:
         raise ConfigError(
             f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
@@ -144,6 +146,7 @@ def main(args: argparse.Namespace, launch: launching.Launch) -> int:
             f"generation splits the model over all processes. Start {tp_size} with torchrun "
             f"--nproc-per-node {tp_size}."
         )
+    # The model of the checkpoint, with its own tokenizer unless another is given.
     sampling = Sampling(
         0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed
     )
@@ -156,6 +159,7 @@ def main(args: argparse.Namespace, launch: launching.Launch) -> int:
     config = replace(
         config, model=replace(config.model, vocab_size=tokenizer.vocab_size)
     )
+    # From here on all ranks work together.
     device = launching.start(launch)
     try:
         mesh = Mesh(Grid(tp=tp_size), launch.rank, connect_torch, device)
@@ -224,6 +228,7 @@ def show(
     args: argparse.Namespace,
 ) -> None:
     """Print the text that continues one prompt, as it is generated."""
+    # The text continues up to the last position of the model.
     ids = tokenizer.encode(prompt)
     room = config.model.positions - len(ids)
     if room < 1:
@@ -239,6 +244,7 @@ def show(
     ending = Ending(
         min(args.max_new_tokens, room), args.min_new_tokens, stop, tokenizer.eod
     )
+    # All ranks generate the same tokens; one prints them.
     tokens = list(
         generate(
             modules,

@@ -40,6 +40,7 @@ def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
+    # What to do with the corpora.
     add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
     add(
         "--check",
@@ -112,6 +113,13 @@ def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
     return np.trim_zeros(counts, "b"), least or 0, most
 
 
+def _span(k: int) -> str:
+    """Lengths that entry k of a histogram counts."""
+    if k < 2:
+        return ("none", "1")[k]
+    return f"{1 << k - 1:,} to {(1 << k) - 1:,}"
+
+
 def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     """Print the sizes of a corpus and how it was made."""
     counts, least, most = histogram(corpus)
@@ -123,18 +131,12 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
         f"tokens of a document: {least:,} to {most:,}, "
         f"{corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average"
     )
+    # The histogram: a bar for each length that occurs.
     for k, count in enumerate(counts):
-        span = (
-            "none"
-            if k == 0
-            else f"{1 << k - 1:,} to {(1 << k) - 1:,}"
-            if k > 1
-            else "1"
-        )
         if count:
-            print(
-                f"  {span:>23}  {count:>13,}  {'#' * int(np.ceil(BAR * count / counts.max()))}"
-            )
+            bar = "#" * int(np.ceil(BAR * count / counts.max()))
+            print(f"  {_span(k):>23}  {count:>13,}  {bar}")
+    # How the corpus was made.
     if record:
         made = [name for name, *_ in record.made_from.get("inputs", [])]
         shown = ", ".join(made[:SHOWN_FILES])

@@ -66,6 +66,7 @@ def smoothed(points: list[tuple[int, float]], window: int) -> list[tuple[int, fl
 
 def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     """Write the picture, with one line for each layer."""
+    # matplotlib is optional, and "Agg" draws without a screen.
     try:
         import matplotlib
     except ImportError:
@@ -75,6 +76,7 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # One panel for each metric that the run recorded.
     shown = [panel for panel in PANELS if panel.metric in curves]
     figure, rows = plt.subplots(
         len(shown),
@@ -93,6 +95,7 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
         axes.set_ylabel(panel.label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
+    # Texts that all panels share.
     rows[0, 0].legend(frameon=False, ncols=4)
     rows[0, 0].set_title(title)
     rows[-1, 0].set_xlabel("step")
@@ -120,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=5,
         help="draw the mean over this many points (default 5; 1: every point)",
     )
+    # Values that argparse cannot check.
     args = parser.parse_args(argv)
     if args.window < 1:
         raise ConfigError(
@@ -130,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--metrics {args.metrics}: no such file. Start the run with --save or "
             "--metrics-jsonl to write one."
         )
+    # The picture.
     draw(
         curves_of(read_metrics(args.metrics)),
         args.output,

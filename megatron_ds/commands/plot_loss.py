@@ -40,6 +40,7 @@ def draw(
     vocab_size: int | None,
 ) -> None:
     """Write the picture, with one curve for each kind of loss."""
+    # matplotlib is optional, and "Agg" draws without a screen.
     try:
         import matplotlib
     except ImportError:
@@ -49,6 +50,7 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # A curve for each kind of loss.
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for kind, style in STYLES.items():
         rows = [r for r in records.get(kind, ()) if r["loss"] is not None]
@@ -58,6 +60,7 @@ def draw(
             axes.plot(
                 steps, losses, label=f"{kind}, {losses[-1]:.2f} at the end", **style
             )
+    # The loss of a model that knows nothing.
     if vocab_size:
         axes.axhline(
             math.log(vocab_size),
@@ -65,6 +68,7 @@ def draw(
             linestyle=":",
             label=f"uniform guess, ln({vocab_size}) = {math.log(vocab_size):.2f}",
         )
+    # A mark at step 0 coincides with the axis, so it has a text only.
     for step, text in marks:
         if step:
             axes.axvline(step, color="grey", linewidth=0.8)
@@ -77,6 +81,7 @@ def draw(
             color="dimgrey",
             fontsize=9,
         )
+    # Labels and the file.
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -98,6 +103,7 @@ def read_mark(text: str) -> tuple[int, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
     parser = Arguments(__doc__)
+    # What is drawn, and what is added to it.
     parser.add_argument(
         "--metrics", type=Path, required=True, help="metrics.jsonl of a run"
     )

@@ -78,12 +78,12 @@ def _folders(config: RunConfig) -> list[Path]:
         if sources.whole
         else [part for part in sources.parts if part.values]
     )
-    prefixes = [
-        prefix
-        for flag, values in named
-        for prefix in parse_blend(values, flag).prefixes
-    ]
-    return list(dict.fromkeys(map(default_cache, prefixes)))
+    # Corpora of one folder share a cache, so each folder is listed once.
+    folders: dict[Path, None] = {}
+    for flag, values in named:
+        prefixes = parse_blend(values, flag).prefixes
+        folders |= dict.fromkeys(map(default_cache, prefixes))
+    return list(folders)
 
 
 def _check_writable(folder: Path) -> None:

@@ -21,7 +21,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -67,6 +67,7 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
+    # What a document is.
     add = parser.add_argument_group("text").add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     add(
@@ -115,6 +116,7 @@ def make_parser() -> Arguments:
         choices=ABBREVIATIONS,
         help="language whose common abbreviations are given in advance (default english)",
     )
+    # What its tokens are.
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
     add(
@@ -147,6 +149,7 @@ def make_parser() -> Arguments:
         help="end each document with the end-of-document token; almost always right: without it a model "
         "cannot learn where a document ends",
     )
+    # Where they go.
     add = parser.add_argument_group("output").add_argument
     add(
         "--output-prefix",
@@ -154,6 +157,7 @@ def make_parser() -> Arguments:
         metavar="PREFIX",
         help="files are named {prefix}_{key}_document.bin and .idx",
     )
+    # Which processes and machines do it.
     add = parser.add_argument_group("work").add_argument
     add(
         "--workers",
@@ -204,6 +208,7 @@ def make_parser() -> Arguments:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, checked together. Raises ConfigError."""
     args = make_parser().parse_args(argv)
+    # Single flags.
     for name in ("workers", "log_interval", "partitions", "num_shards"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ConfigError(
@@ -214,6 +219,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one "
             "output. Name each key once."
         )
+    # Pairs of flags.
     if args.text_separator is not None and args.text_documents != "file":
         raise ConfigError(
             f"--text-separator {args.text_separator!r} and --text-documents "
@@ -230,6 +236,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "--partitions divides the work of this machine, --num-shards that of many "
             "machines: give only one of them."
         )
+    # Shards on many machines.
     if args.shard_index is not None and (args.num_shards is None or args.ray):
         raise ConfigError(
             "--shard-index chooses one of --num-shards"
@@ -272,10 +279,12 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the corpus, or one shard of it, and log what was written."""
+    # All files are checked before the first is read.
     args.input = files_of(args.input)
     check_files(args.input, args.json_keys)
     shard = shard_of(args, os.environ)
     started = time.monotonic()
+    # Worker processes make their own tokenizer, so they get the recipe for one.
     make = partial(
         make_tokenizer,
         args.tokenizer_type,
@@ -290,6 +299,7 @@ def run(args: argparse.Namespace) -> None:
         cut_of(args),
     )
     task = partial(preprocess, args.input, args.output_prefix, make, options)
+    # A bar needs a terminal; a log file gets lines.
     if args.partitions > 1 or args.ray:
         written = run_in_shards(args, make, task)
     else:
@@ -346,15 +356,15 @@ def splitter(args: argparse.Namespace) -> Splitter | None:
             "--split-sentences reads the start of the input twice, which standard input does "
             "not allow: write it to a file first."
         )
-    texts = (
-        text
-        for path in args.input
-        for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args))
-        for column in texts_of(block, args.json_keys, True)[0]
-        for text in column
-        if isinstance(text, str)
-    )
-    return learn_splitter(texts, args.lang or "english", args.keep_newlines)
+    return learn_splitter(_texts(args), args.lang or "english", args.keep_newlines)
+
+
+def _texts(args: argparse.Namespace) -> Iterator[str]:
+    """The texts of the whole input, file by file and block by block."""
+    for path in args.input:
+        for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args)):
+            for column in texts_of(block, args.json_keys, True)[0]:
+                yield from (text for text in column if isinstance(text, str))
 
 
 def report(
@@ -365,6 +375,7 @@ def report(
     outputs = ", ".join(
         output_prefix(prefix, key, args.split_sentences) for key in args.json_keys
     )
+    # A shard that an earlier command finished.
     if written.done_before:
         logger.info(
             "%s documents, %s tokens, done before: %s",
@@ -373,10 +384,12 @@ def report(
             outputs,
         )
         return
+    # The first bad lines, then their number.
     for line in written.bad:
         logger.warning("skipped %s", line)
     if written.num_bad:
         logger.warning("skipped %d bad lines in all", written.num_bad)
+    # A shard reads its part of the input.
     size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
     rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""
     logger.info(

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
+    # The schedules to plan.
     plan = parser.add_argument_group("plan")
     plan.add_argument(
         "--schedule",
@@ -122,6 +123,7 @@ def _parser() -> Arguments:
         metavar="G",
         help="interleaved: minimum number of consecutive micro-batches of a stage (default: P)",
     )
+    # What a run did.
     parser.add_argument(
         "--measured",
         nargs="+",
@@ -157,6 +159,7 @@ def _parser() -> Arguments:
 
 
 def _planned(name: str, args, measured: dict | None) -> Panel:
+    # Sizes that are not given follow from the timelines.
     p = _or(args.pipeline_size, len(measured) if measured else 4)
     m = _or(
         args.microbatches,
@@ -165,6 +168,7 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
     chunks = _or(
         args.chunks, 2 if name == "interleaved" else SCHEDULES[name].default_chunks
     )
+    # Costs: --costs, else the measured ones, else 1 for each of F, I and W.
     make = SCHEDULES[name]
     whole = args.costs or (1.0, 1.0, 1.0)
     costs = StageCosts(*(time / chunks for time in whole), transfer=args.transfer)
@@ -177,12 +181,14 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
     cost = costs.of
     if measured and not args.costs:
         cost = typical_cost(measured)
+    # The order of the schedule, and the time that it takes.
     order = make(p, m, chunks, **options)
     if measured and not args.costs:
         _check_stages(
             name, p * chunks, {i.stage for its in measured.values() for i, *_ in its}
         )
     timeline = simulate(add_transfers(order, p * chunks), cost)
+    # The title.
     what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (
         f", {chunks} stages a rank" if chunks > 1 else ""
     )
@@ -202,11 +208,9 @@ def _check_stages(name: str, planned: int, measured: set[int]) -> None:
 
 def _measured(args) -> dict[int, list[Entry]]:
     """The timelines of the step that was asked for."""
-    paths = [
-        file
-        for path in args.measured
-        for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])
-    ]
+    paths = []
+    for path in args.measured:
+        paths += sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not paths:
         raise DataError(
             f"no timelines in {', '.join(map(str, args.measured))}: a run writes them (*.json) "
@@ -255,4 +259,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" + ("" if n == 1 else "es" if noun.endswith("h") else "s")
+    if n == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("h") else "s"
+    return f"{n} {noun}{ending}"

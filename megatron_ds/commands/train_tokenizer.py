@@ -43,6 +43,7 @@ def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
+    # The text to learn from, the vocabulary, and where it goes.
     add(
         "--input",
         nargs="+",

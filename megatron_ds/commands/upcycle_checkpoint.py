@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of the tool itself; all others are those of the training."""
     parser = Arguments(__doc__)
     add = parser.add_argument
+    # The two folders.
     add(
         "--load",
         type=Path,
@@ -85,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="cut the width of the feed-forward into G parts, each of which is an expert (default 1). G "
         "divides the number of experts and --moe-router-topk",
     )
+    # The help also lists the options of experts, which training shares.
     options = [
         f"  {invocation(option)}\n      {explanation(option)}"
         for option in options_in("model")
@@ -236,11 +238,14 @@ def write(
     args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mapping
 ) -> None:
     """Write the checkpoint with experts."""
+    # The disk must hold the larger model.
     pieces = upcycling.pieces(StoredTensors(args.load, step, (WEIGHT,)))
     check_room(args.save, pieces, coordinates={}, world=solo(), saves=1, limit=None)
+    # The tokenizer moves along with the weights.
     for path in {Path(path).parts[0] for path in named_copies(args.load, run).values()}:
         if (args.load / path).is_dir():
             shutil.copytree(args.load / path, args.save / path, dirs_exist_ok=True)
+    # The weights.
     with progress(sum(piece.tensor.nbytes for piece in pieces)) as done:
         path = save(
             args.save,
@@ -250,6 +255,7 @@ def write(
             world=solo(),
             run=run,
         )
+    # What was made, how exact it is, and how to go on.
     model = upcycling.model
     added = sum(upcycling.model.experts)
     print(

@@ -7,9 +7,11 @@ from typing import Any
 from ..console import one_line
 from ..errors import ConfigError
 from ..mpu import grid
+from .options.option import Option
 from .run import RunConfig, all_options
 
-MOST_SHOWN = 100  # alternatives of a message
+# Alternatives of a message; a longer list shows its first ones and the last.
+MOST_SHOWN = 100
 Rule = Callable[[RunConfig], Iterable[str]]
 
 
@@ -18,10 +20,14 @@ def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
 
     In a problem, `[seed]` or `[train.seed]` stands for that option as the user wrote it (`written`).
     """
-    paths = {option.name: path for path, option in all_options().items()}
+    paths = {}
+    for path, option in all_options().items():
+        paths[option.name] = path
 
+    # Brackets around other words stay as they are.
     def named(match: re.Match) -> str:
-        return written(config, paths[match[1]]) if match[1] in paths else match[0]
+        path = paths.get(match[1])
+        return match[0] if path is None else written(config, path)
 
     for rule in rules:
         try:
@@ -33,7 +39,9 @@ def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
 
 def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str]:
     """`problem`, after its name and value, for each of these options that does not have its default."""
-    return (f"[{path}] {problem}" for path in paths if not config.is_default(path))
+    for path in paths:
+        if not config.is_default(path):
+            yield f"[{path}] {problem}"
 
 
 def flag(path: str) -> str:
@@ -46,48 +54,71 @@ def written(config: RunConfig, path: str) -> str:
     option = all_options()[path]
     source = config.sources.get(path)
     value = config.get(path)
-    if (
-        source is not None
-        and source.kind == "flag"
-        and source.name not in (option.flag, *option.flags)
-    ):
-        return source.name  # a switch: --fp16, --swiglu
-    name = source.name if source is not None and source.kind == "flag" else option.flag
-    if option.kind is bool:
-        text = option.flag if value else option.negative
-    elif (
-        source is not None
-        and source.kind == "flag"
-        and option.alone is not None
-        and value == option.alone
-    ):
-        text = name  # --tiled-mlp, without a number
-    else:
-        text = f"{name} {value_text(value)}"
+
+    # Not from the command line: the main flag, and where the value is from.
     if source is None:
-        return f"{text} (default)"
-    return text if source.kind == "flag" else f"{text} ({source})"
+        return f"{_with_value(option, option.flag, value)} (default)"
+    if source.kind != "flag":
+        return f"{_with_value(option, option.flag, value)} ({source})"
+
+    # A switch that sets the option to one value: --fp16, --swiglu.
+    if source.name not in (option.flag, *option.flags):
+        return source.name
+    # A flag whose value was left out: --tiled-mlp, without a number.
+    has_default_value = option.alone is not None and value == option.alone
+    if has_default_value and option.kind is not bool:
+        return source.name
+    return _with_value(option, source.name, value)
+
+
+def _with_value(option: Option, name: str, value: Any) -> str:
+    """The words that give an option its value; a switch has a flag for each of its values."""
+    if option.kind is bool:
+        return option.flag if value else option.negative
+    return f"{name} {value_text(value)}"
 
 
 def value_text(value: Any) -> str:
     """A value as it is written after a flag."""
     if isinstance(value, tuple):
         return " ".join(map(value_text, value))
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return str(int(value))
-    return str(value).lower() if isinstance(value, bool) else one_line(str(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    # A float shows as an integer where it is one, as long as its digits are exact.
+    if isinstance(value, float):
+        is_exact = abs(value) < 1e16
+        if value.is_integer() and is_exact:
+            return str(int(value))
+    return one_line(str(value))
 
 
 def either(values: Sequence[Any]) -> str:
     """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
-    if len(values) > 4 and isinstance(values[0], int):
-        row = range(values[0], values[0] + len(values))
-        if values == row if isinstance(values, range) else list(values) == list(row):
-            return f"{values[0]} to {values[-1]}"
+    if len(values) > 4 and _are_consecutive(values):
+        return f"{values[0]} to {values[-1]}"
+    # A long list keeps its beginning and its last value.
     if len(values) > MOST_SHOWN:
-        values = [*values[:MOST_SHOWN], "…", values[-1]]
-    texts = [str(value) for value in values]
-    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+        shown = values[:MOST_SHOWN]
+        values = [*shown, "…", values[-1]]
+    texts = list(map(str, values))
+    if len(texts) < 2:
+        return "".join(texts)
+    last = texts.pop()
+    first = ", ".join(texts)
+    return f"{first} or {last}"
+
+
+def _are_consecutive(values: Sequence[Any]) -> bool:
+    """Whether the values are integers, each one above the one before."""
+    first = values[0]
+    if not isinstance(first, int):
+        return False
+    end = first + len(values)
+    row = range(first, end)
+    # A range may be too long for a list.
+    if isinstance(values, range):
+        return values == row
+    return list(values) == list(row)
 
 
 def divisors(number: int) -> list[int]:
@@ -98,4 +129,7 @@ def divisors(number: int) -> list[int]:
 def neighbours(number: int, step: int) -> str:
     """The two multiples of `step` next to `number`: "8 or 12"."""
     below = number // step * step
-    return either([below, below + step] if below else [step])
+    above = below + step
+    if below == 0:
+        return str(above)
+    return either([below, above])

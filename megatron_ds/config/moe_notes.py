@@ -54,15 +54,18 @@ def defaults(config: RunConfig) -> Iterator[str]:
 
 def capacity(config: RunConfig) -> Iterator[str]:
     """Which tokens compete, and what remains of a token whose expert is full."""
+    # Without a factor no token is dropped.
     model = config.model
     factor = config.source("model.moe_expert_capacity_factor")
     if model.moe_expert_capacity_factor is None:
         return
+    # Which tokens compete.
     if model.moe_capacity_scope == "sequence":
         yield (
             "the tokens of a sequence compete for the capacity of an expert, on every layout; in Megatron "
             "and DeepSpeed those of a rank do"
         )
+    # Evaluation.
     if model.moe_eval_capacity_factor is None:
         usual = (
             "Megatron-DeepSpeed's default is 1"
@@ -70,6 +73,7 @@ def capacity(config: RunConfig) -> Iterator[str]:
             else (f"in Megatron {factor} applies there too")
         )
         yield (f"evaluation drops no token without --moe-eval-capacity-factor; {usual}")
+    # What differs from DeepSpeed's gates.
     if not from_deepspeed(config):
         return
     if model.moe_router_topk == 1:

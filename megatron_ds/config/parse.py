@@ -30,7 +30,7 @@ from .sources.config_files import names, read_yaml
 from .sources.config_text import help_text, short_help_text, to_yaml
 from .sources.flags import CommandLine, read_flags, spellings
 from .sources.foreign_words import foreign_words
-from .sources.reading import Reading, Setting, attempt, reject
+from .sources.reading import Setting, SourceReading, attempt, reject
 
 HELP = {"help": help_text, "short help": short_help_text}
 
@@ -106,7 +106,7 @@ def _read_all(
     defaults: Mapping[str, Any] | None,
     env: Mapping[str, str] | None,
     settings: Sequence[Setting] = (),
-) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
+) -> tuple[RunConfig, CommandLine, list[SourceReading], list[str]]:
     """(the configuration, the command line, one reading for it and for each file, their problems)."""
     line = read_flags(argv)
     if line.asks_for in HELP:
@@ -134,7 +134,7 @@ def _read_all(
 
 def assembled(
     line: CommandLine,
-    files: Sequence[Reading],
+    files: Sequence[SourceReading],
     world_size: int,
     defaults: Mapping[str, Any] | None = None,
     settings: Sequence[Setting] = (),
@@ -150,12 +150,12 @@ def assembled(
         for name, value in (defaults or {}).items()
     ]
     config = combined(of_files, line.settings, world_size, [*scripted, *settings])
-    notes = {
-        name: why
-        for reading in (line, *files)
-        for name, why in reading.without_effect.items()
-    }
-    problems = [problem for reading in (line, *files) for problem in reading.problems]
+    # Notes and problems of the command line come before those of the files.
+    notes = {}
+    problems = []
+    for reading in (line, *files):
+        notes |= reading.without_effect
+        problems += reading.problems
     return config.with_notes(notes), [
         *problems,
         *contradictions(of_files, line.settings),

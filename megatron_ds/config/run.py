@@ -182,13 +182,10 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 @cache
 def all_options() -> Mapping[str, Option]:
     """path → option, in the order of declaration."""
-    return MappingProxyType(
-        {
-            o.path: o
-            for section, cls in SECTIONS.items()
-            for o in options_of(section, cls)
-        }
-    )
+    found = {}
+    for section, cls in SECTIONS.items():
+        found |= {option.path: option for option in options_of(section, cls)}
+    return MappingProxyType(found)
 
 
 def options_in(section: str) -> list[Option]:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ..progress.cycles import Cycle, CycledBeta, OneCycle, RangeTest
+from ..progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
 from ..progress.difficulty import Rise, TokenDrop
 from ..progress.ramps import (
     BatchSize,
     DeepSpeedRate,
     LearningRate,
     Ramp,
-    Tokens,
+    TokenCount,
     WeightDecay,
     scheduled_samples,
 )
@@ -47,12 +47,14 @@ def make_learning_rate(
 
     limits: the highest and the lowest; None: --lr and --min-lr
     """
+    # Numbers that all styles share.
     optimizer = config.optimizer
     train = config.train
     style = optimizer.lr_decay_style
     batch = train.global_batch_size
     highest, lowest = limits or (optimizer.lr, optimizer.min_lr)
     values = {"highest": highest, "lowest": lowest, "initial": optimizer.lr_warmup_init}
+    # Over tokens.
     if counts_tokens(config):
         decay = (
             optimizer.lr_decay_tokens or train.train_tokens or 1
@@ -63,8 +65,9 @@ def make_learning_rate(
         return LearningRate(
             **values, warmup=warmup, decay=decay, style=style, count=token_count(config)
         )
+    # Styles with spans of their own.
     if style == ONE_CYCLE:
-        return OneCycle(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
+        return CycleRate(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
     if style == RANGE_TEST:
         cycle = config.cycle
         return RangeTest(
@@ -74,6 +77,7 @@ def make_learning_rate(
             cycle.lr_range_test_step_rate,
             cycle.lr_range_test_staircase,
         )
+    # Over samples; DeepSpeed's styles count steps of one batch.
     decay = _span(
         optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
     ) or train_span(train)
@@ -89,6 +93,7 @@ def make_learning_rate(
             warmup_style=optimizer.lr_warmup_style,
             batch=batch,
         )
+    # Megatron's styles.
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
     first = batch if optimizer.lr_warmup_style == "linear_from_one" else 0
@@ -135,18 +140,20 @@ def counts_tokens(config: RunConfig) -> bool:
     spans = ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
         return True
-    others = any(
-        getattr(optimizer, f"{span}_{unit}")
-        for span in spans
-        for unit in ("iters", "samples")
-    )
+    in_steps = any(getattr(optimizer, f"{span}_iters") for span in spans)
+    in_samples = any(getattr(optimizer, f"{span}_samples") for span in spans)
     is_of_deepspeed = optimizer.lr_decay_style in DEEPSPEED_STYLES
-    return bool(config.train.train_tokens) and not others and not is_of_deepspeed
+    return (
+        bool(config.train.train_tokens)
+        and not in_steps
+        and not in_samples
+        and not is_of_deepspeed
+    )
 
 
-def token_count(config: RunConfig) -> Tokens:
+def token_count(config: RunConfig) -> TokenCount:
     """The tokens that a run counts: with random-LTD, the mean over the layers."""
-    return Tokens(config.model.num_layers if config.random_ltd.random_ltd else None)
+    return TokenCount(config.model.num_layers if config.random_ltd.random_ltd else None)
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:

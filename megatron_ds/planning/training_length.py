@@ -13,7 +13,7 @@ from ..config import RunConfig
 from ..config.options.data_efficiency_options import RESHAPE, length_difficulty
 from ..config.training_schedule import make_batch_size, make_token_drop, token_count
 from ..progress.difficulty import Custom
-from ..progress.ramps import BatchSize, Progress, Tokens, count_steps
+from ..progress.ramps import BatchSize, Progress, TokenCount, count_steps
 
 START = Progress()
 
@@ -31,7 +31,7 @@ class TrainingLength:
     iters: int | None
     samples: int | None
     tokens: int | None
-    count: Tokens
+    count: TokenCount
     num_layers: int
     tokens_at: Callable[[int], int]
     is_settled: Callable[[int], bool]

@@ -66,7 +66,7 @@ class Cycle:
 
 
 @dataclass(frozen=True)
-class OneCycle:
+class CycleRate:
     """The learning rate: `lowest` at the first step, `highest` in the middle, `lowest` / decay at the end."""
 
     cycle: Cycle

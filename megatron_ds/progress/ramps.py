@@ -73,7 +73,7 @@ def scheduled_samples(progress: Progress) -> int:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCount:
     """Consumed tokens, as Megatron-DeepSpeed counts them: those that were trained on, and with random-LTD the
     mean over the layers of the tokens that each layer processed.
 

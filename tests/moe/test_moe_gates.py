@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.compat.deepspeed.moe_layer import Place
+from megatron_ds.compat.deepspeed.moe_layer import RoutingPlace
 from megatron_ds.moe import MoE
 from megatron_ds.moe.capacity import Capacity
 from megatron_ds.moe.gates import MORE, Draws, route
@@ -274,7 +274,7 @@ def test_noise_is_a_function_of_layer_and_micro_batch_and_used_in_training_alone
         layer = layer_of(
             dict(k=1, noisy_gate_policy=noise, use_rts=False, drop_tokens=False)
         )
-        layer.connect(Place(solo("ep"), (0, name), lambda: micro_batch))
+        layer.connect(RoutingPlace(solo("ep"), (0, name), lambda: micro_batch))
         return layer.train(training)(x)[0]
 
     for noise in ("Jitter", "RSample"):
@@ -306,7 +306,7 @@ def test_random_selection_is_the_default_of_one_expert():
     x = waves((64, 3), 0.77, 0.15)
     kept = []
     for micro_batch in range(3):
-        layer.connect(Place(solo("ep"), (0, "a"), lambda now=micro_batch: now))
+        layer.connect(RoutingPlace(solo("ep"), (0, "a"), lambda now=micro_batch: now))
         kept.append((layer(x)[0] != 0).any(1))
     assert kept[0].sum() == kept[1].sum() == kept[2].sum() < 64
     assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])

@@ -11,7 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate, make_weight_decay
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.training_length import make_length, planned_steps
-from megatron_ds.progress.ramps import Progress, Tokens
+from megatron_ds.progress.ramps import Progress, TokenCount
 from megatron_ds.training.samples import wanted_samples
 
 pytestmark = pytest.mark.plan
@@ -152,7 +152,7 @@ def test_a_warm_up_fraction_and_the_weight_decay_are_in_tokens_too():
 
 
 def test_tokens_of_skipped_steps_count():
-    assert Tokens()(Progress().after(2, 64, skipped=True)) == 64
+    assert TokenCount()(Progress().after(2, 64, skipped=True)) == 64
 
 
 @pytest.mark.parametrize(

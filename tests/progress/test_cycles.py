@@ -12,7 +12,7 @@ from megatron_ds.config.rules.training_rules import TRAINING_RULES
 from megatron_ds.config.sources.config_text import to_dict
 from megatron_ds.config.training_schedule import make_beta1, make_learning_rate
 from megatron_ds.errors import ConfigError
-from megatron_ds.progress.cycles import Cycle, CycledBeta, OneCycle, RangeTest
+from megatron_ds.progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.from_checkpoint import with_saved_schedule
 from tests.harness.deepspeed_schedulers import rates_of
@@ -71,7 +71,7 @@ def progress(step: int) -> Progress:
     ],
 )
 def test_one_cycle_has_deepspeeds_golden_values(cycle, decay, expected):
-    rate = OneCycle(cycle, 1e-3, 1e-4, decay)
+    rate = CycleRate(cycle, 1e-3, 1e-4, decay)
     assert {i: rate.at(i) for i in expected} == pytest.approx(expected, rel=1e-7)
 
 
@@ -193,7 +193,7 @@ def test_flags_and_json_set_the_same_cycle(tmp_path):
         of_flags
     ) == make_learning_rate(of_json)
     cycle = Cycle(BATCH, 8, 5, 4, 4, 3)
-    assert make_learning_rate(of_json) == OneCycle(cycle, 1e-3, 1e-4, 0.5)
+    assert make_learning_rate(of_json) == CycleRate(cycle, 1e-3, 1e-4, 0.5)
     assert make_beta1(of_json) == CycledBeta(cycle, 0.9, 0.7)
 
 

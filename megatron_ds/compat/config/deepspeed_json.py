@@ -16,7 +16,7 @@ from typing import Any
 from ...config.options.option import Option, json_key, shown
 from ...config.sources.answers import asks_for_nothing
 from ...config.sources.config_files import JsonDocument, declared_keys, names, text_of
-from ...config.sources.reading import Reading
+from ...config.sources.reading import SourceReading
 from ...config.sources.suggest import near_key
 from ...errors import ConfigError
 from .deepspeed_data_efficiency import (
@@ -85,18 +85,18 @@ TRANSLATED: Mapping[str, Option] = {
 }
 
 
-def read_deepspeed(path: str) -> Reading:
+def read_deepspeed(path: str) -> SourceReading:
     """The settings of a file, and its problems."""
     try:
         block = load_json(path, "--deepspeed_config")
     except ConfigError as error:
-        reading = Reading(is_complete=False)
+        reading = SourceReading(is_complete=False)
         reading.refuse(error)
         return reading
     return reading_of(path, block)
 
 
-def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
+def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
     """The settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     block, notes = with_usual_names(block)
@@ -384,12 +384,11 @@ def _near(key: str) -> str:
 
 def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
     """The hint for a key or block that exists, but in another place; "" if there is none."""
-    blocks = {
-        ".".join(parts[:end])
-        for other in candidates
-        if (parts := other.split("."))
-        for end in range(1, len(parts) + 1)
-    }
+    # Candidates are keys; the blocks that contain them are places too.
+    blocks = set()
+    for other in candidates:
+        parts = other.split(".")
+        blocks |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
     places = sorted(
         (other for other in blocks if other.rpartition(".")[2] == name), key=len
     )

@@ -1,6 +1,7 @@
 """The block "optimizer" of a DeepSpeed JSON → options. The keys of each type are in `optimizer_facts.py`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from ...config.optimizer_facts import FACTS
 from ...config.options.option import Option, json_key
@@ -39,6 +40,13 @@ OPTIMIZER_KEYS: Mapping[str, Option] = {
 }
 
 
+def _numbers(value: Any) -> tuple[Any, ...]:
+    """The numbers of a parameter: none if it is not given, several for a list."""
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
 def translate_optimizer(document: JsonDocument) -> None:
     """The type, its parameters, and DeepSpeed's defaults of those that are not given."""
     kind = document.take("optimizer.type")
@@ -50,6 +58,7 @@ def translate_optimizer(document: JsonDocument) -> None:
             "optimizer.optimizer",
         )
         return
+    # The type, and parameters that it does not have.
     facts = FACTS[name]
     if kind is not None:
         document.give("optimizer.optimizer", name, "optimizer.type")
@@ -58,14 +67,13 @@ def translate_optimizer(document: JsonDocument) -> None:
         document.without_effect[f"{document.path} {ADAM_W_MODE}"] = (
             "the weight decay of the type AdamW is decoupled in any case, as in DeepSpeed"
         )
+    # Parameters whose names or shapes differ here.
     document.copy("optimizer.params.max_grad_norm", "optimizer.clip_grad")
     for key in ("betas", "eps", "momentum"):
         value = document.take(f"optimizer.params.{key}")
-        values = (
-            value if isinstance(value, tuple) else () if value is None else (value,)
-        )
-        for option, number in zip(facts.params.get(key, ()), values):
+        for option, number in zip(facts.params.get(key, ()), _numbers(value)):
             document.give(f"optimizer.{option}", number, f"optimizer.params.{key}")
+    # DeepSpeed's defaults differ from those of the flags.
     given = {setting.path for setting in document.settings}
     for option, default in facts.defaults.items():
         if f"optimizer.{option}" not in given:

@@ -73,6 +73,7 @@ OF_OPTIMIZER = "optimizer.params.lr"
 
 def translate_scheduler(document: JsonDocument) -> None:
     """The settings of the block, and its problems."""
+    # The type.
     kind = document.take("scheduler.type")
     if kind is None:
         return
@@ -84,10 +85,12 @@ def translate_scheduler(document: JsonDocument) -> None:
         )
         document.unread |= paths_of("scheduler.type")
         return
+    # Parameters that the type has.
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
     document.give("optimizer.lr_decay_style", kind, "scheduler.type")
     if kind == ONE_CYCLE:
         _require(document, "cycle_min_lr", "cycle_max_lr")
+    # DeepSpeed's defaults hold where a parameter is not given; ratios are parts of the rate.
     for name, option, default in TRANSLATIONS:
         key = f"scheduler.params.{name}"
         path = f"optimizer.{option}"
@@ -100,6 +103,7 @@ def translate_scheduler(document: JsonDocument) -> None:
             document.give(
                 path, meaning(default), "scheduler.type, as DeepSpeed's default"
             )
+    # A warm-up ends at the optimizer's rate unless it has its own.
     if (
         kind == "WarmupDecayLR"
         and "scheduler.params.warmup_max_lr" not in document.values
@@ -133,7 +137,7 @@ def _decay_default(document: JsonDocument) -> None:
 
 
 def _override(document: JsonDocument) -> None:
-    """As in DeepSpeed, the rate of the scheduler replaces that of the optimizer."""
+    """Replace the rate of the optimizer by that of the scheduler, which is DeepSpeed's rule."""
     rates = [setting for setting in document.settings if setting.path == RATE]
     of_optimizer = [
         setting for setting in rates if str(setting.source).endswith(f" {OF_OPTIMIZER}")

@@ -9,6 +9,7 @@ Megatron itself are in `unsupported*.py` and in the options; a flag that several
 table that has it.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,6 +35,17 @@ class Dialect:
     answers: Mapping[str, Answer] = field(default_factory=dict)
 
 
+def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
+    """Flag of the corpora of one split → the option and how its words are read."""
+    readers = {}
+    for part in ("train", "valid", "test"):
+        flag = f"--{part}-weighted-split-paths"
+        option = f"--{part}-data-path"
+        readers[flag] = (option, words_of_groups)
+        readers[f"{flag}-path"] = (option, file_of_groups)
+    return readers
+
+
 BIGSCIENCE = Dialect(
     "bigscience-workshop/Megatron-DeepSpeed",
     names={
@@ -49,11 +61,7 @@ BIGSCIENCE = Dialect(
             "type:transformer|embedding": "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         },
     },
-    readers={
-        f"--{part}-weighted-split-paths{suffix}": (f"--{part}-data-path", reader)
-        for part in ("train", "valid", "test")
-        for suffix, reader in (("", words_of_groups), ("-path", file_of_groups))
-    },
+    readers=_weighted_split_readers(),
     answers=table(
         accepted={
             DEFAULT_KERNELS: "--abort-on-unmet-fused-kernel-constraints",
@@ -302,12 +310,9 @@ DIALECTS = (
     ARGONNE,
     MEGABLOCKS,
 )
+# The first dialect counts where two have a name or an answer for one flag.
 FORK_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        name: flag
-        for dialect in reversed(DIALECTS)
-        for name, flag in dialect.names.items()
-    }
+    dict(ChainMap(*(dialect.names for dialect in DIALECTS)))
 )
 FORK_PHRASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {name: values for dialect in DIALECTS for name, values in dialect.phrases.items()}
@@ -316,9 +321,5 @@ FORK_READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
     {name: reader for dialect in DIALECTS for name, reader in dialect.readers.items()}
 )
 FORK_FLAGS: Mapping[str, Answer] = MappingProxyType(
-    {
-        name: answer
-        for dialect in reversed(DIALECTS)
-        for name, answer in dialect.answers.items()
-    }
+    dict(ChainMap(*(dialect.answers for dialect in DIALECTS)))
 )

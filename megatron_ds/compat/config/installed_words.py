@@ -6,13 +6,18 @@ from .dialects import DIALECTS, FORK_NAMES, FORK_PHRASES, FORK_READERS
 from .neox_yaml import read_yamls
 from .unsupported import answer_to_flag
 
+
+def _projects() -> dict[str, str]:
+    """Flag of a fork → the project; the first dialect counts where two have the flag."""
+    projects = {}
+    for dialect in reversed(DIALECTS):
+        projects |= dict.fromkeys(dialect.names, dialect.project)
+    return projects
+
+
 WORDS = ForeignWords(
     names=FORK_NAMES,
-    projects={
-        name: dialect.project
-        for dialect in reversed(DIALECTS)
-        for name in dialect.names
-    },
+    projects=_projects(),
     phrases=FORK_PHRASES,
     readers=FORK_READERS,
     answer_to_flag=answer_to_flag,

@@ -7,10 +7,11 @@ from typing import Any
 from .neox_names import INITIAL, POSITIONS, SWITCHES, TOKENIZERS, VALUES
 
 Words = Iterator[tuple[str, list[str]]]  # (key, words)
+# The output projections of a block.
 OUTPUTS = (
     "*.linear_proj.weight",
     "*.linear_fc2.weight",
-)  # the output projections of a block
+)
 LARGEST = 2**50  # of a size in a square root
 
 
@@ -29,16 +30,21 @@ def words_of(block: Mapping[str, Any]) -> Words:
 def _value_words(block: Mapping[str, Any]) -> Words:
     """Keys whose value is that of a flag."""
     for key, flag in VALUES.items():
-        if key in block:
-            value = block[key]
-            values = value if isinstance(value, list) else [value]
-            yield key, [flag, *map(str, values)]
-    if "pipe_parallel_size" in block:  # 0: no pipeline
-        stages = block["pipe_parallel_size"] or 1
-        yield "pipe_parallel_size", ["--pipeline-model-parallel-size", str(stages)]
+        if key not in block:
+            continue
+        value = block[key]
+        values = value if isinstance(value, list) else [value]
+        yield key, [flag, *map(str, values)]
+    key = "pipe_parallel_size"
+    if key in block:
+        # 0 means no pipeline.
+        stages = block[key] or 1
+        words = ["--pipeline-model-parallel-size", str(stages)]
+        yield key, words
 
 
 def _switch_words(block: Mapping[str, Any]) -> Words:
+    """Keys that are true, each of which is a flag without a value."""
     for key, flag in SWITCHES.items():
         if block.get(key) is True:
             yield key, [flag]
@@ -47,39 +53,44 @@ def _switch_words(block: Mapping[str, Any]) -> Words:
 
 
 def _layer_words(block: Mapping[str, Any]) -> Words:
+    """Positions, activation and biases of all layers."""
     positions = block.get("pos_emb")
     if positions in POSITIONS:
         yield "pos_emb", ["--position-embedding-type", POSITIONS[positions]]
 
-    is_fused = (
-        block.get("bias_gelu_fusion") is True
-    )  # the fused kernel computes the tanh form
-    yield "bias_gelu_fusion", ["--activation", "gelu" if is_fused else "gelu_exact"]
+    # The fused kernel computes the tanh form.
+    is_fused = block.get("bias_gelu_fusion") is True
+    activation = "gelu" if is_fused else "gelu_exact"
+    yield "bias_gelu_fusion", ["--activation", activation]
 
-    biases = [block.get("use_bias_in_mlp"), block.get("use_bias_in_attn_linear")]
-    if all(bias is False for bias in biases):
+    # One switch leaves out the biases of all linear layers.
+    in_mlp = block.get("use_bias_in_mlp")
+    in_attention = block.get("use_bias_in_attn_linear")
+    if in_mlp is False and in_attention is False:
         yield "use_bias_in_mlp", ["--disable-bias-linear"]
 
 
 def _norm_words(block: Mapping[str, Any]) -> Words:
+    """The kind of norm, and its epsilon, whose key and default depend on the kind."""
     key = "layernorm_epsilon"
     default = 1e-5
     if block.get("norm") == "rmsnorm":
         yield "norm", ["--normalization", "RMSNorm"]
         key = "rms_norm_epsilon"
         default = 1e-8
-    yield key, ["--norm-epsilon", str(block.get(key, default))]
+    epsilon = block.get(key, default)
+    yield key, ["--norm-epsilon", str(epsilon)]
 
 
 def _rate_words(block: Mapping[str, Any]) -> Words:
     """The decay of the learning rate. Its warm-up begins with the rate of the first step, not with 0."""
     style = block.get("lr_decay_style", "linear")
     is_line_to_0 = style == "linear" and not block.get("min_lr")
-    if style in ("constant", "cosine") or is_line_to_0:
-        yield (
-            "lr_decay_style",
-            ["--lr-decay-style", style, "--lr-warmup-style", "linear_from_one"],
-        )
+    if style not in ("constant", "cosine") and not is_line_to_0:
+        return
+    words = ["--lr-decay-style", style]
+    words += ["--lr-warmup-style", "linear_from_one"]
+    yield "lr_decay_style", words
 
 
 def _path_words(block: Mapping[str, Any]) -> Words:
@@ -89,23 +100,28 @@ def _path_words(block: Mapping[str, Any]) -> Words:
         weights = block.get(f"{part}_data_weights")
         if not isinstance(paths, list):
             continue
-        words = list(map(str, paths))
-        if isinstance(weights, list):
-            if len(weights) != len(paths):
-                continue
-            words = [str(word) for pair in zip(weights, paths) for word in pair]
-        yield f"{part}_data_paths", [f"--{part}-data-path", *words]
+        words = [f"--{part}-data-path"]
+        if not isinstance(weights, list):
+            words += map(str, paths)
+        elif len(weights) == len(paths):
+            for weight, path in zip(weights, paths):
+                words += [str(weight), str(path)]
+        else:
+            continue
+        yield f"{part}_data_paths", words
 
 
 def _tokenizer_words(block: Mapping[str, Any]) -> Words:
+    """The tokenizer and its file, if the block names one of them."""
     kind = block.get("tokenizer_type", "GPT2BPETokenizer")
     is_given = "tokenizer_type" in block or "vocab_file" in block
     if kind not in TOKENIZERS or not is_given:
         return
     ours, flag = TOKENIZERS[kind]
     yield "tokenizer_type", ["--tokenizer-type", ours]
-    if block.get("vocab_file"):
-        yield "vocab_file", [flag, block["vocab_file"]]
+    file = block.get("vocab_file")
+    if file:
+        yield "vocab_file", [flag, file]
 
 
 def _initial_words(block: Mapping[str, Any]) -> Words:
@@ -120,24 +136,33 @@ def _initial_words(block: Mapping[str, Any]) -> Words:
     normal = block.get("init_method_std", 0.02)
     inner = block.get("init_method", "normal")
     output = block.get("output_layer_init_method", "scaled_normal")
-    sizes_are_known = all(
-        isinstance(size, int) and 0 < size <= LARGEST for size in (layers, hidden)
-    )
-    if not sizes_are_known or inner not in INITIAL or output not in INITIAL:
+    if not _is_size(layers) or not _is_size(hidden):
+        return
+    if inner not in INITIAL or output not in INITIAL:
         return
 
+    # Both residual branches of a layer add up, hence 2 × layers.
+    branches = math.sqrt(2 * layers)
     deviation = {
         "normal": normal,
-        "scaled_normal": normal / math.sqrt(2 * layers),
+        "scaled_normal": normal / branches,
         "small_init": math.sqrt(2 / (5 * hidden)),
         "wang_init": 2 / layers / math.sqrt(hidden),
     }
-    yield "init_method", ["--init-method-std", repr(deviation[inner])]
+    most = deviation[inner]
+    words = ["--init-method-std", repr(most)]
+    yield "init_method", words
 
-    factor = deviation[output] * math.sqrt(2 * layers) / deviation[inner]
-    if not math.isclose(factor, 1.0):
-        groups = [f"{pattern}:init_factor={factor!r}" for pattern in OUTPUTS]
-        yield (
-            "output_layer_init_method",
-            ["--param-group", groups[0], "--param-group", groups[1]],
-        )
+    # The factor is relative to the deviation that the output projections have without it.
+    factor = deviation[output] * branches / most
+    if math.isclose(factor, 1.0):
+        return
+    words = []
+    for pattern in OUTPUTS:
+        words += ["--param-group", f"{pattern}:init_factor={factor!r}"]
+    yield "output_layer_init_method", words
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is a size whose square root can be taken."""
+    return isinstance(value, int) and 0 < value <= LARGEST

@@ -14,7 +14,7 @@ from typing import Any
 from ...config.run import Source
 from ...config.sources.config_files import read_yaml, text_of
 from ...config.sources.flags import read_flags
-from ...config.sources.reading import Reading
+from ...config.sources.reading import SourceReading
 from ...errors import ConfigError
 from .deepspeed_json import reading_of
 from .neox_names import (
@@ -68,9 +68,9 @@ def is_neox(root: Any) -> bool:
     return isinstance(root, dict) and len(MARKS & {_plain(name) for name in root}) >= 2
 
 
-def read_neox(name: str, roots: Sequence[Block]) -> Reading:
+def read_neox(name: str, roots: Sequence[Block]) -> SourceReading:
     """The settings and problems of the files of one run. name: of the files, for messages."""
-    reading = Reading()
+    reading = SourceReading()
     block = _checked(name, _merged(name, roots, reading), reading)
     _read_flags(name, block, reading)
     _read_json(name, block, reading)
@@ -78,7 +78,7 @@ def read_neox(name: str, roots: Sequence[Block]) -> Reading:
     return reading
 
 
-def read_yamls(paths: Sequence[str]) -> list[Reading]:
+def read_yamls(paths: Sequence[str]) -> list[SourceReading]:
     """The readings of the files of --config: one for all of them if one is GPT-NeoX's, else one for each."""
     roots = [_root(path) for path in paths]
     are_blocks = all(isinstance(root, dict) for root in roots)
@@ -101,7 +101,9 @@ def _plain(name: object) -> str:
     return str(name).replace("-", "_")
 
 
-def _merged(name: str, roots: Sequence[Block], reading: Reading) -> dict[str, Any]:
+def _merged(
+    name: str, roots: Sequence[Block], reading: SourceReading
+) -> dict[str, Any]:
     """The keys of all files that have a value, with underscores."""
     block: dict[str, Any] = {}
     for root in roots:
@@ -117,7 +119,7 @@ def _merged(name: str, roots: Sequence[Block], reading: Reading) -> dict[str, An
     return block
 
 
-def _checked(name: str, block: Block, reading: Reading) -> dict[str, Any]:
+def _checked(name: str, block: Block, reading: SourceReading) -> dict[str, Any]:
     """The block without the values of another type than their key's, which are problems."""
     kept = {}
     for key, value in block.items():
@@ -135,7 +137,7 @@ def _shown(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------- flags
-def _read_flags(name: str, block: Block, reading: Reading) -> None:
+def _read_flags(name: str, block: Block, reading: SourceReading) -> None:
     """Settings of the keys that stand for flags."""
     for key, words in words_of({**DEFAULTS, **block}):
         line = read_flags(words)
@@ -151,7 +153,7 @@ def _read_flags(name: str, block: Block, reading: Reading) -> None:
 
 
 # ------------------------------------------------------------------------------- DeepSpeed and the rest
-def _read_json(name: str, block: Block, reading: Reading) -> None:
+def _read_json(name: str, block: Block, reading: SourceReading) -> None:
     """Settings of the blocks that DeepSpeed reads."""
     inner = {
         key: _with_text_keys(value)
@@ -199,7 +201,7 @@ def _set_precision(inner: dict[str, Any], precision: str | None) -> None:
         inner["bf16"] = {"enabled": bf16.get("enabled", bf16.get("bf16", True))}
 
 
-def _read_rest(name: str, block: Block, reading: Reading) -> None:
+def _read_rest(name: str, block: Block, reading: SourceReading) -> None:
     """Notes of keys that change nothing, and problems of those that are not reproduced."""
     for key, value in block.items():
         if key in WITHOUT_EFFECT:
@@ -243,8 +245,9 @@ def _attention_kinds(value: Any) -> set[str]:
     return kinds
 
 
-def _check_pairs(name: str, block: Block, reading: Reading) -> None:
+def _check_pairs(name: str, block: Block, reading: SourceReading) -> None:
     """Problems between keys."""
+    # The decay of the learning rate.
     style = block.get("lr_decay_style", "linear")
     lowest = block.get("min_lr")
     if style == "exponential" or style == "linear" and lowest:
@@ -254,6 +257,7 @@ def _check_pairs(name: str, block: Block, reading: Reading) -> None:
             "optimizer.lr_decay_style",
         )
 
+    # Initial weights.
     for key in ("init_method", "output_layer_init_method"):
         if block.get(key, "normal") not in INITIAL:
             reading.refuse(
@@ -261,6 +265,7 @@ def _check_pairs(name: str, block: Block, reading: Reading) -> None:
                 f"{', '.join(INITIAL)}."
             )
 
+    # Biases.
     mlp = block.get("use_bias_in_mlp", True)
     attention = block.get("use_bias_in_attn_linear", True)
     if mlp != attention:
@@ -269,6 +274,7 @@ def _check_pairs(name: str, block: Block, reading: Reading) -> None:
             "layers all have biases or none. Make them equal."
         )
 
+    # Checkpoints.
     if block.get("save_interval") and block.get("checkpoint_factor"):
         reading.refuse(
             f'{name}: "save_interval" and "checkpoint_factor" both set how often to save.'

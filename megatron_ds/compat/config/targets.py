@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config.options.option import shown
 from ...config.run import all_options
-from ...config.sources.reading import Reading, Setting
+from ...config.sources.reading import Setting, SourceReading
 from .deepspeed_json import reading_of
 
 TARGETS = ("train", "engine")
@@ -63,7 +63,7 @@ UNMANAGED = "managed_gradient_accumulation"
 
 def reading_for(
     block: Mapping[str, Any], target: str = "train", name: str = "config"
-) -> Reading:
+) -> SourceReading:
     """The settings of a block, its problems, and the keys that change nothing. name: of it in messages."""
     assert target in TARGETS, f"{target} is not one of {TARGETS}"
     if target == "train":
@@ -83,7 +83,7 @@ def reading_for(
     return reading
 
 
-def _is_taken(reading: Reading, setting: Setting) -> bool:
+def _is_taken(reading: SourceReading, setting: Setting) -> bool:
     """Whether an engine has the option. If not, notes or refuses it."""
     path = setting.path
     if path in TAKEN or path.startswith(SECTIONS):
@@ -104,11 +104,14 @@ def _is_taken(reading: Reading, setting: Setting) -> bool:
     return False
 
 
-def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | None:
+def autocast_of(
+    reading: SourceReading, name: str, block: Mapping[str, Any]
+) -> str | None:
     """The dtype in which torch.autocast runs the forward of an engine's module; None without autocast.
 
     Adds problems to the reading.
     """
+    # Whether the block is there and enabled.
     found = block.get(AUTOCAST)
     if found is not None and not isinstance(found, Mapping):
         reading.refuse(
@@ -117,6 +120,7 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
         return None
     if not found or found.get("enabled", False) in (False, None, "auto"):
         return None
+    # Keys of the block, and the dtype, which is bfloat16 only.
     unknown = set(found) - {"enabled", "dtype", "lower_precision_safe_modules"}
     for key in sorted(unknown):
         reading.refuse(
@@ -128,6 +132,7 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
             f'{name}: "{AUTOCAST}.dtype" is {dtype}, and autocast in another format than bfloat16 '
             "needs loss scaling, which only an fp16 block has. Use bfloat16, or an fp16 block."
         )
+    # Autocast and a 16-bit block exclude each other.
     for other in ("bf16", "bfloat16", "fp16"):
         inner = block.get(other)
         if isinstance(inner, Mapping) and inner.get("enabled") is True:
@@ -142,7 +147,9 @@ def autocast_of(reading: Reading, name: str, block: Mapping[str, Any]) -> str | 
     return "bfloat16"
 
 
-def _check_accumulation(reading: Reading, name: str, block: Mapping[str, Any]) -> None:
+def _check_accumulation(
+    reading: SourceReading, name: str, block: Mapping[str, Any]
+) -> None:
     """ "managed_gradient_accumulation": false makes each `step` of the program an update."""
     value = block.get(UNMANAGED)
     if value is None or value in (True, "auto"):

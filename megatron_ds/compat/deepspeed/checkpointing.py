@@ -53,6 +53,7 @@ def configure(
     checkpoint_in_cpu: tensors of a GPU that are arguments of `checkpoint` wait in host memory
     deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments
     """
+    # The block of the config has other names for some arguments.
     block = (
         dict(deepspeed_config.get("activation_checkpointing", {}))
         if isinstance(deepspeed_config, dict)
@@ -70,6 +71,7 @@ def configure(
         "cpu_checkpointing": "checkpoint_in_cpu",
         "synchronize_checkpoint_boundary": "synchronize",
     }
+    # Arguments replace the keys of the block.
     requested = {names.get(key, key): value for key, value in block.items()}
     requested |= {key: value for key, value in given.items() if value is not None}
     if wrong := [key for key, value in requested.items() if value and key in REFUSED]:

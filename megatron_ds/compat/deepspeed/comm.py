@@ -53,6 +53,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
+    # Arguments that cannot be met.
     if dist_init_required is False:
         raise ConfigError(
             "dist_init_required=False, but there is no process group yet. Create it before "
@@ -72,6 +73,7 @@ def init_distributed(
             f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and "
             "MASTER_PORT. Set these, or start the program with torchrun."
         )
+    # The launcher's environment has precedence over the arguments.
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if value >= 0:
             os.environ.setdefault(name, str(value))

@@ -69,7 +69,7 @@ class Distribution(importlib.metadata.Distribution):
     """An installed distribution of the name `deepspeed`, without files."""
 
     def read_text(self, filename: str) -> str | None:
-        """See `importlib.metadata.Distribution`."""
+        """Text of a metadata file; None if the distribution has no such file."""
         return METADATA if filename in ("METADATA", "PKG-INFO") else None
 
     def locate_file(self, path: Any) -> Any:
@@ -87,7 +87,7 @@ class _Installed(AliasFinder):
 
 
 def install() -> None:
-    """See `megatron_ds.install_as_deepspeed`."""
+    """Make `import deepspeed` import this package. Raises ConfigError if DeepSpeed is imported already."""
     present = sys.modules.get(FOREIGN)
     if isinstance(present, InstalledModule):
         return

@@ -76,12 +76,11 @@ def canonical(path: str) -> str:
 @cache
 def modules() -> frozenset[str]:
     """All paths of the tables, with those above them."""
-    named = {*HERE, *SAME, *ADVICE, *NOT_HERE}
-    return frozenset(
-        ".".join(path.split(".")[:depth])
-        for path in named
-        for depth in range(1, path.count(".") + 2)
-    ) - {""}
+    found = set()
+    for path in {*HERE, *SAME, *ADVICE, *NOT_HERE}:
+        parts = path.split(".")
+        found |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return frozenset(found) - {""}
 
 
 def is_module(path: str) -> bool:
@@ -153,7 +152,7 @@ class Finder:
     def find_spec(
         name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
+        """Spec of a module of the tables; None for other names."""
         return _spec(name, _Loader) if is_module(name.partition(".")[2]) else None
 
 
@@ -164,7 +163,7 @@ class AliasFinder:
     def find_spec(
         name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
+        """Spec of `deepspeed.X` for a module X of this package; None for other names."""
         package, _, inner = name.partition(".")
         if (
             package != FOREIGN

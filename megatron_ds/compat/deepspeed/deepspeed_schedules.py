@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...progress.cycles import Cycle, CycledBeta, RangeTest
-from ...progress.cycles import OneCycle as CycleRate
+from ...progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 
 VALID_LR_SCHEDULES = [

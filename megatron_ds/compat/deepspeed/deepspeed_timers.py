@@ -9,7 +9,7 @@ from .accelerator import get_accelerator
 from .utils import log_dist
 
 
-class Timer:
+class DeviceTimer:
     """The time between `start` and `stop`, in milliseconds."""
 
     def __init__(self, name: str):
@@ -58,15 +58,15 @@ class Timer:
 class SynchronizedWallClockTimer:
     """Timers by name: `timers("forward").start()`."""
 
-    Timer = Timer
+    Timer = DeviceTimer
 
     def __init__(self) -> None:
-        self.timers: dict[str, Timer] = {}
+        self.timers: dict[str, DeviceTimer] = {}
 
-    def __call__(self, name: str) -> Timer:
-        return self.timers.setdefault(name, Timer(name))
+    def __call__(self, name: str) -> DeviceTimer:
+        return self.timers.setdefault(name, DeviceTimer(name))
 
-    def get_timers(self) -> dict[str, Timer]:
+    def get_timers(self) -> dict[str, DeviceTimer]:
         """All timers."""
         return self.timers
 

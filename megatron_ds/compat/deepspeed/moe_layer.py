@@ -43,7 +43,7 @@ def first_micro_batch() -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class RoutingPlace:
     """Where a layer computes, and when: `initialize` gives it. Copies of the layer share it.
 
     ep           the ranks that divide the experts
@@ -57,7 +57,7 @@ class Place:
     micro_batch: Callable[[], int] = first_micro_batch
     tp_size: int = 1
 
-    def __deepcopy__(self, memo: dict) -> "Place":
+    def __deepcopy__(self, memo: dict) -> "RoutingPlace":
         return self
 
 
@@ -108,6 +108,7 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ):
         super().__init__()
+        # Arguments that cannot be met.
         _check_sizes(num_experts, ep_size, k)
         if noisy_gate_policy not in NOISES:
             raise ConfigError(
@@ -115,12 +116,14 @@ class MoE(nn.Module):
                 f"of {NOISES}."
             )
         _check_expert(expert)
+        # Attributes that DeepSpeed's layer has.
         self.num_experts = num_experts
         self.ep_size = ep_size
         self.use_residual = use_residual
         self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        # The gate, and this rank's copies of the expert.
         options = GateOptions(
             k,
             capacity_factor,
@@ -135,12 +138,13 @@ class MoE(nn.Module):
             TopKGate(hidden_size, num_experts, options),
             _Copies(expert, self.num_local_experts, self.expert_group_name),
         )
+        # The expert itself runs beside the routed ones.
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
-        self._place = Place(solo("ep"))
+        self._place = RoutingPlace(solo("ep"))
 
-    def connect(self, place: Place) -> None:
+    def connect(self, place: RoutingPlace) -> None:
         """Take the ranks and the random key. Raises ConfigError where they do not fit."""
         if self.enable_expert_tensor_parallelism and place.tp_size > 1:
             raise ConfigError(
@@ -241,7 +245,7 @@ class _Copies(nn.Module):
 
 
 def _tensor_of(output: torch.Tensor | tuple) -> torch.Tensor:
-    """Of a tuple the first element, as in DeepSpeed."""
+    """First element if the output is a tuple (DeepSpeed's rule), else the output."""
     return output[0] if isinstance(output, tuple) else output
 
 

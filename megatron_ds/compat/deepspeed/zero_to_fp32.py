@@ -117,29 +117,34 @@ def bytes_of(size: str | int) -> int:
     return int(number) * (UNITS[unit] if unit else 1)
 
 
+def _file_name(i: int, count: int) -> str:
+    return (
+        f"pytorch_model-{i + 1:05d}-of-{count:05d}.bin"
+        if count > 1
+        else "pytorch_model.bin"
+    )
+
+
 def _write_for_torch(
     output: Path, is_file: bool, stored: "_Weights", files: list[list[TensorEntry]]
 ) -> None:
     folder = output.parent if is_file else output
     folder.mkdir(parents=True, exist_ok=True)
-    name = lambda i: f"pytorch_model-{i + 1:05d}-of-{len(files):05d}.bin"
-    paths = [
-        output
-        if is_file
-        else folder / (name(i) if len(files) > 1 else "pytorch_model.bin")
-        for i in range(len(files))
-    ]
+    if is_file:
+        paths = [output] * len(files)
+    else:
+        paths = [folder / _file_name(i, len(files)) for i in range(len(files))]
+    # A file gets its name once all are written, so a crash leaves no partial set.
     for path, entries in zip(paths, files):
         torch.save(stored.read(entries), path.with_name(f".{path.name}.writing"))
     for path in paths:
         os.replace(path.with_name(f".{path.name}.writing"), path)
     if len(files) > 1:
-        places = {
-            entry.name: path.name
-            for path, entries in zip(paths, files)
-            for entry in entries
-        }
-        total = sum(entry.nbytes for entries in files for entry in entries)
+        places = {}
+        total = 0
+        for path, entries in zip(paths, files):
+            places |= {entry.name: path.name for entry in entries}
+            total += sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "pytorch_model.bin.index.json").write_text(
             json.dumps(index, indent=2)

@@ -30,7 +30,7 @@ _DIRECT: dict[
 
 
 class Backwards:
-    """See above. `engine` owns it."""
+    """Backwards of one engine, which owns the object: what has begun, has been reduced, and is complete."""
 
     def __init__(self, engine: EngineParts):
         self._engine = weakref.proxy(engine)
@@ -88,10 +88,12 @@ class Backwards:
 
     # ------------------------------------------------------------------ within
     def _reached(self, _: torch.Tensor) -> None:
+        # Only the first gradient of a run of loss.backward() passes.
         run = torch._C._current_graph_task_id()
         if run in _RUNS or run == self._run:
             return
         engine = self._engine
+        # The mean over ranks and micro-batches, which `backward` would apply to the loss.
         factor = 1.0 / (engine.world.data.size * engine.gradient_accumulation_steps())
         if engine.fp16_enabled() and not self._is_scaled:
             raise MegatronDSError(
@@ -99,15 +101,18 @@ class Backwards:
                 f"({engine.zero.loss_scale:g}), and small gradients would be zero. Call "
                 "engine.backward(loss), or engine.scale(loss).backward()."
             )
+        # The run becomes this engine's.
         self._leave()
         self._run = run
         self._is_scaled = False
+        # Engines that one loss reaches share the run.
         others = _DIRECT.setdefault(run, [])
         others.append(self)
         completes = self._prepare()
         for one in others if len(others) > 1 else ():
             one._is_mixed = True
         self._set_factor(factor)
+        # Stage 3 gathers layers until the run ends.
         if engine.gathering:
             self._gathering = engine.gathering.backward()
             self._gathering.__enter__()

@@ -42,11 +42,13 @@ def place_of(directory: str | os.PathLike, tag: str | None) -> tuple[Path, int |
     A tag that has no folder of its own, global_step10, is step 10 in `directory` itself.
     Raises CheckpointError for a tag without a checkpoint.
     """
+    # A tag with a folder of its own holds one checkpoint.
     named = last_tag(directory) if tag is None else tag
     folder = folder_of(directory, named)
     step = step_in_directory(directory, named)
     if step is None:
         found = latest(folder)
+    # Without a tag the last checkpoint counts, even if the tag's file names another.
     elif tag is None:
         folder = Path(directory)
         found = latest(directory)
@@ -63,6 +65,7 @@ def place_of(directory: str | os.PathLike, tag: str | None) -> tuple[Path, int |
     else:
         folder = Path(directory)
         found = _complete(Path(directory), step)
+    # A tag that was asked for must exist.
     if found is None and tag is not None:
         raise CheckpointError(
             f"there is no checkpoint with the tag {tag!r} in {directory}. Tags there: "

@@ -38,6 +38,7 @@ def client_optimizers(
     client: torch.optim.Optimizer, *, offloaded: bool
 ) -> InnerOptimizers:
     """The user's, as inner optimizers. Raises ConfigError if it cannot be sharded, or has made updates."""
+    # Updates before sharding would be lost.
     name = type(client).__name__
     if any(float(state.get("step") or 0) for state in client.state.values()):
         raise ConfigError(
@@ -49,6 +50,7 @@ def client_optimizers(
         id(p): dict(state) for p, state in client.state.items()
     }  # of Adagrad, for instance
     client.state.clear()
+    # A trial shows whether the optimizer can be sharded.
     needs_restart = _try(client, bool(begun)) or bool(begun)
     if needs_restart and offloaded:
         raise ConfigError(
@@ -56,19 +58,16 @@ def client_optimizers(
             'zeros. Leave out "offload_optimizer", or use AdamW.'
         )
 
+    # The optimizer of a rank's pieces, with the pieces of the state that the client began with.
     def make(groups: list[Group]) -> torch.optim.Optimizer:
-        parameters = {
-            p.spec.name: p for group in client.param_groups for p in group["params"]
-        }
-        initial = (
-            {
-                tensor: _part(begun.get(id(parameters[tensor.spec.name]), {}), tensor)
-                for group in groups
-                for tensor in group["params"]
-            }
-            if begun
-            else {}
-        )
+        parameters = {}
+        for group in client.param_groups:
+            parameters |= {p.spec.name: p for p in group["params"]}
+        initial = {}
+        if begun:
+            for tensor in (t for group in groups for t in group["params"]):
+                state = begun.get(id(parameters[tensor.spec.name]), {})
+                initial[tensor] = _part(state, tensor)
         return twin_of(client, groups, initial, needs_restart)
 
     return InnerOptimizers(name, client.param_groups, make, client)
@@ -114,12 +113,8 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
     replaced where it is 0. Raises ConfigError where the optimizer cannot be sharded.
     """
     name = type(client).__name__
-    devices = (
-        p.device
-        for group in client.param_groups
-        for p in group["params"]
-        if not p.is_meta
-    )
+    parameters = (p for group in client.param_groups for p in group["params"])
+    devices = (p.device for p in parameters if not p.is_meta)
     device = next(devices, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     value, *grads = (
@@ -165,12 +160,8 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
     is_long = lambda state: (
         state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
     )
-    odd = {
-        key
-        for state in states
-        for key, value in state.items()
-        if key != "step" and not is_long(value)
-    }
+    kept = ((key, value) for state in states for key, value in state.items())
+    odd = {key for key, value in kept if key != "step" and not is_long(value)}
     if odd:
         raise ConfigError(
             f"{name} keeps {', '.join(sorted(odd))} for each parameter, which a checkpoint "

@@ -66,6 +66,7 @@ def fill_from_deepspeed(
 
     Nothing has been changed when tensors are missing or of another shape.
     """
+    # With experts the checkpoint has the parameters of all ranks.
     world = engine.world.world
     plans = []
     here = {p.spec.name for p in engine.module.parameters()}
@@ -75,6 +76,7 @@ def fill_from_deepspeed(
         else here
     )
 
+    # Files are checked on every rank before a piece is filled.
     def plan() -> None:
         universal = (path / ZERO).is_dir()
         raw = (
@@ -94,6 +96,7 @@ def fill_from_deepspeed(
             )
         )
 
+    # Both phases end with the same error on all ranks.
     failing = {
         "doing": f"cannot load {path}, which DeepSpeed saved",
         "kind": CheckpointError,

@@ -354,6 +354,7 @@ def _check(
 
     strict: all parameters of the module must be there
     """
+    # The folder was saved by an engine, and its description is complete.
     theirs = run.get("engine")
     ours = _description(engine)
     if theirs is None:
@@ -371,6 +372,7 @@ def _check(
         "optimizer",
         "client_state",
     )
+    # The same module.
     if strict and (left_out := theirs.get("left_out")):
         raise CheckpointError(
             f"{folder} lacks {len(left_out)} parameters, first {left_out[0]}: it was saved "
@@ -383,6 +385,7 @@ def _check(
             f"{theirs['elements']} elements there, {ours['parameters']} with {ours['elements']} here. To "
             "load what fits, give load_module_strict=False."
         )
+    # The same optimizer.
     if with_optimizer and theirs["optimizer"] != ours["optimizer"]:
         raise CheckpointError(
             f"{folder} has the state of the optimizer {theirs['optimizer']}, which "

@@ -28,7 +28,7 @@ from ...config.training_schedule import make_beta1, make_learning_rate
 from ...errors import ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
 from ...optim.onebit_phases import Phases
-from ...progress.cycles import CycledBeta, OneCycle, RangeTest
+from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from .module_specs import named_parameters
@@ -74,11 +74,9 @@ class InnerOptimizers:
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
         """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
-        group_of = {
-            p.spec.name: i
-            for i, group in enumerate(self.groups)
-            for p in group["params"]
-        }
+        group_of = {}
+        for i, group in enumerate(self.groups):
+            group_of |= {p.spec.name: i for p in group["params"]}
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
@@ -252,12 +250,14 @@ def make_groups(
     decay: parameters for which it is False get a group of their own with weight decay 0.
     Raises ConfigError where a parameter is not the module's, or in two groups.
     """
+    # Three forms of the argument become groups.
     given = list(module.parameters() if model_parameters is None else model_parameters)
     groups = (
         [dict(group) for group in given]
         if given and isinstance(given[0], dict)
         else [{"params": given}]
     )
+    # Pairs lose their names; a parameter that is listed twice in a group counts once.
     for group in groups:
         listed = (
             [group["params"]]
@@ -267,6 +267,7 @@ def make_groups(
         group["params"] = list(
             dict.fromkeys(p[1] if isinstance(p, tuple) else p for p in listed)
         )
+    # Each parameter is the module's, and in one group.
     everything = [p for group in groups for p in group["params"]]
     check_owned(module, everything, "model_parameters=")
     if len(set(everything)) < len(everything):
@@ -337,7 +338,7 @@ class JsonScheduler:
     def __init__(
         self,
         groups: list[Group],
-        rate: DeepSpeedRate | OneCycle | RangeTest,
+        rate: DeepSpeedRate | CycleRate | RangeTest,
         beta1: CycledBeta | None = None,
     ):
         self.groups = groups
@@ -386,6 +387,7 @@ def make_scheduler(
     settings: RunConfig, optimizer: EngineOptimizer, client: Any | SchedulerMaker | None
 ) -> Any | None:
     """The JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
+    # The JSON's.
     if settings.optimizer.lr_decay_style in DEEPSPEED_STYLES:
         if client is not None:
             raise ConfigError(
@@ -398,6 +400,7 @@ def make_scheduler(
             if groups
             else None
         )
+    # The client's, or what its function makes.
     if client is None:
         return None
     if not callable(getattr(client, "step", None)) and callable(client):
@@ -407,6 +410,7 @@ def make_scheduler(
             f"lr_scheduler is {type(client).__name__}: give a scheduler, an object with a "
             "method step(), or a function that makes one from an optimizer."
         )
+    # A scheduler changes the groups of the optimizer that it was made from.
     owner = getattr(client, "optimizer", None)
     if (
         owner is not None

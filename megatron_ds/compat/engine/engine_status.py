@@ -71,6 +71,7 @@ class EngineStatus(EngineAnswers):
         monitor: "Monitor",
     ):
         super().__init__()
+        # What the engine was made from.
         self.module = module
         self.config = config
         self.settings = settings
@@ -79,15 +80,18 @@ class EngineStatus(EngineAnswers):
         self.monitor = monitor
         self.optimizer = optimizer
         self.zero = optimizer.zero
+        # Its parts.
         self.gradients, self.backwards = Gradients(self), Backwards(self)
         self.step_state = StepState([module], world.data, world.device)
         self.lr_scheduler: Any | None = None
         self.training_dataloader: EngineLoader | None = None
         self.progress = Progress()
         self.micro_steps = 0
+        # Numbers of the config, to which a loaded checkpoint is compared.
         self.configured_groups = [dict(group) for group in optimizer.param_groups]
         self._micro_batch_size = settings.train.micro_batch_size
         self._accumulation_steps = settings.num_microbatches
+        # Where the engine is within an update.
         self._microbatch = 0  # of this update, those whose step() was called
         self._backwards = 0  # since the last step()
         self._last: StepResult | None = None

@@ -15,7 +15,7 @@ from ...mpu.collectives import all_gather_object, broadcast_
 from ...mpu.external_groups import DataParallelWorld
 from ...mpu.grid import divisors
 from ...mpu.group import Group, solo
-from ..deepspeed.moe_layer import MoE, Place
+from ..deepspeed.moe_layer import MoE, RoutingPlace
 from .engine_status import EngineStatus
 
 
@@ -45,6 +45,7 @@ def with_expert_ranks(module: nn.Module, world: DataParallelWorld) -> DataParall
 
 
 def _ep_size(module: nn.Module, world: DataParallelWorld) -> int:
+    # All layers with experts on several ranks have one size.
     names = {
         layer.ep_size: name
         for name, layer in expert_layers(module)
@@ -58,6 +59,7 @@ def _ep_size(module: nn.Module, world: DataParallelWorld) -> int:
             "size: use one in all layers, or 1 in some."
         )
     [(size, name)] = names.items()
+    # It divides the data-parallel ranks.
     if world.data.size % size:
         legal = ", ".join(map(str, divisors(world.data.size)))
         raise ConfigError(
@@ -66,6 +68,7 @@ def _ep_size(module: nn.Module, world: DataParallelWorld) -> int:
             "divide the experts, not the number of experts, so it must divide the "
             f"data-parallel ranks. Use ep_size {legal}."
         )
+    # It is that of the mpu's groups.
     if world.expert is not None and world.expert_parts != size:
         raise ConfigError(
             f"MoE layer {name or 'of the model'} has ep_size={size}, but the mpu has "
@@ -90,7 +93,7 @@ def connect_layers(engine: EngineStatus) -> None:
     clock = _Clock(engine)
     for name, layer in layers:
         layer.connect(
-            Place(
+            RoutingPlace(
                 ep if layer.ep_size > 1 else solo("ep"),
                 (seed, name),
                 clock,

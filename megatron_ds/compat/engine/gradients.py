@@ -118,11 +118,10 @@ class Gradients:
 
     def __init__(self, engine: EngineParts):
         self._engine = weakref.proxy(engine)
-        self._places: dict[nn.Parameter, _Place] = {
-            holder.parameter: _Place(s, i)
-            for s in engine.zero.trained
-            for i, holder in enumerate(s.buckets.holders)
-        }
+        self._places: dict[nn.Parameter, _Place] = {}
+        for s in engine.zero.trained:
+            for i, holder in enumerate(s.buckets.holders):
+                self._places[holder.parameter] = _Place(s, i)
         self._parts = weakref.WeakSet(engine.module.modules())
         self._parts -= {engine.module, getattr(engine.module, COMPILED, engine.module)}
         self._factor = 1.0  # by which the buffers are scaled while they are shown
@@ -298,13 +297,9 @@ class Gradients:
         zero.after_load()
 
     def _place_of(self, parameter: nn.Parameter) -> _Place:
-        found = (
-            _Place(s, i)
-            for s in self._engine.zero.sets
-            for i, p in enumerate(s.parameters)
-            if p is parameter
-        )
-        return next(found)
+        sets = self._engine.zero.sets
+        places = ((s, i, p) for s in sets for i, p in enumerate(s.parameters))
+        return next(_Place(s, i) for s, i, p in places if p is parameter)
 
     def _states(
         self, parameter: nn.Parameter, kind: str

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...config import RunConfig
 from ...config.sources.config_text import report_without_effect
-from ...config.sources.reading import Reading
+from ...config.sources.reading import SourceReading
 from ...errors import ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks
@@ -212,7 +212,7 @@ def _prepare(
     prepare(
         model, DTYPES[settings.optimizer.params_dtype], world.device, values, formats
     )
-    if dtype := autocast_of(Reading(), name, block):
+    if dtype := autocast_of(SourceReading(), name, block):
         run_in_autocast(model, getattr(torch, dtype), world.device)
     inner = _inner_optimizers(model, settings, block, client, trained)
     freeze_others(model, inner.groups)

@@ -97,11 +97,13 @@ class ModuleGathering:
         gathering: LayerGathering,
         prefetch: int | None,
     ):
+        # The layers, and the collectives that close them in order.
         self.layers = layers
         self.gathering = gathering
         self._prefetch = prefetch
         self._closing = _InOrder(gathering)
         gathering.close = self._closing.left
+        # Calls of layers, which nest, repeat and are recomputed.
         self._active: list[_Call] = []  # running forwards, the innermost last
         self._waiting: Counter[int] = (
             Counter()
@@ -118,8 +120,10 @@ class ModuleGathering:
             None  # a layer that is whole after its recomputation
         )
         self._route: list[int] = []  # layers in the order of the running forward
+        # Positions in the running pass.
         self._clock = self._depth = self._backwards = 0
         self._in_backward = self._root_has_grad = False
+        # Layers with gathered parameters, and the views that replace these.
         self._hooked = [i for i, units in enumerate(gathering.needs) if units]
         self._unit_of = units_of_layers(layers, gathering)
         self._reported: set[nn.Parameter] = set()

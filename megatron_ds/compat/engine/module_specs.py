@@ -55,12 +55,14 @@ SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")  # DeepSpeed's group names
 
 def name_of(path: str) -> str:
     """A name in a module without what torch.compile(module) adds to it, so that it does not depend on it."""
-    return ".".join(part for part in path.split(".") if part != COMPILED)
+    parts = [part for part in path.split(".") if part != COMPILED]
+    return ".".join(parts)
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter), each parameter once; names are those of the module without torch.compile."""
-    return ((name_of(path), p) for path, p in module.named_parameters())
+    for path, p in module.named_parameters():
+        yield name_of(path), p
 
 
 def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
@@ -73,25 +75,27 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
     names = global_names(module, world)
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
-            p.spec = _spec_of(names.get(name, name_of(name)), p, world.model.size)
+            full_name = names.get(name, name_of(name))
+            p.spec = _spec_of(full_name, p, world.model.size)
         elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
-            p.spec = replace(
-                p.spec, name=names.get(name, p.spec.name), distinct_over=("ep",)
-            )
+            # A spec without experts, on a parameter that is marked as one.
+            full_name = names.get(name, p.spec.name)
+            p.spec = replace(p.spec, name=full_name, distinct_over=("ep",))
         _check_shape(name, p, world)
 
 
 def is_marked(p: nn.Parameter) -> bool:
     """Whether other data-parallel ranks hold other experts, by its mark. With ep_size_1 all hold all."""
-    return (
-        getattr(p, "allreduce", True) is False
-        and getattr(p, "group_name", None) != "ep_size_1"
-    )
+    is_reduced_by_all = getattr(p, "allreduce", True)
+    group = getattr(p, "group_name", None)
+    return is_reduced_by_all is False and group != "ep_size_1"
 
 
 def is_expert(p: nn.Parameter) -> bool:
     """Whether ranks of one expert-parallel group hold different values of it, by its mark or its spec."""
-    return is_marked(p) or hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
+    if is_marked(p):
+        return True
+    return hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
 
 
 def has_matrix(name: str, p: nn.Parameter) -> bool:
@@ -99,8 +103,10 @@ def has_matrix(name: str, p: nn.Parameter) -> bool:
     `use_muon`, or, as in DeepSpeed, its dimensions and name."""
     if hasattr(p, "spec"):
         return p.spec.matrices is not None
+    # Embeddings and output layers are matrices, too, but not of a hidden layer.
     is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
-    return p.dim() == 2 and getattr(p, "use_muon", not is_outer)
+    is_wanted = getattr(p, "use_muon", not is_outer)
+    return p.dim() == 2 and is_wanted
 
 
 def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
@@ -131,35 +137,41 @@ def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
     if world.expert_parts == 1:
         return {}
     lists = dict(_expert_modules(module))
-    names = [
-        name
-        for name, p in module.named_parameters(remove_duplicate=False)
-        if _is_distinct(p)
-    ]
-    names += [
-        name
-        for name, _ in module.named_buffers(remove_duplicate=False)
-        if any(map(lists.get, _owners(name)))
-    ]
+    names = []
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if _is_distinct(p):
+            names.append(name)
+    # A buffer has no mark: it differs if it belongs to an expert.
+    for name, _ in module.named_buffers(remove_duplicate=False):
+        if any(map(lists.get, _owners(name))):
+            names.append(name)
     return {name: name_of(_global_name(name, lists, world)) for name in names}
 
 
 def _is_distinct(p: nn.Parameter) -> bool:
-    return is_expert(p) and not (hasattr(p, "spec") and p.spec.is_split_over("ep"))
+    """Whether an expert needs a name of its own; a shard of a stacked parameter does not."""
+    is_shard = hasattr(p, "spec") and p.spec.is_split_over("ep")
+    return is_expert(p) and not is_shard
 
 
 def _global_name(
     name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld
 ) -> str:
-    on_path = [
-        owner for owner in _owners(name) if isinstance(lists.get(owner), nn.ModuleList)
-    ]
-    declared = [owner for owner in on_path if isinstance(lists[owner], ExpertList)]
-    called_experts = [
-        owner for owner in on_path if "expert" in owner.rpartition(".")[2]
-    ]
+    on_path = []
+    declared = []
+    called_experts = []
+    for owner in _owners(name):
+        if not isinstance(lists.get(owner), nn.ModuleList):
+            continue
+        on_path.append(owner)
+        if isinstance(lists[owner], ExpertList):
+            declared.append(owner)
+        if "expert" in owner.rpartition(".")[2]:
+            called_experts.append(owner)
     if not on_path:
         return f"{name}.expert_part_{world.expert_part}_of_{world.expert_parts}"
+
+    # The index in the list of experts counts the experts of earlier ranks, too.
     chosen = (declared or called_experts[-1:] or on_path)[0]
     index, _, rest = name[len(chosen) :].lstrip(".").partition(".")
     at = world.expert_part * len(lists[chosen]) + int(index)
@@ -177,19 +189,23 @@ def _expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _owners(name: str) -> list[str]:
     """The modules that contain a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
     parts = name.split(".")[:-1]
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+    # The module itself contains all of them.
+    owners = [""]
+    for i in range(len(parts)):
+        owners.append(".".join(parts[: i + 1]))
+    return owners
 
 
 def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
-    is_split = getattr(p, "tensor_model_parallel", False) or getattr(
-        p, "model_parallel", False
-    )
+    # Facts that hold with and without a split.
+    marks = ("tensor_model_parallel", "model_parallel")
+    is_split = any(getattr(p, mark, False) for mark in marks)
     distinct = ("ep",) if is_expert(p) else ()
     matrices = Matrices() if has_matrix(name, p) else None
+    # Whole on every model-parallel rank; with sequence parallelism its gradient is partial.
     if not is_split or tp_size == 1:
-        partial = (
-            ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
-        )
+        is_partial = tp_size > 1 and getattr(p, "sequence_parallel", False)
+        partial = ("tp",) if is_partial else ()
         return ParamSpec(
             name,
             tuple(p.shape),
@@ -198,12 +214,17 @@ def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
             distinct_over=distinct,
             matrices=matrices,
         )
-    split = Split(
-        "tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1)
-    )
-    shape = tuple(n * tp_size if d == split.dim else n for d, n in enumerate(p.shape))
+    # A shard: the spec has the whole shape.
+    dim = getattr(p, "partition_dim", 0)
+    split = Split("tp", dim, getattr(p, "partition_stride", 1))
+    shape = tuple(n * tp_size if d == dim else n for d, n in enumerate(p.shape))
     return ParamSpec(
-        name, shape, NOT_DRAWN, (split,), distinct_over=distinct, matrices=matrices
+        name,
+        shape,
+        NOT_DRAWN,
+        splits=(split,),
+        distinct_over=distinct,
+        matrices=matrices,
     )
 
 
@@ -256,12 +277,8 @@ def _visit(
     name: str, module: nn.Module, is_element: bool, total: int
 ) -> Iterator[ModuleLayer]:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if (
-        getattr(module, LEAF, False)
-        or is_element
-        and not is_list
-        and not _is_divided(module, total)
-    ):
+    is_leaf = getattr(module, LEAF, False)
+    if is_leaf or is_element and not is_list and not _is_divided(module, total):
         if parameters := list(module.parameters()):
             yield ModuleLayer(name, module, parameters)
         return
@@ -273,11 +290,14 @@ def _visit(
 
 
 def _is_divided(module: nn.Module, total: int) -> bool:
-    large = LARGE * sum(p.numel() for p in module.parameters()) > total
-    return large and any(
-        isinstance(m, LISTS) and any(True for _ in m.parameters())
-        for m in module.modules()
-    )
+    numbers = sum(p.numel() for p in module.parameters())
+    if LARGE * numbers <= total:
+        return False
+    # A list without parameters gives no layers.
+    for inner in module.modules():
+        if isinstance(inner, LISTS) and any(True for _ in inner.parameters()):
+            return True
+    return False
 
 
 def units_of_layers(
@@ -286,12 +306,13 @@ def units_of_layers(
     """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
     units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
-    return {
-        p: units[storage(p)]
-        for layer in layers
-        for p in layer.parameters
-        if storage(p) in units
-    }
+    gathered = {}
+    for layer in layers:
+        for p in layer.parameters:
+            unit = units.get(storage(p))
+            if unit is not None:
+                gathered[p] = unit
+    return gathered
 
 
 def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -299,12 +320,15 @@ def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tens
     seen = set() if _seen is None else _seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif id(value) not in seen and not isinstance(
-        value, nn.Module | type | str | bytes
-    ):
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            value = list(value.values())
-        items = value if isinstance(value, tuple | list | set) else ()
-        for item in (*items, *getattr(value, "__dict__", {}).values()):
-            yield from tensors_in(item, seen)
+        return
+    if id(value) in seen or isinstance(value, nn.Module | type | str | bytes):
+        return
+    seen.add(id(value))
+
+    # Items of a container, and attributes of an object.
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    items = value if isinstance(value, tuple | list | set) else ()
+    attributes = getattr(value, "__dict__", {})
+    for item in (*items, *attributes.values()):
+        yield from tensors_in(item, seen)

@@ -45,6 +45,7 @@ def prepare(
 
     dtype: of parameters; formats: the exceptions, and those of buffers
     """
+    # The module is new, and in one format.
     taken = next(
         (n for n, p in module.named_parameters() if hasattr(p, "grad_ready")), None
     )
@@ -62,6 +63,7 @@ def prepare(
                 'config has neither an enabled "bf16" nor an enabled "fp16" block. Enable one, '
                 "or call module.float()."
             )
+    # Tensors on "meta" need a function that draws them.
     formats.apply(module, dtype)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if draw is None and (name := next((n for n, t in tensors if t.is_meta), None)):
@@ -69,6 +71,7 @@ def prepare(
             f"{name} is on the meta device, and nothing is given to draw its values with. Give "
             "draw=function(name, start, out), for instance from_safetensors(folder)."
         )
+    # Buffers that have values move; the others are drawn.
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -79,6 +82,7 @@ def prepare(
             values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             draw(name_of(name), 0, values.view(-1))
             module.get_submodule(path)._buffers[last] = values
+    # Parameters that have values move.
     for p in module.parameters():
         if not p.is_meta:
             p.data = p.data.to(device)
@@ -121,6 +125,7 @@ def _values(
 
 def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
     """Raises ConfigError on all data-parallel ranks unless names, shapes, types and specs are the same."""
+    # Dense parameters are the same on all ranks, experts in each expert-data group.
     here: dict[bool, dict[str, tuple]] = {False: {}, True: {}}
     for name, p in module.named_parameters():
         here[is_expert(p) and world.expert is not None][name] = (
@@ -129,6 +134,7 @@ def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
             p.spec.name,
             str(p.dtype).removeprefix("torch."),
         )
+    # Digests are enough where all is well.
     digest = lambda found: hashlib.sha256(repr(found).encode()).hexdigest()
     digests = all_gather_object(
         (world.expert_part, digest(here[False]), digest(here[True])), world.data
@@ -137,11 +143,11 @@ def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
     experts = {(part, found) for part, _, found in digests}
     if len({dense for _, dense, _ in digests}) == 1 and len(experts) == len(parts):
         return
-    facts = {
-        name: (fact, expert, world.expert_part if expert else 0)
-        for expert, found in here.items()
-        for name, fact in found.items()
-    }
+    # The ranks differ, which each of them knows, so all exchange the facts of every parameter.
+    facts = {}
+    for expert, found in here.items():
+        part = world.expert_part if expert else 0
+        facts |= {name: (fact, expert, part) for name, fact in found.items()}
     all_of = all_gather_object(facts, world.data)
     for rank, theirs in zip(world.data.ranks[1:], all_of[1:]):
         for name in {**all_of[0], **theirs}:
@@ -385,6 +391,7 @@ def save_safetensors(
     A rank holds at most its own state and one tensor. A tied parameter is written once, under its first name.
     max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in `full_state_dict`.
     """
+    # Buffers are the same on all ranks, except those of experts, which the stream has.
     of_experts = global_names(engine.module, engine.world)
     is_buffer = lambda value: (
         isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
@@ -400,6 +407,7 @@ def save_safetensors(
     ]
     stream = _stream(engine, dtype)
 
+    # Parameters come in the order of the files, one at a time.
     def tensors(order):
         parameters = stream.tensors(
             [entry.name for entry in order if entry.name not in buffers]

@@ -73,12 +73,16 @@ class NamesInFp32:
     """The names that one of some expressions matches anywhere. expressions: regular ones"""
 
     def __init__(self, expressions: Sequence[str] | Iterator[str]):
-        self._pattern = (
-            re.compile("|".join(found)) if (found := sorted(set(expressions))) else None
-        )
+        self._pattern = None
+        # The order of a set differs between processes.
+        found = sorted(set(expressions))
+        if found:
+            self._pattern = re.compile("|".join(found))
 
     def __contains__(self, name: str) -> bool:
-        return self._pattern is not None and self._pattern.search(name) is not None
+        if self._pattern is None:
+            return False
+        return self._pattern.search(name) is not None
 
     def __bool__(self) -> bool:
         return self._pattern is not None
@@ -115,21 +119,21 @@ def formats_of(
 
 def has_list(kind: nn.Module, dtype: torch.dtype | None) -> bool:
     """Whether a module itself, not one inside of it, names what stays fp32 beside `dtype`."""
-    return dtype in HALVES and any(True for _ in _own_patterns(kind, dtype))
+    if dtype not in HALVES:
+        return False
+    return any(True for _ in _own_patterns(kind, dtype))
 
 
 def _formats_of_statistics(module: nn.Module) -> dict[int, torch.dtype]:
     """id of each buffer that torch reads together with a weight → the format of this weight."""
-    norms = [
-        inner
-        for inner in module.modules()
-        if isinstance(inner, _NormBase) and inner.affine
-    ]
-    return {
-        id(buffer): norm.weight.dtype
-        for norm in norms
-        for buffer in norm.buffers(recurse=False)
-    }
+    formats = {}
+    for inner in module.modules():
+        if not isinstance(inner, _NormBase) or not inner.affine:
+            continue
+        dtype = inner.weight.dtype
+        for buffer in inner.buffers(recurse=False):
+            formats[id(buffer)] = dtype
+    return formats
 
 
 def _patterns_of(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:

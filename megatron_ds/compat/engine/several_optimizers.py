@@ -147,15 +147,15 @@ def _muon(
             "not state. Remove it; a training script takes --muon-per-head."
         )
     names = {p: name for name, p in named_parameters(module)}
-    in_matrices = {
-        p for group in groups for p in group["params"] if has_matrix(names[p], p)
-    }
+    parameters = (p for group in groups for p in group["params"])
+    in_matrices = {p for p in parameters if has_matrix(names[p], p)}
     if groups and not in_matrices:
         raise ConfigError(
             f"the optimizer Muon has no matrix to update: none of {len(names)} parameters "
             'is the 2-D weight of a hidden layer (names with "embed" or "lm_head" are none). '
             "Use AdamW."
         )
+    # The numbers of both optimizers; rates of their own replace the common one.
     muon = {
         "lr": o.muon_lr or o.lr,
         "momentum": o.muon_momentum,

@@ -67,6 +67,7 @@ class _Writer:
             self._depth -= 1
 
     def _container(self, value: Any, name: str) -> Any:
+        # Containers of exactly these types; a subclass would lose its type.
         kind = type(value)
         if kind is list:
             return self._items(value, name)
@@ -85,10 +86,12 @@ class _Writer:
                     self._table(value, name),
                 ]
             }
+        # Texts and bytes.
         if kind in TEXTS:
             return {TEXTS[kind]: str(value)}
         if kind is bytes:
             return {"bytes": self._data(value, name)}
+        # Arrays.
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(value, name)}
         if isinstance(value, np.ndarray | np.generic):

@@ -32,7 +32,7 @@ from ...config.sources.flags import (
     settled,
     spellings,
 )
-from ...config.sources.reading import Reading, attempt
+from ...config.sources.reading import SourceReading, attempt
 from ...errors import ConfigError
 from ..config.deepspeed_json import reading_of, unique_keys
 from ..config.deepspeed_spellings import loads
@@ -290,7 +290,7 @@ def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------- JSON
-def _read_file(name: str, text: str, is_copy: bool) -> Reading:
+def _read_file(name: str, text: str, is_copy: bool) -> SourceReading:
     """The reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
     from ...config.sources.bounded_yaml import load_yaml
 
@@ -310,7 +310,7 @@ def _read_file(name: str, text: str, is_copy: bool) -> Reading:
     return reading
 
 
-def _read_json(name: str, text: str, is_copy: bool) -> Reading:
+def _read_json(name: str, text: str, is_copy: bool) -> SourceReading:
     """The reading of a JSON whose open values, and names that sed would replace, are "auto". is_copy: the
     text is not the recipe's own; problems then show no text of its values.
     """
@@ -326,7 +326,7 @@ def _read_json(name: str, text: str, is_copy: bool) -> Reading:
             ]
         return reading
     except ConfigError as error:
-        reading = Reading(is_complete=False)
+        reading = SourceReading(is_complete=False)
         reading.refuse(error)
         return reading
 
@@ -391,7 +391,7 @@ def _without(texts: set[str], problem: str) -> str:
     return problem
 
 
-def _of_json(reading: Reading) -> Iterator[Verdict]:
+def _of_json(reading: SourceReading) -> Iterator[Verdict]:
     for setting in reading.settings:
         file, _, key = str(setting.source).partition(" ")
         yield Verdict(key, str(setting.value), Kind.DONE, setting.path)
@@ -404,7 +404,7 @@ def _of_json(reading: Reading) -> Iterator[Verdict]:
 
 
 # -------------------------------------------------------------------------------------------- the whole
-def _fewest(line: CommandLine, readings: Sequence[Reading]) -> int:
+def _fewest(line: CommandLine, readings: Sequence[SourceReading]) -> int:
     """The fewest processes that hold one copy of the model, with its experts divided as asked; as many copies
     as the batch sizes imply, if they do."""
     found = dict.fromkeys(
@@ -427,7 +427,7 @@ def _fewest(line: CommandLine, readings: Sequence[Reading]) -> int:
 
 def _problems(
     line: CommandLine,
-    readings: Sequence[Reading],
+    readings: Sequence[SourceReading],
     ranks: int,
     defaults: Mapping[str, Any],
     known: Mapping[str, Any],

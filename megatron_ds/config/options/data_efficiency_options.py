@@ -223,6 +223,7 @@ def length_difficulty(curriculum: CurriculumConfig, seq_length: int) -> Difficul
 
 def read_metric(text: str) -> Metric:
     """A metric from its JSON string. Raises ConfigError with the metric and the key that is wrong."""
+    # The block and its keys.
     try:
         block = json.loads(text)
     except ValueError as error:
@@ -243,6 +244,7 @@ def read_metric(text: str) -> Metric:
         raise ConfigError(
             f"{where}: unknown {', '.join(unknown)}. Known: {', '.join(sorted(METRIC_KEYS))}."
         )
+    # How samples are chosen.
     if block.get("clustering_type") not in CLUSTERINGS:
         raise ConfigError(
             f"{where}: clustering_type is {block.get('clustering_type')!r}; it must be "
@@ -258,6 +260,7 @@ def read_metric(text: str) -> Metric:
         raise ConfigError(
             f"{where}: difficulty_type is {kind!r}; it must be value or percentile."
         )
+    # The files of the analysis; percentiles do not read the values.
     paths = [block.get(key) for key in ("index_to_sample_path", "index_to_metric_path")]
     for key, path in zip(("index_to_sample_path", "index_to_metric_path"), paths):
         if not (isinstance(path, str) and path) and (
@@ -267,6 +270,7 @@ def read_metric(text: str) -> Metric:
                 f"{where}: {key} is {path!r}; give the prefix of a .bin/.idx pair that "
                 "megatron-ds analyze wrote."
             )
+    # The schedule.
     difficulty = make_difficulty(block, where)
     if kind == "percentile" and block["min_difficulty"] < 1:
         raise ConfigError(

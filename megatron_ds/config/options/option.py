@@ -19,8 +19,9 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError
@@ -163,6 +164,16 @@ def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
     )
 
 
+def _separated(items: Iterable[Any], separators: str) -> Iterator[Any]:
+    """The items, those of text divided at the separators and at spaces."""
+    spaces = str.maketrans(dict.fromkeys(separators, " "))
+    for item in items:
+        if isinstance(item, str):
+            yield from item.translate(spaces).split()
+        else:
+            yield item
+
+
 def coerce(option: Option, raw: Any, where: str) -> Any:
     """`raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
     if not option.is_list:
@@ -174,14 +185,7 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
     else:
         items = (raw,) if option.kind is str else tuple(str(raw).split())
     if option.separators:
-        spaces = str.maketrans(dict.fromkeys(option.separators, " "))
-        items = tuple(
-            word
-            for item in items
-            for word in (
-                item.translate(spaces).split() if isinstance(item, str) else (item,)
-            )
-        )
+        items = tuple(_separated(items, option.separators))
     if option.count is not None and len(items) != option.count:
         raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
     return tuple(_one(option, item, where) for item in items)
@@ -266,8 +270,8 @@ def _float(raw: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _bool(raw: Any) -> bool | None:
-    words = {
+SWITCH_WORDS = MappingProxyType(
+    {
         "true": True,
         "yes": True,
         "on": True,
@@ -275,13 +279,13 @@ def _bool(raw: Any) -> bool | None:
         "no": False,
         "off": False,
     }
-    return (
-        raw
-        if isinstance(raw, bool)
-        else words.get(raw.lower())
-        if isinstance(raw, str)
-        else None
-    )
+)
+
+
+def _bool(raw: Any) -> bool | None:
+    if isinstance(raw, bool):
+        return raw
+    return SWITCH_WORDS.get(raw.lower()) if isinstance(raw, str) else None
 
 
 def _str(raw: Any) -> str | None:

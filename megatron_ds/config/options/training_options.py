@@ -329,7 +329,9 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
     @property
     def params_dtype(self) -> str:
         """Dtype of weights and activations, as torch names it."""
-        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
+        if self.fp16:
+            return "float16"
+        return "bfloat16" if self.bf16 else "float32"
 
 
 @dataclass(frozen=True)

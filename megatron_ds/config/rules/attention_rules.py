@@ -8,6 +8,7 @@ from ..run import RunConfig
 
 def windows(config: RunConfig) -> Iterator[str]:
     """A window hides something, nothing of it lies in the future of a causal model, and a layer has it."""
+    # Options of a window need one.
     model = config.model
     window = config.model.window_size
     if window is None:
@@ -18,6 +19,7 @@ def windows(config: RunConfig) -> Iterator[str]:
             "remove it.",
         )
         return
+    # The window hides some tokens, but not all, and shows none of the future.
     left, right = window
     is_causal = model.model != "bert"
     if is_causal and right > 0:
@@ -35,6 +37,7 @@ def windows(config: RunConfig) -> Iterator[str]:
             "[window_size] hides nothing: -1 is no limit. Remove it, or give the number of earlier tokens "
             "that a token attends to, such as --window-size 127,0."
         )
+    # A layer has it.
     if model.num_layers and not any(
         model.windowed_layers(model.num_layers)
     ):  # raises if it does not fit

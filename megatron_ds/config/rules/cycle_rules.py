@@ -22,6 +22,7 @@ SPANS = (
 
 def cycles(config: RunConfig) -> Iterator[str]:
     """Each style has the options that it uses, and beta1 stays below 1."""
+    # Options of the other style.
     style = config.optimizer.lr_decay_style
     for option in options_in("cycle"):
         owner = RANGE_TEST if "range_test" in option.name else ONE_CYCLE
@@ -32,6 +33,7 @@ def cycles(config: RunConfig) -> Iterator[str]:
                 f"has no effect with [lr_decay_style]. Remove it, or use --lr-decay-style "
                 f"{owner}.",
             )
+    # Spans of training, which both styles replace by their own.
     if style in (ONE_CYCLE, RANGE_TEST):
         asked = [
             path
@@ -44,6 +46,7 @@ def cycles(config: RunConfig) -> Iterator[str]:
             f"has no effect with [lr_decay_style], whose steps are those of its "
             f"own options ({_sizes(style)}). Remove it.",
         )
+    # Options of one of the styles.
     if style == RANGE_TEST:
         yield from given(
             config,

@@ -51,6 +51,7 @@ USED_BY = {
 
 def corpus(config: RunConfig) -> Iterator[str]:
     """The data come from one source, with a tokenizer; splits and blend weights match that source."""
+    # One source.
     data = config.data
     paths = [path for path in SPLIT_PATHS if config.get(path)]
     sources = (
@@ -67,10 +68,13 @@ def corpus(config: RunConfig) -> Iterator[str]:
             "or --mock-data to train on random tokens."
         )
     elif len(chosen) > 1:
+        how_many = "both" if len(chosen) == 2 else "all"
+        hint = "; --mock-data on the command line replaces the others"
         yield (
-            f"{' and '.join(chosen)} {'both' if len(chosen) == 2 else 'all'} choose the training data. "
-            f"Give only one{'; --mock-data on the command line replaces the others' * data.mock_data}."
+            f"{' and '.join(chosen)} {how_many} choose the training data. "
+            f"Give only one{hint if data.mock_data else ''}."
         )
+    # Parts of the source.
     if data.split is not None and not data.is_divided_by_split:
         why = (
             "each split has its own path"
@@ -85,12 +89,14 @@ def corpus(config: RunConfig) -> Iterator[str]:
         )
     if paths and not data.train_data_path:
         yield f"[{paths[0]}] without --train-data-path: there is no training data. Add --train-data-path."
+    # Weights of a blend.
     words = next(filter(None, (data.data_path, data.train_data_path)), ())
     if data.blend_weights == "epochs" and (data.mock_data or _has_no_weights(words)):
         yield (
             "[blend_weights] needs a weight before each prefix: the number of epochs of that corpus. Add "
             "the weights."
         )
+    # The tokenizer.
     if chosen and not data.mock_data and data.tokenizer_type is None:
         yield (
             "missing: --tokenizer-type, the tokenizer that the corpus was tokenized with (NullTokenizer "
@@ -194,6 +200,7 @@ def not_for_bert(config: RunConfig) -> Iterator[str]:
 
 def lengths(config: RunConfig) -> Iterator[str]:
     """A curriculum over lengths has the options of its schedule, and lengths that the ranks can split."""
+    # Options need a curriculum.
     curriculum = config.curriculum
     whole = config.model.seq_length
     chosen = [
@@ -208,6 +215,7 @@ def lengths(config: RunConfig) -> Iterator[str]:
                 "seqlen_truncate or seqlen_reshape, or remove it."
             )
         return
+    # Options of the schedule.
     if whole is None:
         return
     kind = curriculum.curriculum_schedule
@@ -219,6 +227,7 @@ def lengths(config: RunConfig) -> Iterator[str]:
                 f"{' or '.join(USED_BY[name])}."
             )
             return
+    # Lengths that the schedule reaches.
     if longest is not None and longest > whole:
         yield (
             f"[curriculum_max_length] is longer than [seq_length], the length of a sample. Use {whole} or "
@@ -261,6 +270,7 @@ def _sharing(config: RunConfig) -> str:
 
 def samples(config: RunConfig) -> Iterator[str]:
     """A curriculum over samples sets their order, and needs a corpus with an analysis."""
+    # Options need metrics.
     curriculum = config.curriculum
     data = config.data
     if not curriculum.curriculum_metrics:
@@ -270,6 +280,7 @@ def samples(config: RunConfig) -> Iterator[str]:
                 "block, or remove it."
             )
         return
+    # The metrics themselves.
     problems: list[str] = []
     metrics = [
         attempt(problems, read_metric, text) for text in curriculum.curriculum_metrics
@@ -283,6 +294,7 @@ def samples(config: RunConfig) -> Iterator[str]:
             "[curriculum_cluster_path] is for the clusters of several metrics; one metric needs none. "
             "Remove it."
         )
+    # The curriculum sets the order, and needs an analysis of the corpus.
     if data.dataloader_type != "single":
         yield (
             "[dataloader_type] with curriculum metrics: the curriculum sets the order of the samples. Use "
@@ -325,6 +337,7 @@ def random_ltd_is_on(config: RunConfig) -> Iterator[str]:
 
 def kept_tokens(config: RunConfig) -> Iterator[str]:
     """The number of kept tokens begins above 0 and grows to at most the sequence length."""
+    # Options that random-LTD needs.
     ltd = config.random_ltd
     length = config.model.seq_length
     if not ltd.random_ltd:
@@ -332,6 +345,7 @@ def kept_tokens(config: RunConfig) -> Iterator[str]:
     for path in ("random_ltd.random_ltd_min_tokens", "random_ltd.random_ltd_steps"):
         if config.get(path) is None:
             yield f"[random_ltd] needs {flag(path)}: {all_options()[path].help}"
+    # The number rises from the least to the most.
     least = ltd.random_ltd_min_tokens
     multiple = ltd.random_ltd_tokens_per_step
     most = ltd.random_ltd_max_tokens or length

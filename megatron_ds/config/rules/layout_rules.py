@@ -26,6 +26,7 @@ DISK_OPTIONS = (
 
 def heads(config: RunConfig) -> Iterator[str]:
     """Heads share the hidden size and the key/value heads evenly; rotary embeddings pair their channels."""
+    # Query heads and key/value heads.
     model = config.model
     n = model.num_attention_heads
     g = model.query_groups
@@ -40,6 +41,7 @@ def heads(config: RunConfig) -> Iterator[str]:
             "[group_query_attention] without --num-query-groups: the number of key/value heads is "
             f"missing. Add --num-query-groups N{f', N one of {either(divisors(n))}' if n else ''}."
         )
+    # The width of a head.
     if n and h and model.kv_channels is None and h % n:
         yield (
             f"[hidden_size] is not a multiple of [num_attention_heads]: a head would have {h / n:g} "
@@ -82,6 +84,7 @@ def norms(config: RunConfig) -> Iterator[str]:
 
 def context_parallel(config: RunConfig) -> Iterator[str]:
     """Ranks that split a sequence hold equal parts of it, or equal numbers of heads."""
+    # One way of communication for each layer.
     model = config.model
     parallel = config.parallel
     c = parallel.context_parallel_size
@@ -92,6 +95,7 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
         yield (
             f"[cp_comm_type] names {len(kinds)} ways for [num_layers]. Give one, or one for each layer."
         )
+    # Equal parts of the sequence.
     t = parallel.tensor_model_parallel_size
     chunks = config.sequence_parts
     if model.seq_length and model.seq_length % chunks:
@@ -100,6 +104,7 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
             f"{_parts(config)} of a sequence. Use --seq-length "
             f"{neighbours(model.seq_length, chunks)}."
         )
+    # The two levels of a2a+p2p.
     sizes = parallel.hierarchical_context_parallel_sizes
     if "a2a+p2p" not in kinds:
         yield from given(
@@ -109,6 +114,7 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
         )
     elif len(sizes) != 2 or sizes[0] * sizes[1] != c:
         yield _two_levels(config)
+    # Equal numbers of heads, where heads are divided.
     heads = model.num_attention_heads
     if not heads or heads % t:
         return
@@ -149,14 +155,14 @@ def _two_levels(config: RunConfig) -> str:
 
 def _parts(config: RunConfig) -> str:
     part = "two equal chunks" if config.is_zigzag else "an equal run"
-    return (
-        part
-        + ", divided among tensor-parallel ranks," * config.parallel.sequence_parallel
-    )
+    if config.parallel.sequence_parallel:
+        return f"{part}, divided among tensor-parallel ranks,"
+    return part
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
     """Options of a higher stage have no effect; hierarchical weights and gradient dtypes have limits."""
+    # Options of higher stages.
     for least, stages, names in (
         (2, "stages 2 and 3", ["zero_accumulate", "zero_quantized_gradients"]),
         (
@@ -179,6 +185,7 @@ def zero_options(config: RunConfig) -> Iterator[str]:
                 "[stage]. Remove it, or use "
                 f"--zero-stage {least}.",
             )
+    # Groups of hierarchical weights.
     h = config.zero.zero_hpz_partition_size
     n = config.data_parallel_size
     if config.zero.stage == 3 and n % h:
@@ -192,6 +199,7 @@ def zero_options(config: RunConfig) -> Iterator[str]:
             "[offload_param] saves memory, and several ranks would write the same pages of the disk. "
             "Remove one of the two, or use --offload-param cpu."
         )
+    # The dtype in which gradients accumulate.
     grads = config.optimizer.gradient_dtype
     params = config.optimizer.params_dtype
     if grads not in ("float32", params):
@@ -245,6 +253,7 @@ def communication(config: RunConfig) -> Iterator[str]:
 
 def offloading(config: RunConfig) -> Iterator[str]:
     """Offloading needs a ZeRO stage that splits what is offloaded; a disk needs a writable folder."""
+    # The stage splits what is offloaded.
     zero = config.zero
     for path, least, what in (
         ("zero.offload_optimizer", 1, "optimizer state"),
@@ -255,6 +264,7 @@ def offloading(config: RunConfig) -> Iterator[str]:
                 f"[{path}] offloads {what}, which ZeRO splits from stage {least} on, but [stage]. Use "
                 f"--zero-stage {least}{'' if least == 3 else ', 2 or 3'}, or remove it."
             )
+    # Options of offloading need it.
     if zero.offload_optimizer == "none":
         yield from given(
             config,
@@ -270,6 +280,7 @@ def offloading(config: RunConfig) -> Iterator[str]:
             "applies to offloading to a disk, but nothing is offloaded to "
             "a disk. Remove it, or use --offload-optimizer nvme.",
         )
+    # Each folder of a disk is there and writable.
     for path, folder in folders.items():
         of_weights = (
             path == "zero.offload_param" and zero.offload_param_nvme_path is not None
@@ -292,6 +303,7 @@ def offloading(config: RunConfig) -> Iterator[str]:
 
 def world(config: RunConfig) -> Iterator[str]:
     """The world size is a multiple of the ranks that hold one copy of the model."""
+    # The sizes, each with the others as they are, that would divide the world.
     ranks = config.world_size
     size = config.parallel.model_parallel_size
     if ranks % size:
@@ -316,18 +328,20 @@ def world(config: RunConfig) -> Iterator[str]:
             options.append(
                 f"--context-parallel-size {either(divisors(ranks // (tp * pp)))}"
             )
+        # The message, with the other world sizes.
+        hint = " In a plan, --world-size sets the number of ranks."
         yield (
             f"world size {ranks} is not divisible by [tensor_model_parallel_size] × "
             f"{'[context_parallel_size] × ' if cp > 1 else ''}[pipeline_model_parallel_size] = {size}, the ranks "
             "that hold one copy of the model. Start "
             f"{size}, {2 * size} or {3 * size} ranks{', or use ' if options else ''}{' or '.join(options)}."
-            + " In a plan, --world-size sets the number of ranks."
-            * config.plan.is_dry
+            f"{hint if config.plan.is_dry else ''}"
         )
 
 
 def tensor_parallel(config: RunConfig) -> Iterator[str]:
     """The tensor-parallel size divides heads, feed-forward width and, with sequence parallelism, tokens."""
+    # Sizes that divide all three widths are the advice for each.
     model = config.model
     t = config.parallel.tensor_model_parallel_size
     width = _ffn_width(config)
@@ -356,6 +370,7 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
                 f"{name} is not a multiple of [tensor_model_parallel_size]: {reason}. Use {TP} "
                 f"{either(fits)}."
             )
+    # Tokens.
     alone = (
         config.parallel.context_parallel_size == 1
     )  # `context_parallel` reports others
@@ -374,11 +389,13 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
 
 def pipeline(config: RunConfig) -> Iterator[str]:
     """Each stage has a layer, and an explicit layout has all layers."""
+    # The number of stages.
     layers = config.model.num_layers
     ranks = config.parallel.pipeline_model_parallel_size
     cut = config.parallel.pipeline_layout
     stages = ranks * (config.pipeline_chunks or 1)
     several = f" × [{_chunks(config)}]" if config.pipeline_chunks else ""
+    # Without a layout each stage has a layer.
     if layers and cut is None and layers < stages:
         fits = f"at most {layers} stages in all"
         if stages == ranks:
@@ -388,6 +405,7 @@ def pipeline(config: RunConfig) -> Iterator[str]:
             f"least one layer. Use {fits}, or --pipeline-layout, which can give the embedding its own "
             "stage."
         )
+    # A layout of numbers; others are checked where they are read.
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
         fits = (
@@ -418,6 +436,7 @@ def _example_layout(layers: int, stages: int) -> str:
 
 def uneven_pipeline(config: RunConfig) -> Iterator[str]:
     """First and last stages of another number of layers leave the same number to all others."""
+    # `wanted` has become the layout where the options can be met.
     parallel = config.parallel
     wanted = uneven_layout(config)
     counts = given_of(config, COUNTS)
@@ -429,6 +448,7 @@ def uneven_pipeline(config: RunConfig) -> Iterator[str]:
         and wanted == parallel.pipeline_layout
     ):
         return
+    # The reason why they cannot, the most general one first.
     if parallel.pipeline_layout is not None:
         yield from given(
             config,
@@ -498,12 +518,14 @@ def _chunks(config: RunConfig) -> str:
 
 def virtual_stages(config: RunConfig) -> Iterator[str]:
     """Options that put several stages on each pipeline rank."""
+    # One of the two options.
     parallel = config.parallel
     layers = config.model.num_layers
     chosen = [path for path in (CHUNKS, CHUNK_LAYERS) if config.get(path) is not None]
     if len(chosen) == 2:
         yield f"[{CHUNKS}] and [{CHUNK_LAYERS}] both set the number of stages per rank. Give only one."
         return
+    # Stages of equal size on several ranks.
     ranks = parallel.pipeline_model_parallel_size
     thick = parallel.num_layers_per_virtual_pipeline_stage
     if chosen and ranks == 1:

@@ -78,6 +78,7 @@ def layers(config: RunConfig) -> Iterator[str]:
 
 def distribution(config: RunConfig) -> Iterator[str]:
     """The expert-parallel size divides the experts of each layer and the data-parallel ranks."""
+    # Experts of each layer, and the ranks that share them.
     ep = config.parallel.expert_model_parallel_size
     numbers = _numbers(config)
     parallel = config.parallel
@@ -86,6 +87,7 @@ def distribution(config: RunConfig) -> Iterator[str]:
         ep == 1 or not numbers or config.world_size % parallel.model_parallel_size
     ):  # `world` reports the last
         return
+    # Sizes that divide both are the advice.
     even = divisors(gcd(*numbers))
     legal = either([n for n in even if ranks % n == 0])
     mistaken = (
@@ -111,6 +113,7 @@ def widths(config: RunConfig) -> Iterator[str]:
     """Tensor-parallel ranks hold equal parts of every expert and of the shared experts, and move equal parts
     of padded rows.
     """
+    # Experts are split like the dense layers.
     model = config.model
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
@@ -122,6 +125,7 @@ def widths(config: RunConfig) -> Iterator[str]:
         )
     if model.num_experts is None:
         return
+    # Feed-forward widths.
     for path, what in (
         ("moe_ffn_hidden_size", "an expert"),
         ("moe_shared_expert_intermediate_size", "the shared experts"),
@@ -133,6 +137,7 @@ def widths(config: RunConfig) -> Iterator[str]:
                 f"[{path}] is not a multiple of [tensor_model_parallel_size]: each rank holds an equal "
                 f"part of {what}. Use {TP} {fits}."
             )
+    # Columns of padded rows.
     h = model.hidden_size
     if model.moe_pad_expert_input_to_capacity and h and h % tp:
         fits = either(divisors(gcd(h, model.num_attention_heads or h)))
@@ -163,6 +168,7 @@ def dense_part(config: RunConfig) -> Iterator[str]:
 
 def choice(config: RunConfig) -> Iterator[str]:
     """The number of experts of a token, and a router that can learn."""
+    # A layer has as many experts.
     model = config.model
     numbers = _numbers(config)
     k = config.model.moe_router_topk
@@ -171,6 +177,7 @@ def choice(config: RunConfig) -> Iterator[str]:
             f"[moe_router_topk] is more than the {numbers[0]} expert{'s' if numbers[0] > 1 else ''} of a layer. "
             f"Use {TOPK} {either(range(1, numbers[0] + 1))}."
         )
+    # The weight of a single expert carries a gradient.
     is_softmax = (
         model.moe_router_score_function == "softmax"
         and not model.moe_router_pre_softmax
@@ -181,6 +188,7 @@ def choice(config: RunConfig) -> Iterator[str]:
             "always 1, so the router would not learn. Add --moe-router-pre-softmax, which weighs by the "
             "softmax over all experts (as Switch Transformer and DeepSpeed do)."
         )
+    # One noise.
     if (
         model.moe_input_jitter_eps is not None
         and numbers
@@ -194,6 +202,7 @@ def choice(config: RunConfig) -> Iterator[str]:
 
 def groups(config: RunConfig) -> Iterator[str]:
     """Groups of equal size; the best ones hold enough experts for a token, and each is scored by some."""
+    # Both options, or none.
     model = config.model
     numbers = _numbers(config)
     k = config.model.moe_router_topk
@@ -211,6 +220,7 @@ def groups(config: RunConfig) -> Iterator[str]:
             "[moe_router_num_groups] without --moe-router-group-topk: the number of groups of a token is "
             f"missing. Add --moe-router-group-topk N, N one of {either(range(1, count + 1))}."
         )
+    # Groups of equal size, with enough experts.
     elif any(number % count for number in numbers):
         yield (
             "[num_experts] is not a multiple of [moe_router_num_groups]: groups have equal numbers of "
@@ -232,6 +242,7 @@ def groups(config: RunConfig) -> Iterator[str]:
 
 def balance(config: RunConfig) -> Iterator[str]:
     """Each loss has one weight; a choice that is balanced by itself has no other means of balance."""
+    # One weight for each loss.
     model = config.model
     kinds = model.moe_router_load_balancing_type
     weights = model.moe_aux_loss_coeff
@@ -248,6 +259,7 @@ def balance(config: RunConfig) -> Iterator[str]:
             "[moe_router_load_balancing_type] has a loss twice. Give it once, with one "
             "--moe-aux-loss-coeff."
         )
+    # Kinds that are no losses.
     alone = [kind for kind in kinds if kind in (*CHOICES, "none")]
     if alone and len(kinds) > 1:
         yield (
@@ -260,6 +272,7 @@ def balance(config: RunConfig) -> Iterator[str]:
             "[moe_router_load_balancing_type] has none. Remove it, or use "
             "--moe-router-load-balancing-type aux_loss."
         )
+    # The bias of experts.
     if (
         model.moe_router_enable_expert_bias
         and model.moe_router_score_function != "sigmoid"
@@ -279,6 +292,7 @@ def balance(config: RunConfig) -> Iterator[str]:
 
 def balanced_choice(config: RunConfig) -> Iterator[str]:
     """Sinkhorn and expert choice compare tokens, and replace the choice by groups and bias."""
+    # Options of the top-k choice that a balanced choice replaces.
     if config.model.num_experts is None or config.model.moe_choice == "top-k":
         return
     by_experts = config.model.moe_choice == "expert_choice"
@@ -305,6 +319,7 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
         "is not read with [moe_router_load_balancing_type], which has weights "
         "of its own. Remove one of the two.",
     )
+    # A token is chosen by comparing it with others, which a rank must have.
     if by_experts and config.model.model != "bert":
         yield (
             "[moe_router_load_balancing_type]: an expert compares the tokens of a sequence, so earlier "

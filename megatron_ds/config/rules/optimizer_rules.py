@@ -1,14 +1,22 @@
 """Rules about the options of optimizers, and about what a run with one of them may ask for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..messages import flag, given
-from ..optimizer_facts import FACTS, MOMENTS, facts_of
+from ..optimizer_facts import FACTS, MOMENTS, OptimizerFacts, facts_of
 from ..run import RunConfig
 from .group_rules import group_rules
 
 FROZEN = ("onebit_adam", "onebit_lamb")
 ZERO_ONE = "zero_one_adam"
+
+
+def _own_paths(optimizers: Iterable[OptimizerFacts]) -> dict[str, None]:
+    """Paths of the options that only these optimizers have, in the order of the optimizers."""
+    paths = {}
+    for facts in optimizers:
+        paths |= dict.fromkeys(f"optimizer.{name}" for name in facts.own_fields)
+    return paths
 
 
 def optimizer_options(config: RunConfig) -> Iterator[str]:
@@ -17,25 +25,17 @@ def optimizer_options(config: RunConfig) -> Iterator[str]:
     rules = group_rules(config.optimizer.param_groups)
     if facts is None:
         return
-    fields = [
-        f
-        for used in (facts, *(facts_of(rule.optimizer) for rule in rules))
-        if used is not None
-        for f in used.own_fields
-    ]
-    own = dict.fromkeys(f"optimizer.{name}" for name in fields)
-    others = dict.fromkeys(
-        f"optimizer.{name}"
-        for other in FACTS.values()
-        for name in other.own_fields
-        if name not in fields
-    )
+    # Options of the optimizers in use, and those that only other optimizers have.
+    used = (facts, *(facts_of(rule.optimizer) for rule in rules))
+    own = _own_paths(one for one in used if one is not None)
+    others = [path for path in _own_paths(FACTS.values()) if path not in own]
     yield from given(
         config,
         others,
         "is not an option of [optimizer], which has "
         f"{', '.join(map(flag, own))}. Remove it.",
     )
+    # Rules of single optimizers.
     yield from _one_bit(config)
     yield from _adam_variants(config) if facts.name == "adam" else ()
     yield from _muon_parts(config) if facts.name == "muon" else ()
@@ -77,12 +77,14 @@ def _muon_parts(config: RunConfig) -> Iterator[str]:
 def _one_bit(config: RunConfig) -> Iterator[str]:
     """Between exchanges gradients are those of each rank, so nothing may ask for their sum. (ZeRO: see
     `zero/settings.py`.)"""
+    # Numbers of the optimizers.
     o = config.optimizer
     train = config.train
     if o.factor_min > o.factor_max:
         yield "[factor_min] is above [factor_max]: no factor is between them. Lower the minimum."
     if o.optimizer not in (*FROZEN, ZERO_ONE):
         return
+    # Features that need the sum of the gradients.
     for path in ("profiler.grad_noise_scale", "logging.log_num_zeros_in_grad"):
         yield from given(
             config,
@@ -96,6 +98,7 @@ def _one_bit(config: RunConfig) -> Iterator[str]:
             "[expert_model_parallel_size] with [optimizer]: one scale is sent for each parameter, and "
             "here the experts of one are on several ranks. Use --expert-model-parallel-size 1."
         )
+    # The steps in which ranks exchange.
     if o.optimizer == ZERO_ONE:
         yield from given(
             config,

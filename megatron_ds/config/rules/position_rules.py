@@ -34,6 +34,7 @@ def positions(config: RunConfig) -> Iterator[str]:
 
 def rotary(config: RunConfig) -> Iterator[str]:
     """Options of rotary embeddings need them."""
+    # Options of scaled frequencies, with rope.
     model = config.model
     kind = model.position_embedding_type
     names = [
@@ -56,6 +57,7 @@ def rotary(config: RunConfig) -> Iterator[str]:
             "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
             "--position-embedding-type rope.",
         )
+    # Options of YaRN.
     if kind != "yarn":
         yield from given(
             config,
@@ -63,6 +65,7 @@ def rotary(config: RunConfig) -> Iterator[str]:
             "applies to YaRN, but [position_embedding_type]. Remove "
             "it, or use --position-embedding-type yarn.",
         )
+    # The options of Llama 3's scaling.
     if not model.use_rope_scaling:
         yield from given(
             config,
@@ -75,6 +78,7 @@ def rotary(config: RunConfig) -> Iterator[str]:
 
 def original_length(config: RunConfig) -> Iterator[str]:
     """What is lengthened has a length."""
+    # The length has a use.
     model = config.model
     original = model.original_max_position_embeddings
     is_yarn = model.position_embedding_type == "yarn"
@@ -87,6 +91,7 @@ def original_length(config: RunConfig) -> Iterator[str]:
             "is the length from which rotary frequencies are scaled, and nothing scales them. "
             "Remove it, or add --position-embedding-type yarn.",
         )
+    # Frequencies that are scaled have a length.
     if not is_needed:
         return
     if original is None:

@@ -20,6 +20,7 @@ WITHOUT_END = (
 
 def batch(config: RunConfig) -> Iterator[str]:
     """Global batch = micro-batch × accumulation steps × data-parallel ranks."""
+    # Missing or wrong numbers are reported elsewhere.
     train = config.train
     ranks = config.data_parallel_size
     micro = train.micro_batch_size
@@ -27,6 +28,7 @@ def batch(config: RunConfig) -> Iterator[str]:
     steps = train.gradient_accumulation_steps
     if not ranks or not total or total < 1 or (micro is not None and micro < 1):
         return
+    # The product of the three.
     if micro is None and steps:
         yield (
             f"[global_batch_size] is not a multiple of [gradient_accumulation_steps] × {ranks} "
@@ -39,6 +41,7 @@ def batch(config: RunConfig) -> Iterator[str]:
             f"data-parallel ranks = {micro * steps * ranks}. Remove one of the three, preferably the "
             "accumulation steps."
         )
+    # Without accumulation steps the batch is a multiple of the other two, or is rounded down.
     elif train.decrease_batch_size_if_needed:
         if micro is not None and total < micro * ranks:
             yield (
@@ -61,6 +64,7 @@ def batch(config: RunConfig) -> Iterator[str]:
 
 def batch_ramp(config: RunConfig) -> Iterator[str]:
     """--rampup-batch-size reaches the global batch, in sizes that all ranks share evenly."""
+    # Without the sizes nothing can be compared.
     train = config.train
     ramp = config.train.rampup_batch_size
     if ramp is None or not (
@@ -68,6 +72,7 @@ def batch_ramp(config: RunConfig) -> Iterator[str]:
     ):
         return
     start, increment, _ = ramp
+    # The ramp counts samples, and ends at the global batch.
     if train.train_iters is not None:
         yield (
             "[rampup_batch_size] with [train_iters]: while the batch grows, an iteration has no fixed "
@@ -85,6 +90,7 @@ def batch_ramp(config: RunConfig) -> Iterator[str]:
             "each time. Use an increment that divides "
             f"{grows}{': ' + either(divisors(grows)[-8:]) if grows else ''}."
         )
+    # Each size is a multiple of a micro-batch on every rank, or is rounded down.
     unit = train.micro_batch_size * config.data_parallel_size
     if train.decrease_batch_size_if_needed:
         if start < unit:
@@ -104,6 +110,7 @@ def batch_ramp(config: RunConfig) -> Iterator[str]:
 
 def batch_schedule(config: RunConfig) -> Iterator[str]:
     """--step-batch-size-schedule can be read, and all ranks share each size evenly."""
+    # One way to grow, over samples.
     train = config.train
     if not train.step_batch_size_schedule:
         return
@@ -117,6 +124,7 @@ def batch_schedule(config: RunConfig) -> Iterator[str]:
             "[step_batch_size_schedule] with [train_iters]: while the batch grows, an iteration has no "
             "fixed number of samples. Use --train-samples or --train-tokens."
         )
+    # The schedule can be read, and ends with the global batch.
     if not config.model.seq_length:
         return
     try:
@@ -131,6 +139,7 @@ def batch_schedule(config: RunConfig) -> Iterator[str]:
             f"[step_batch_size_schedule] ends with {steps[-1][1]}, not with [global_batch_size]. Remove "
             "--global-batch-size."
         )
+    # Each size is a multiple of a micro-batch on every rank, or is rounded down.
     if not train.micro_batch_size or not config.data_parallel_size:
         return
     unit = train.micro_batch_size * config.data_parallel_size
@@ -183,6 +192,7 @@ def length(config: RunConfig) -> Iterator[str]:
 
 def _units(config: RunConfig) -> Iterator[str]:
     """The spans of the learning rate are in one unit: tokens, or that of the length of training."""
+    # The unit, and why it is that.
     train = config.train
     rate = config.optimizer
     if (
@@ -225,6 +235,7 @@ def _units(config: RunConfig) -> Iterator[str]:
             )
     else:
         return
+    # Spans in another unit.
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         for other in {"iters", "samples"} - {unit}:
             if config.get(path := f"optimizer.{name}_{other}"):
@@ -238,7 +249,10 @@ def _in_unit(config: RunConfig, name: str, other: str, unit: str) -> str:
     number = config.get(f"optimizer.{name}_{other}")
     size = config.train.global_batch_size
     length = config.model.seq_length
-    in_samples = number if other == "samples" else number * size if size else None
+    if other == "samples":
+        in_samples = number
+    else:
+        in_samples = number * size if size else None
     converted = {
         "samples": in_samples,
         "tokens": in_samples and length and in_samples * length,
@@ -276,15 +290,18 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
         if rate.lr is not None and config.get(path) > rate.lr:
             yield f"[{path}] is above [lr], which is the highest learning rate."
     tokens = counts_tokens(config)
-    unit = (
-        "tokens" if tokens else "iters" if train.train_iters is not None else "samples"
-    )
+    # The spans, all in the unit of the length of training.
+    if tokens:
+        unit = "tokens"
+    else:
+        unit = "iters" if train.train_iters is not None else "samples"
     own = f"optimizer.lr_decay_{unit}"
     whole = f"train.train_{unit}"
     decay_path = own if config.get(own) else whole
     decay = config.get(decay_path)
     warmup = config.get(f"optimizer.lr_warmup_{unit}")
     final = None if tokens else config.get(f"optimizer.lr_wsd_decay_{unit}")
+    # The warm-up and the final decay fit into the run.
     if decay and warmup and warmup >= decay and rate.lr_decay_style not in WITHOUT_END:
         yield (
             f"[lr_warmup_{unit}] leaves nothing of [{decay_path}] for the decay. Use a warm-up below "
@@ -308,6 +325,7 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
             f"[lr_wsd_decay_{unit}] has no effect with [lr_decay_style]. Remove it, or use "
             "--lr-decay-style WSD."
         )
+    # The style of the warm-up is one that the style of the decay has.
     if rate.lr_warmup_style == "linear_from_one" and (
         tokens or rate.lr_decay_style in DEEPSPEED_STYLES
     ):
@@ -464,6 +482,7 @@ def traces(config: RunConfig) -> Iterator[str]:
 
 def profiles(config: RunConfig) -> Iterator[str]:
     """Options of a profile need one, and an autotuner's run measures at least one step."""
+    # Options of a profile need it.
     wanted = config.profiler
     for name in ("flops_profiler", "autotuning", "grad_noise_scale"):
         others = [
@@ -478,6 +497,7 @@ def profiles(config: RunConfig) -> Iterator[str]:
                 f"has no effect without --{name.replace('_', '-')}. Add it, or "
                 "remove this one.",
             )
+    # The noise scale compares two batches.
     size = config.train.global_batch_size
     if (
         wanted.grad_noise_scale
@@ -491,6 +511,7 @@ def profiles(config: RunConfig) -> Iterator[str]:
             f"{config.data_parallel_size} data-parallel ranks. Use a smaller micro-batch, or a larger "
             "global batch."
         )
+    # An autotuner measures steps.
     if wanted.autotuning and wanted.autotuning_start_step > wanted.autotuning_end_step:
         yield "[autotuning_start_step] is after [autotuning_end_step]: no step is measured. Lower it."
 

@@ -53,18 +53,9 @@ def table(
     refused   why only values that mean "off" are accepted → the names
     only      the names with answers of their own
     """
-    return MappingProxyType(
-        {
-            **{
-                name: Answer(note)
-                for note, names in accepted.items()
-                for name in names.split()
-            },
-            **{
-                name: Answer("it is off", why, OFF)
-                for why, names in refused.items()
-                for name in names.split()
-            },
-            **only,
-        }
-    )
+    answers = {}
+    for note, names in accepted.items():
+        answers |= dict.fromkeys(names.split(), Answer(note))
+    for why, names in refused.items():
+        answers |= dict.fromkeys(names.split(), Answer("it is off", why, OFF))
+    return MappingProxyType({**answers, **only})

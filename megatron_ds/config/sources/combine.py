@@ -124,6 +124,7 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
     Megatron's flags it is required: a forgotten flag should not mean the largest micro-batch. Does nothing
     where a number is not divisible; `rules` reports that.
     """
+    # The numbers as given.
     train = config.train
     ranks = config.data_parallel_size
     micro = train.micro_batch_size
@@ -137,6 +138,7 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
         for path, source in config.sources.items()
         if path.startswith("train.")
     }
+    # The micro-batch of a DeepSpeed JSON.
     if (
         micro is None
         and total
@@ -147,6 +149,7 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
         config = _derived(
             config, "train.micro_batch_size", micro, f"global batch {total} / ({alike})"
         )
+    # The global batch.
     if total is None and (total := _last_of_schedule(config)):
         config = _derived(
             config,
@@ -159,6 +162,7 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
         config = _derived(
             config, "train.global_batch_size", total, f"micro-batch {micro} × {alike}"
         )
+    # Steps that follow from the other two are not kept.
     if steps is not None and micro is not None and total == micro * steps * ranks:
         config = replace(
             config, train=replace(config.train, gradient_accumulation_steps=None)
@@ -241,10 +245,12 @@ CAPACITY = (
 
 def without_useless_options(config: RunConfig) -> RunConfig:
     """The config without options that have no effect beside others."""
+    # Tokenizer, data and experts.
     config = _with_tokenizer(_with_experts(config))
     if config.data.mock_data:
         config = _with_mock_data(config)
     config = _without_experts(config)
+    # Recomputation.
     source = config.sources.get("train.recompute_method")
     if (
         source is not None
@@ -264,6 +270,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
             config, ("train.recompute_num_layers",), "nothing is recomputed"
         )
     config = _with_kept_inputs(config)
+    # Tiles of the MLP.
     hidden = config.model.hidden_size
     length = config.model.seq_length
     if train.tiled_mlp == 0 and hidden and length and length <= hidden:
@@ -273,6 +280,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
             f"a tile has as many tokens as the hidden size, {hidden:,}, and a sequence has "
             f"{length:,}",
         )
+    # Quantized communication of one rank.
     parallel = config.parallel
     if config.zero.stage == 3 and config.world_size == (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -283,6 +291,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
             "one data-parallel rank sends neither weights nor gradients, so "
             "nothing is rounded; with several ranks the numbers differ",
         )
+    # Scaling of gradients, and of the loss.
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype != "fp16":
         config = _without(
@@ -295,6 +304,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
         config = _without(
             config, ("optimizer.loss_scale",), "only fp16 scales the loss"
         )
+    # Offloading.
     if not config.zero.disk_folders():
         config = _without(
             config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk"
@@ -305,6 +315,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
             _of_deepspeed(config, ("zero.sub_group_size",)),
             "nothing is offloaded",
         )
+    # Communication of one rank.
     if config.world_size == 1:
         config = _without(
             config, _of_deepspeed(config, ZERO_PLUS_PLUS), "one rank sends nothing"
@@ -315,6 +326,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
             ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
             "one rank holds each sequence",
         )
+    # Files that are not read or written.
     if config.checkpoint.load is None:
         config = _without(config, OF_LOADING, "there is no --load DIR")
     if config.logging.tensorboard_dir is None and config.logging.wandb_project is None:
@@ -373,6 +385,7 @@ def _of_deepspeed(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def _with_tokenizer(config: RunConfig) -> RunConfig:
     """The tokenizer of Megatron's entry scripts, if files of it are given without its type."""
+    # PAI's tokenizer lies in the folder of the weights.
     data = config.data
     source = config.sources.get("data.tokenizer_type")
     if (
@@ -386,6 +399,7 @@ def _with_tokenizer(config: RunConfig) -> RunConfig:
             config.checkpoint.load,
             "the folder of --load",
         )
+    # The files name the type.
     if data.tokenizer_type is not None or data.mock_data or not data.vocab_file:
         return config
     if config.model.model == "bert":
@@ -412,10 +426,11 @@ def _without_experts(config: RunConfig) -> RunConfig:
 
 
 def _with_mock_data(config: RunConfig) -> RunConfig:
-    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer, unless the
-    size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
+    """Leave out the corpus of a file if --mock-data is a flag, and with --vocab-size its tokenizer, unless
+    the size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
     size, but no tokenizer.
     """
+    # The flag replaces what a file names.
     source = config.sources.get("data.mock_data")
     if source is not None and source.kind == "flag":
         config = _without(config, DATA, "--mock-data is used instead")
@@ -430,11 +445,13 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
                 ("data.tokenizer_type", *TOKENIZER_FILES),
                 "mock data needs no tokenizer",
             )
+    # Without a tokenizer the ids are bare.
     if config.data.tokenizer_type is not None:
         return config
     config = _derived(config, "data.tokenizer_type", "NullTokenizer", "for --mock-data")
     has_files = bool(config.data.vocab_file or config.data.merge_file)
     config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
+    # Files of a vocabulary stand for GPT-2's size.
     if has_files and config.model.vocab_size is None:
         config = _derived(
             config,

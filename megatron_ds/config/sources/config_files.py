@@ -24,7 +24,7 @@ from ..messages import value_text
 from ..options.option import Option, coerce
 from ..run import RENAMED, SECTIONS, Source, all_options
 from .flags import Spelling, spellings
-from .reading import Reading, Setting
+from .reading import Setting, SourceReading
 from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"
@@ -34,9 +34,9 @@ RECORDS = (
 )  # of a run.json: they describe the run that wrote it
 
 
-def read_yaml(path: str) -> Reading:
+def read_yaml(path: str) -> SourceReading:
     """The settings and problems of a file. YAML tags construct no Python objects."""
-    reading = Reading()
+    reading = SourceReading()
     try:
         root = _compose(path)
     except ConfigError as error:
@@ -79,7 +79,7 @@ def text_of(path: str, flag: str) -> str:
         raise ConfigError(f"{flag} {path}: {error.strerror.lower()}{where}.") from None
 
 
-def _top(path: str, root: Any, reading: Reading) -> None:
+def _top(path: str, root: Any, reading: SourceReading) -> None:
     if root.id != "mapping":
         reading.refuse(
             f"{path} should contain `name: value` lines, but its content is a {root.id}."
@@ -98,9 +98,9 @@ def _top(path: str, root: Any, reading: Reading) -> None:
         name = RENAMED.get(name, name)
         if name in SECTIONS and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, reading):
-                _read(Entry(path, inner_line, field, inner_value, name), reading)
+                _read(FileEntry(path, inner_line, field, inner_value, name), reading)
         elif name not in ignored:
-            _read(Entry(path, line, name, value), reading)
+            _read(FileEntry(path, line, name, value), reading)
 
 
 def _by_key(mapping: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _by_key(mapping: Any) -> dict[str, Any]:
 
 
 def _entries(
-    path: str, mapping: Any, reading: Reading
+    path: str, mapping: Any, reading: SourceReading
 ) -> Iterator[tuple[str, Any, int]]:
     """(key, value, line number). A key that occurs twice is a problem: YAML would keep the last value."""
     first: dict[str, int] = {}
@@ -127,7 +127,7 @@ def _entries(
             yield name, value, line
 
 
-def _read(entry: Entry, reading: Reading) -> None:
+def _read(entry: FileEntry, reading: SourceReading) -> None:
     """Add the setting of an entry, or its problem. An empty value, as in `lr:`, sets nothing."""
     option = None
     try:
@@ -144,7 +144,7 @@ def _read(entry: Entry, reading: Reading) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A `name: value` of the file. section: None outside of a section."""
 
     path: str
@@ -235,7 +235,7 @@ def names() -> Mapping[str, Option]:
     return table
 
 
-class JsonDocument(Reading):
+class JsonDocument(SourceReading):
     """The reading of one file, with the values of its known keys.
 
     path    of the file, for messages and sources

@@ -117,6 +117,7 @@ WIDEST = 48  # widest column; longer values are not aligned
 
 def help_text() -> str:
     """All options by section, with defaults and advice on when not to use them."""
+    # What every run needs.
     required = ", ".join(
         option.flag for option in all_options().values() if option.required
     )
@@ -126,6 +127,7 @@ def help_text() -> str:
         "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
         "--lr=1e-4. The flags that most runs set, in one page: --help-short."
     )
+    # Files and information, which are no options.
     lines = [
         *textwrap.wrap(intro, WIDTH, break_on_hyphens=False),
         "",
@@ -135,12 +137,14 @@ def help_text() -> str:
         "Information",
         *_rows(COMMANDS),
     ]
+    # The options of each section.
     for section in SECTIONS:
         lines += [
             "",
             TITLES[section],
             *_rows((invocation(o), explanation(o)) for o in options_in(section)),
         ]
+    # Names of forks.
     foreign = foreign_words()
     names = (
         (name, f"The name of {foreign.names[name]} in {project}.")

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words
-from .reading import Reading, Setting
+from .reading import Setting, SourceReading
 from .suggest import near_flag
 
 CONFIG_FLAG = "--config"
@@ -39,7 +39,7 @@ OVERRIDDEN = {
 
 
 @dataclass
-class CommandLine(Reading):
+class CommandLine(SourceReading):
     """The reading of the command line, before its files are read.
 
     asks_for: the text that is to be printed instead of a run, "help", "short help", "version" or "config".
@@ -92,12 +92,14 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
 
     If a flag occurs twice, the later one wins; values of an option that repeats are added up.
     """
+    # All problems are collected, so an error of one flag does not end the loop.
     line = CommandLine()
     foreign = foreign_words()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
     for typed, words in flags_with_words(argv, line):
         flag = canonical(typed)
         try:
+            # Flags about the command line itself.
             if flag == STRICT_FLAG:
                 line.is_strict = True
             elif flag in ASKING:
@@ -110,6 +112,7 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 if not words:
                     raise ConfigError(f"{flag} needs the name of a file after it.")
                 files[flag].extend(words)
+            # Options, under their own names and under those of others.
             elif flag in spellings():
                 line.settings.append(_setting(flag, words))
             elif flag in foreign.phrases:

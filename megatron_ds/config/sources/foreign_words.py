@@ -11,7 +11,7 @@ from functools import cache
 from ...errors import ConfigError
 from ...plugins import plugged
 from .answers import Answer
-from .reading import Reading
+from .reading import SourceReading
 
 Reader = Callable[[Sequence[str], str], list[str]]
 
@@ -20,7 +20,7 @@ def _no_answer(flag: str) -> Answer | None:
     return None
 
 
-def _no_json(path: str) -> Reading:
+def _no_json(path: str) -> SourceReading:
     raise ConfigError(
         f"{path}: DeepSpeed's JSON is read by megatron_ds.compat, which is not installed. "
         "Install the whole package, or write flags."
@@ -45,8 +45,8 @@ class ForeignWords:
     phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     readers: Mapping[str, tuple[str, Reader]] = field(default_factory=dict)
     answer_to_flag: Callable[[str], Answer | None] = _no_answer
-    read_yamls: Callable[[Sequence[str]], list[Reading]] | None = None
-    read_deepspeed: Callable[[str], Reading] = _no_json
+    read_yamls: Callable[[Sequence[str]], list[SourceReading]] | None = None
+    read_deepspeed: Callable[[str], SourceReading] = _no_json
 
 
 NONE = ForeignWords()

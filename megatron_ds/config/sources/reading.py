@@ -29,7 +29,7 @@ class PartOf:
 
 
 @dataclass
-class Reading:
+class SourceReading:
     """The settings and problems of the command line or of one file. Reading continues after a problem.
 
     unread          paths of options that were given with a value or a name that cannot be used

@@ -80,20 +80,19 @@ _SENTENCES = {
     "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",
     "kernels are chosen by what the device supports": "flash-attn flash-attention",
 }
-SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType(
-    {
-        **{
-            name: tuple(flags.split())
-            for flags, names in _FLAGS.items()
-            for name in names.split()
-        },
-        **{
-            name: sentence
-            for sentence, names in _SENTENCES.items()
-            for name in names.split()
-        },
-    }
-)
+
+
+def _synonyms() -> dict[str, str | tuple[str, ...]]:
+    found = {}
+    for flags, names in _FLAGS.items():
+        found |= dict.fromkeys(names.split(), tuple(flags.split()))
+    for sentence, names in _SENTENCES.items():
+        found |= dict.fromkeys(names.split(), sentence)
+    return found
+
+
+# Name of another project → our flags, or a sentence.
+SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType(_synonyms())
 
 
 def near_flag(typed: str, known: Iterable[str]) -> str:
