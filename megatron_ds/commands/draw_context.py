@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
+from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
 
 COLOURS = (
     "#4878a8",
@@ -48,7 +48,7 @@ def owners(ranks: int, zigzag: bool) -> list[int]:
     """The rank of each of 2 * ranks equal chunks of a sequence."""
     found = {}
     for rank in range(ranks):
-        part = SequenceSlice(Part(rank, ranks), zigzag=zigzag)
+        part = SequenceSlice(RankPart(rank, ranks), zigzag=zigzag)
         found |= {position: rank for run in part.runs(2 * ranks) for position in run}
     return [found[chunk] for chunk in range(2 * ranks)]
 

@@ -57,7 +57,7 @@ MOST = 20_000  # statements that are read
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchedCommand:
     """A training command. script: the Python file; words: after it; ranks: None if it does not state them.
 
     Values that only a run of the script could know are open (`shell_values`).
@@ -80,7 +80,7 @@ class Script:
     scope: Scope = field(default_factory=Scope)
     files: dict[str, str] = field(default_factory=dict)
     copies: set[str] = field(default_factory=set)
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[LaunchedCommand] = field(default_factory=list)
     functions: dict[str, tuple] = field(default_factory=dict)
     depth: int = 0
     read: int = 0
@@ -384,7 +384,9 @@ class Script:
                     f"line {line}: a command of {len(words):,} words: this is not a recipe."
                 )
             self.launches.append(
-                Launch(words[at], tuple(words[at + 1 :]), self._ranks(words[:at]), line)
+                LaunchedCommand(
+                    words[at], tuple(words[at + 1 :]), self._ranks(words[:at]), line
+                )
             )
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
@@ -480,4 +482,4 @@ def read_script(
     return script
 
 
-__all__ = ["Launch", "Script", "read_script", "shown"]
+__all__ = ["LaunchedCommand", "Script", "read_script", "shown"]

@@ -24,7 +24,7 @@ from ..files.stored_tensor import (
 )
 from ..malformed import refuses_malformed
 from ..tensor_parallel_merge import RankPacking, merged_over_tp
-from .deepspeed_experts import Experts, experts_of
+from .deepspeed_experts import StoredExperts, experts_of
 from .deepspeed_folder import (
     EngineFiles,
     count,
@@ -195,7 +195,7 @@ def _state_of_rank(
     rank: int,
     weights_only: bool,
     ignored: set[str],
-    experts: Experts | None,
+    experts: StoredExperts | None,
 ) -> RankState:
     content = contents[rank, 0]
     place = files.models[rank, 0]
@@ -293,7 +293,7 @@ def _stage0(
     content: Mapping,
     place: Path,
     weights: Mapping[str, StoredTensor],
-    experts: Experts | None,
+    experts: StoredExperts | None,
 ) -> tuple[Named, dict[str, Any]]:
     """State at stage 0, where the optimizer is in the model file, by number of the parameter."""
     optimizer = entry(content, "optimizer", dict, place, {})

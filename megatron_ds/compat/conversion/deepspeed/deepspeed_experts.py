@@ -31,7 +31,7 @@ WHOLE = "Copy all files of one checkpoint again"
 
 
 @dataclass(frozen=True)
-class Experts:
+class StoredExperts:
     """The experts of all layers.
 
     weights, buffers  name → tensor, with numbers among all experts of the layer
@@ -87,7 +87,7 @@ class Experts:
         return found
 
 
-def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None:
+def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> StoredExperts | None:
     """The experts of a checkpoint; None without any. Raises CheckpointError.
 
     content: of the first model file
@@ -125,7 +125,7 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> Experts | None
         layers[prefix] = number
         found |= tensors
     is_buffer = {name: _any_number(name) in buffers for name in found}
-    return Experts(
+    return StoredExperts(
         {name: tensor for name, tensor in found.items() if not is_buffer[name]},
         {name: tensor for name, tensor in found.items() if is_buffer[name]},
         layers,

@@ -10,7 +10,7 @@ import torch
 from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import MASTER, StoredTensor, compared_with
-from .deepspeed_experts import WHOLE, Experts, groups_of_experts
+from .deepspeed_experts import WHOLE, StoredExperts, groups_of_experts
 from .deepspeed_folder import EngineFiles, count, entry, open_file
 from .deepspeed_stage0 import stage0_state
 from .zero_shards import Shard, merged_parts, merged_slices, replayed_slices, vectors_of
@@ -60,7 +60,7 @@ def zero_state(
     shapes: Sequence[Mapping],
     *,
     stage3: bool,
-    experts: Experts | None,
+    experts: StoredExperts | None,
     ignored: set[str],
 ) -> tuple[Named, dict[str, Any]]:
     """Masters and moments of one model-parallel rank, at stages 1 to 3, and its common state.
@@ -158,7 +158,7 @@ def _group(
     g: int,
     shapes: Mapping[str, tuple[int, ...]],
     parts: int,
-    experts: Experts | None,
+    experts: StoredExperts | None,
 ) -> Named:
     """kind → name → tensor of a group at stages 1 and 2."""
     mappings = [state.get("param_slice_mappings") for state in opened.states]
@@ -208,7 +208,7 @@ def _parts_of_parameters(opened: RankFiles, shapes: Sequence[Mapping]) -> Named:
 
 
 def checked_masters(
-    masters: Mapping[str, StoredTensor], experts: Experts
+    masters: Mapping[str, StoredTensor], experts: StoredExperts
 ) -> dict[str, StoredTensor]:
     """The masters of experts; reading one compares it with the weight in the expert's file, since a file of
     another rank has state of the same names and shapes."""
@@ -240,7 +240,7 @@ def expert_state(
     files: EngineFiles,
     optimizer: Mapping,
     weights: Mapping[str, StoredTensor],
-    experts: Experts,
+    experts: StoredExperts,
 ) -> tuple[Named, dict[str, Any]]:
     """`unnamed_state` of all expert-parallel ranks, which have a file each. Raises CheckpointError.
 
