@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
+from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
 
 COLOURS = (
     "#4878a8",
@@ -49,7 +49,7 @@ def owners(ranks: int, zigzag: bool) -> list[int]:
     chunks = 2 * ranks
     found = [0] * chunks
     for rank in range(ranks):
-        part = SequenceSlice(Part(rank, ranks), zigzag=zigzag)
+        part = SequenceSlice(RankPart(rank, ranks), zigzag=zigzag)
         for run in part.runs(chunks):
             for chunk in run:
                 found[chunk] = rank

@@ -52,7 +52,10 @@ class Ring:
     def forward(
         self, own: torch.Tensor, group: Group
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `BlockExchange`."""
+        """Yield (owner, block) for each rank's block, this rank's own first; the next one is received meanwhile.
+
+        Collective over the group.
+        """
         after = (group.rank + 1) % group.size
         before = (group.rank - 1) % group.size
         block = own
@@ -70,7 +73,10 @@ class Ring:
     def backward(
         self, own: torch.Tensor, group: Group, add: AddGradient
     ) -> torch.Tensor:
-        """See `BlockExchange`. The gradient that a block brings along is added after this rank's own."""
+        """The sum over the group of the gradients of this rank's block, fp32, of its shape.
+
+        The sum that arrives with a block is added after this rank's own gradient. Collective over the group.
+        """
         after = (group.rank + 1) % group.size
         before = (group.rank - 1) % group.size
         total = torch.zeros_like(own, dtype=torch.float32)
@@ -99,7 +105,7 @@ class Gather:
     def forward(
         self, own: torch.Tensor, group: Group
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `BlockExchange`."""
+        """Yield (owner, block) for each rank's block, this rank's own first. Collective over the group."""
         blocks = own.new_empty(group.size, *own.shape)
         all_gather_into_(blocks.view(-1), own.view(-1), group)
         for step in range(group.size):
@@ -109,7 +115,10 @@ class Gather:
     def backward(
         self, own: torch.Tensor, group: Group, add: AddGradient
     ) -> torch.Tensor:
-        """See `BlockExchange`."""
+        """The sum over the group of the gradients of this rank's block, fp32, of its shape.
+
+        Collective over the group.
+        """
         gradients = own.new_zeros(group.size, *own.shape, dtype=torch.float32)
         for owner, block in self.forward(own, group):
             add(owner, block, gradients[owner])

@@ -36,7 +36,7 @@ MOST_IN_FLIGHT = 4096
 ENGINES = ("auto", "io_uring", "threads")
 
 
-class Work(Protocol):
+class Transfer(Protocol):
     """A transfer that has begun. It must be waited for: the error of one that is dropped is lost."""
 
     def wait(self) -> None:
@@ -51,7 +51,7 @@ class Then:
 
     __slots__ = ("_work", "_action")
 
-    def __init__(self, work: Work, action: Callable[[], object]):
+    def __init__(self, work: Transfer, action: Callable[[], object]):
         self._work = work
         self._action = action
 
@@ -69,18 +69,18 @@ class AsyncIO:
     Transfers overlap and complete in any order. Several threads may call it; a forked child may not.
     """
 
-    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Transfer:
         """Start to fill `tensor` from the file."""
         return self._start(_Request(False, fd, bytes_of(tensor), offset))
 
-    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Transfer:
         """Start to write `tensor` to the file."""
         return self._start(_Request(True, fd, bytes_of(tensor), offset))
 
     def close(self) -> None:
         """Wait for all transfers, and free threads and descriptors; the engine cannot be used afterwards."""
 
-    def _start(self, request: "_Request") -> Work:
+    def _start(self, request: "_Request") -> Transfer:
         raise NotImplementedError
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError, StorageError
-from .async_io import ALIGNMENT, AsyncIO, Work, aligned_empty, bytes_of
+from .async_io import ALIGNMENT, AsyncIO, Transfer, aligned_empty, bytes_of
 from .memory_maps import FileMap, round_up
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class Region:
         self._length = round_up(nbytes, ALIGNMENT)
         self._map: FileMap | None = None
 
-    def read_into(self, tensor: torch.Tensor) -> Work:
+    def read_into(self, tensor: torch.Tensor) -> Transfer:
         """Fill a contiguous CPU tensor of at most `nbytes` from the region's start.
 
-        Direct when the tensor begins at a multiple of 4096 (`aligned_empty`). `wait` of a region's Work
+        Direct when the tensor begins at a multiple of 4096 (`aligned_empty`). `wait` of a region's transfer
         raises StorageError. Raises ValueError for a tensor that does not fit.
         """
         view = self._checked(tensor)
@@ -128,7 +128,7 @@ class Region:
             work.afterwards = lambda: tail.copy_(page[: len(tail)])
         return work
 
-    def write_from(self, tensor: torch.Tensor) -> Work:
+    def write_from(self, tensor: torch.Tensor) -> Transfer:
         """Write a contiguous CPU tensor to the region's start; later bytes of the region stay as they are.
 
         Direct when the tensor begins at a multiple of 4096 and ends at one or with the region.
@@ -235,7 +235,7 @@ class Region:
 class _RegionWork:
     """Transfers of one region, and an action after them."""
 
-    def __init__(self, region: Region, parts: list[Work]):
+    def __init__(self, region: Region, parts: list[Transfer]):
         self.region = region
         self.parts = parts
         self.afterwards = lambda: None

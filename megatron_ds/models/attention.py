@@ -144,12 +144,12 @@ def make_caches(
     modules: Iterable[nn.Module], batch_size: int, max_length: int
 ) -> dict[str, KVCache]:
     """An empty cache for each layer that has one (a part with `new_cache`), keyed by layer name."""
-    return {
-        module.layer_name: part.new_cache(batch_size, max_length)
-        for module in modules
-        for part in module.modules()
-        if hasattr(part, "new_cache")
-    }
+    caches = {}
+    for module in modules:
+        for part in module.modules():
+            if hasattr(part, "new_cache"):
+                caches[module.layer_name] = part.new_cache(batch_size, max_length)
+    return caches
 
 
 class Rotary:
@@ -301,6 +301,7 @@ class SelfAttention(nn.Module):
         self.rotary = rotary
         self.recompute_core = False
         self.context_ranks = ctx.cp.size
+        # Tensor-parallel ranks divide heads, and groups of heads, whole.
         self.num_heads = check_divides(
             "num_attention_heads", n, ctx.tp, "each rank holds whole heads"
         )
@@ -310,6 +311,7 @@ class SelfAttention(nn.Module):
         self.core_attention = core or CoreAttention(
             config, f"{name}.core_attention", ctx
         )
+        # One projection for queries, keys and values, packed by group.
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (n + 2 * g) * d,
@@ -322,6 +324,7 @@ class SelfAttention(nn.Module):
         weight.spec = replace(
             weight.spec, matrices=Matrices(g, (n // g * d, d, d), head=d)
         )
+        # Norms of the heads of queries and keys.
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)

@@ -103,10 +103,12 @@ def block_layers(
         zip(config.experts, patterns(config, causal), strict=True)
     ):
         name = f"{prefix}.{i}"
+        # A sparse layout is drawn for each layer.
         if config.sparse_attention is not None:
             pattern = replace(
                 pattern, layout=sparse_layout(config, name, ctx.seed, causal)
             )
+        # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
         blocks.append(
             Layer(
                 name,
@@ -167,13 +169,9 @@ def _kind(
     """Layers of one kind cost the same: where numbers of experts differ, they are part of the name, and so
     is how context-parallel ranks share attention."""
     is_pyramid = len({number for number in config.experts if number}) > 1
-    kind = (
-        "block"
-        if not experts
-        else f"moe_block_{experts}"
-        if is_pyramid
-        else "moe_block"
-    )
+    kind = "moe_block" if experts else "block"
+    if experts and is_pyramid:
+        kind = f"{kind}_{experts}"
     if pattern.layout is not None:
         kind = f"sparse_{kind}"
     elif not pattern.is_plain:
@@ -266,10 +264,12 @@ class MLP(nn.Module):
     ):
         """width: f; None for the model's."""
         super().__init__()
+        # Ranks hold equal parts of the width.
         width = config.ffn_size if width is None else width
         check_divides(
             "ffn_hidden_size", width, ctx.tp, "each rank holds an equal part of it"
         )
+        # Gated activations need several parts of the first product.
         self.activation = pick(ACTIVATIONS, "activation", config.activation)
         parts = self.activation.parts
         self.linear_fc1 = ColumnParallelLinear(

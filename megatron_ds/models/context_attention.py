@@ -97,7 +97,10 @@ class SharedKeysAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """See the note above; of what `arrange` returned."""
+        """Attention [sq, b, heads * d] of the queries, keys and values that `arrange` returned.
+
+        Collective over the context-parallel ranks.
+        """
         ranks = self.run.size
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads = range(first, first + q.shape[2])
@@ -188,7 +191,10 @@ class HeadsAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """See the note above; of what `arrange` returned."""
+        """Attention [sq, b, heads * d] of the queries, keys and values that `arrange` returned.
+
+        Collective over the context-parallel ranks.
+        """
         return self.core(
             q, k, v, batch.whole, ToTokens(self.ctx.cp, self._order(batch, q))
         )
@@ -209,7 +215,7 @@ class HeadsAttention(nn.Module):
 
 @lru_cache(maxsize=8)
 def _positions(part: SequenceSlice, length: int, ranks: int) -> tuple[Runs, ...]:
-    """Of the tokens of each run of so many context-parallel ranks, one rank after another."""
+    """The positions [length / n] of each run of `ranks` context-parallel ranks, in the order of its ranks."""
     return tuple(
         Runs(sum((part.runs(length, rank) for rank in range(first, first + ranks)), ()))
         for first in range(0, part.context.size, ranks)

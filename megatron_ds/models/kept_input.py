@@ -57,15 +57,11 @@ def input_keeper(ctx: ParallelContext) -> InputKeeper | None:
 
 def bytes_in_host(modules: Iterable[nn.Module]) -> int:
     """Bytes of inputs of these modules, and of blocks inside them, that wait in host memory."""
-    keepers = (
-        getattr(inner, "keep_input", None)
-        for module in modules
-        for inner in module.modules()
-    )
-    return sum(
-        waiting.nbytes
-        for waiting in {keeper.waiting for keeper in keepers if keeper} - {None}
-    )
+    waiting = set()
+    for module in modules:
+        keepers = (getattr(inner, "keep_input", None) for inner in module.modules())
+        waiting |= {keeper.waiting for keeper in keepers if keeper}
+    return sum(each.nbytes for each in waiting - {None})
 
 
 def _part(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -67,7 +67,7 @@ class RandomLTD(nn.Module):
         self.ctx = ctx
 
     def set_recompute(self, granularity: str | None) -> None:
-        """See `Block.set_recompute`."""
+        """Set what the block recomputes in backward: `granularity` of `Block.set_recompute`."""
         self.block.set_recompute(granularity)
 
     def forward(

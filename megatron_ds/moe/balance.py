@@ -13,6 +13,7 @@ has the memories too, as ROUTER.expert_bias and ROUTER.last_share.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -96,16 +97,10 @@ class Balance:
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
     """The memories of all routers that need one, each once."""
-    found = (
-        getattr(inner, "balance", None)
-        for module in modules
-        for inner in module.modules()
-    )
-    return list(
-        dict.fromkeys(
-            each for each in found if isinstance(each, Balance) and each.is_needed
-        )
-    )
+    inner = chain.from_iterable(module.modules() for module in modules)
+    found = (getattr(each, "balance", None) for each in inner)
+    needed = (each for each in found if isinstance(each, Balance) and each.is_needed)
+    return list(dict.fromkeys(needed))
 
 
 class StepState:
@@ -138,12 +133,12 @@ class StepState:
 
     def pieces(self) -> list[ParameterPiece]:
         """For a checkpoint."""
+        rank = self.group.rank
+        size = self.group.size
+        held = chain.from_iterable(balance.tensors() for balance in self.balances)
         return [
-            ParameterPiece(
-                spec, tensor, replica=self.group.rank, replicas=self.group.size
-            )
-            for balance in self.balances
-            for spec, tensor in balance.tensors()
+            ParameterPiece(spec, tensor, replica=rank, replicas=size)
+            for spec, tensor in held
         ]
 
 

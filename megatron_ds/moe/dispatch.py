@@ -34,7 +34,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group
 from ..mpu.regions import copy_to_region, reduce_from_region
 from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
-from ..ops.grouped import Runs
+from ..ops.grouped import RowRuns
 from ..ops.permute import combine, permute, reorder
 from ..ops.product import has_memory
 from .router import Routing
@@ -93,7 +93,7 @@ class Dispatch:
         self._received = [cell(i, mine) for i in range(ep)]
         self._of_tp = [sum(cell(i, j) for i in range(ep)) for j in range(t)]
         counts = tuple(sum(received[e::local]) for e in range(local))
-        self.runs = Runs(
+        self.runs = RowRuns(
             counts, chunks.sum((0, 1)) if ep * t > 1 else chunks.view(local)
         )
         total = sum(rows)

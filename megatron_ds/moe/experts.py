@@ -21,7 +21,7 @@ from ..config.options.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.activation import ACTIVATIONS
-from ..ops.grouped import Runs, grouped_affine, grouped_product, sums_of_runs
+from ..ops.grouped import RowRuns, grouped_affine, grouped_product, sums_of_runs
 from ..tensor_parallel.linear import new_shard
 from ..tensor_parallel.weight_grad import Finish, grouped_gradient, now_or_later
 
@@ -61,7 +61,7 @@ class Experts(nn.Module):
             bias=bias,
         )
 
-    def forward(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """runs: rows of each expert of this rank.
 
         Tensor-parallel ranks hold the same x and parts of each expert's width, so results are partial sums.
@@ -89,6 +89,7 @@ class GroupedLinear(nn.Module):
         The bias of a cut input is added by one tensor-parallel rank, since outputs are partial sums.
         """
         super().__init__()
+        # The weights of all experts as one parameter.
         experts = Split("ep", 0)
         self.weight = new_shard(
             ParamSpec(
@@ -100,6 +101,7 @@ class GroupedLinear(nn.Module):
             ),
             ctx,
         )
+        # A bias of the output is cut with it; a bias after a cut input is whole on each rank.
         self.bias = None
         self.adds_bias = True
         if bias:
@@ -115,7 +117,7 @@ class GroupedLinear(nn.Module):
             self.bias = new_shard(spec, ctx)
             self.adds_bias = is_output_cut or ctx.tp.rank == 0
 
-    def forward(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """runs: rows of each expert of this rank, n in all."""
         return _GroupedLinear.apply(x, self.weight, self.bias, runs, self.adds_bias)
 
@@ -154,6 +156,6 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _begin_dw(
-    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: Runs
+    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: RowRuns
 ) -> Finish:
     return partial(grouped_gradient, weight, x, dy, runs)

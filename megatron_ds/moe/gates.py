@@ -182,7 +182,7 @@ class GateOptions:
     top2_2nd_expert_sampling: bool
 
     def capacity(self, num_experts: int, training: bool) -> Capacity:
-        """Of the experts of a layer."""
+        """The capacity of the experts of a layer."""
         factor = self.capacity_factor if training else self.eval_capacity_factor
         return Capacity(
             factor if self.drop_tokens else None,

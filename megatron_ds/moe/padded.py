@@ -46,7 +46,7 @@ from ..mpu.regions import (
     scatter_to_region,
 )
 from ..mpu.rows import Waiting, all_to_all_rows
-from ..ops.grouped import Runs
+from ..ops.grouped import RowRuns
 from ..ops.permute import combine_padded, permute_padded
 from .dispatch import Groups
 from .router import Routing
@@ -82,7 +82,7 @@ class PaddedDispatch:
         local = num_experts // groups.ep.size
         self._each = local * sets * places  # rows from an ep rank
         rows = groups.ep.size * sets * places
-        self.runs = Runs((rows,) * local, experts.new_full((local,), rows))
+        self.runs = RowRuns((rows,) * local, experts.new_full((local,), rows))
 
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → [E n C, h/t] from the ranks of ep; see `arrive`. Collective over ep and tp."""

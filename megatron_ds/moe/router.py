@@ -72,12 +72,10 @@ class Routing:
     planned: int | None = None
 
     def keeping(self, kept: torch.Tensor | None) -> "Routing":
-        """With fewer slots."""
-        return (
-            self
-            if kept is None
-            else replace(self, kept=kept if self.kept is None else self.kept & kept)
-        )
+        """This routing where only the slots of `kept`, bool [T, k], are kept; unchanged for None."""
+        if kept is None:
+            return self
+        return replace(self, kept=kept if self.kept is None else self.kept & kept)
 
 
 class Router(nn.Module):
@@ -280,6 +278,7 @@ def choose_tokens(
     A token has from 0 to E experts: its first slots, by number, are kept, the others are not. Of equal scores
     the earlier position is taken. Groups and bias have no effect. Collective over `tokens.ranks`.
     """
+    # Scores with noise choose; scores without it are weights.
     k = config.moe_router_topk
     score = SCORES[config.moe_router_score_function]
     scores = score(logits)
@@ -287,11 +286,13 @@ def choose_tokens(
     num_experts = ranked.shape[1]
     if tokens.counted is not None:
         ranked = ranked.masked_fill(~tokens.counted[:, None], -1)
+    # Experts choose among the tokens of a whole sequence, so ranks that divide it exchange scores.
     table = ranked.view(-1, tokens.samples, num_experts).permute(
         1, 2, 0
     )  # [b, E, s(/t)]
     if tokens.ranks is not None:
         table = tokens.ranks.gather(table.contiguous(), dim=2)  # [b, E, s]
+    # Each expert takes as many tokens as its share of the sequence without padding.
     most = ceil(k * table.shape[2] / num_experts)
     lengths = (table[:, 0] >= 0).sum(1)  # [b], without padding
     limits = (k * lengths + num_experts - 1) // num_experts
@@ -300,6 +301,7 @@ def choose_tokens(
     )  # [b, 1, C]
     taken = torch.zeros_like(table, dtype=torch.bool)
     taken.scatter_(2, largest(table, most), within.expand(-1, num_experts, -1))
+    # Of the choices each rank keeps those of its own tokens.
     if tokens.ranks is not None:
         taken = tokens.ranks.own(taken, dim=2)
     kept = taken.permute(2, 0, 1).reshape(-1, num_experts)  # [T, E]

@@ -20,7 +20,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
@@ -125,11 +125,8 @@ class Channels:
     @property
     def num_waiting(self) -> int:
         """Messages whose tensors are still held because their sends are not known to be complete."""
-        return sum(
-            not work.is_completed()
-            for waiting in self._sent.values()
-            for _, work in waiting
-        )
+        waiting = chain.from_iterable(self._sent.values())
+        return sum(not work.is_completed() for _, work in waiting)
 
     @property
     def _transport(self) -> Transport:
@@ -321,7 +318,8 @@ def _name_of(dtype: int) -> str:
 def _shapes(message: torch.Tensor) -> list[list[int]]:
     """The shape of each micro-batch in the message, which stores consecutive equal shapes once."""
     _, _, _, num_runs, *numbers = message.tolist()
-    runs = [numbers[RUN * i : RUN * (i + 1)] for i in range(num_runs)]
-    return [
-        sizes[:dimensions] for count, dimensions, *sizes in runs for _ in range(count)
-    ]
+    shapes: list[list[int]] = []
+    for i in range(num_runs):
+        count, dimensions, *sizes = numbers[RUN * i : RUN * (i + 1)]
+        shapes += [sizes[:dimensions]] * count
+    return shapes

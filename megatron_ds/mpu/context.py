@@ -159,13 +159,10 @@ class ParallelContext:
         cp = self.cp
         if tp.size * cp.size == 1:
             return None
-        every = (
-            self.group("tp", "cp")
-            if tp.size > 1 < cp.size
-            else cp
-            if cp.size > 1
-            else tp
-        )
+        if tp.size > 1 and cp.size > 1:
+            every = self.group("tp", "cp")
+        else:
+            every = cp if cp.size > 1 else tp
         return SequenceRanks(every, tp, cp, self.slice)
 
     @property

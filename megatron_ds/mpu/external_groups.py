@@ -30,10 +30,13 @@ from .mesh import (
 )
 from .param_spec import DATA_AXES, EXPERT_DATA_AXES
 
-FUNCTIONS = tuple(
-    f"get_{kind}_parallel_{what}"
-    for kind in ("model", "data")
-    for what in ("rank", "group", "world_size")
+FUNCTIONS = (
+    "get_model_parallel_rank",
+    "get_model_parallel_group",
+    "get_model_parallel_world_size",
+    "get_data_parallel_rank",
+    "get_data_parallel_group",
+    "get_data_parallel_world_size",
 )
 SEVENTH = "get_expert_data_parallel_group"
 _adopted: dict[str, Any] = {}
@@ -83,7 +86,7 @@ class DataParallelWorld:
         return made[0], made[1]
 
     def with_experts(self, size: int) -> "DataParallelWorld":
-        """With expert-parallel groups of `size` consecutive ranks of `data`. Collective over all ranks."""
+        """These groups, and expert-parallel groups of `size` consecutive ranks of `data`. Collective over all ranks."""
         ep, expert = self.split_data(size)
         return replace(self, expert=expert, expert_part=ep.rank, ep=ep)
 

@@ -25,16 +25,16 @@ class FakeTransport:
         self.size = size
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`; leaves the tensor as it is."""
+        """Leave the tensor as it is."""
         return DONE
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """As in `Transport`. Raises LayoutError for wrong sizes."""
+        """Leave `out` as it is. Raises LayoutError for wrong sizes."""
         self._check("all-gather", tensor.numel() * self.size, out.numel())
         return DONE
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`. Raises LayoutError for wrong sizes."""
+        """Leave `out` as it is. Raises LayoutError for wrong sizes."""
         self._check("reduce-scatter", out.numel() * self.size, tensor.numel())
         return DONE
 
@@ -45,25 +45,25 @@ class FakeTransport:
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Work:
-        """As in `Transport`. Raises LayoutError for wrong sizes."""
+        """Leave `out` as it is. Raises LayoutError for wrong sizes, if the pieces are equal."""
         if sent is None:
             self._check("all-to-all", tensor.numel(), out.numel())
         return DONE
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """As in `Transport`; leaves the tensor as it is."""
+        """Leave the tensor as it is."""
         return DONE
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        """As in `Transport`."""
+        """Send nothing."""
         return DONE
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """As in `Transport`; leaves the tensor as it is."""
+        """Leave the tensor as it is."""
         return DONE
 
     def exchange(self, sends: Messages, receives: Messages) -> Work:
-        """As in `Transport`; leaves the tensors as they are."""
+        """Send nothing, and leave the received tensors as they are."""
         return DONE
 
     def all_gather_object(self, obj: Any) -> list:

@@ -66,8 +66,11 @@ class GlooTransport(TorchTransport):
         )
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`. By messages, of two ranks, gloo's own: a + b = b + a, so it has the same bits,
-        it is as fast, and its second round does not run in `wait`."""
+        """Reduce `tensor` over all ranks, in place.
+
+        Without slots, two ranks use gloo's own: a + b = b + a, so it has the same bits, it is as fast, and its
+        second round does not run in `wait`.
+        """
         if self._slots is not None:
             return self._slots.all_reduce(tensor.detach(), op)
         if op == "sum" and self.size > 2:
@@ -75,11 +78,11 @@ class GlooTransport(TorchTransport):
         return super().all_reduce(tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """As in `Transport`."""
+        """Gather flat [numel] of each rank into flat [n * numel]."""
         return (self._slots or self._pieces).all_gather(out.detach(), tensor.detach())
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`."""
+        """Reduce flat [numel]; each rank keeps its flat [numel / n]."""
         if self._slots is not None:
             return self._slots.reduce_scatter(out.detach(), tensor.detach(), op)
         if op == "sum":
@@ -93,17 +96,17 @@ class GlooTransport(TorchTransport):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Work:
-        """As in `Transport`."""
+        """Exchange rows with all ranks; by slots, if the pieces are equal."""
         if self._slots is not None and sent is None:
             return self._slots.all_to_all(out.detach(), tensor.detach())
         return super().all_to_all(out, tensor, sent, received)
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        """As in `Transport`. A thread waits for the send; see `_Outbox`."""
+        """Start a message. A thread waits for it, so that its tensor is freed early (`_Outbox`)."""
         return self._outbox.put(super().isend(tensor, destination, tag))
 
     def close(self) -> None:
-        """As in `TorchTransport`, after the last send."""
+        """End the thread after the last send, then destroy the process groups."""
         self._slots = None
         self._outbox.close()
         super().close()

@@ -203,10 +203,11 @@ def cut_groups(
             f"{n} data-parallel ranks cannot be cut into groups of {size}. Use "
             f"{_listed(divisors(n))}."
         )
-    inner = [
-        ranks[first : first + size] for ranks in groups for first in range(0, n, size)
-    ]
-    outer = [ranks[place::size] for ranks in groups for place in range(size)]
+    inner = []
+    outer = []
+    for ranks in groups:
+        inner += [ranks[first : first + size] for first in range(0, n, size)]
+        outer += [ranks[place::size] for place in range(size)]
     return sorted(inner), sorted(outer)
 
 

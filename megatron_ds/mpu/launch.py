@@ -115,6 +115,7 @@ def _numbers(part: str) -> list[str]:
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
+    # Several ranks need an address at which they meet.
     address = env.get("MASTER_ADDR", "")
     world_size = _int(env, "WORLD_SIZE")
     if not address and world_size > 1:
@@ -123,12 +124,14 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
             "0. torchrun sets it; without torchrun, set it to the host of rank 0."
         )
     rank = _int(env, "RANK")
+    # A rank's GPU cannot be guessed on several hosts.
     if not env.get("LOCAL_RANK") and world_size > 1 and address not in _LOCAL:
         raise ConfigError(
             "LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; without "
             "torchrun, set it to 0 in the first process of each machine, to 1 in the second, "
             "and so on."
         )
+    # On one host, numbers on the host are those of the world.
     local_rank = _int(env, "LOCAL_RANK", rank)
     local_size = _int(
         env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1
@@ -146,6 +149,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 def _slurm(env: Mapping[str, str]) -> Launch:
     """Variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks is two ranks."""
+    # The numbers of this task.
     size = _int(
         env,
         "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS",
@@ -160,6 +164,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
             "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
             "one rank only, put SLURM_NTASKS=1 before the command."
         )
+    # Rank 0 is on the first host of the list, unless the user names another.
     hosts = expand_nodelist(
         _first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     )
@@ -169,6 +174,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
             f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR "
             "gives the host of rank 0. Set MASTER_ADDR to it."
         )
+    # A port that follows from the job, so that two jobs on one host differ.
     local_size = _tasks_on_node(env, _int(env, "SLURM_NODEID", 0)) or -(
         -size // max(1, len(hosts))
     )

@@ -127,6 +127,7 @@ class ParamSpec:
     matrices: Matrices | None = None
 
     def __post_init__(self):
+        # Each field accepts its own axes, and an axis occurs once in all of them.
         named = {
             "splits": tuple(split.axis for split in self.splits),
             "partial_over": self.partial_over,
@@ -144,6 +145,7 @@ class ParamSpec:
                 "hold shards, or whole parameters with partial gradients, or parameters of "
                 "their own: name each axis once."
             )
+        # Splits must divide the shape, and packed matrices its rows.
         for split in self.splits:
             self._check(split)
         packed = self.matrices is not None and self.matrices.groups * sum(

@@ -41,6 +41,7 @@ def meet(
     Raises OSError, RuntimeError or ValueError when the others have not come by the deadline, `timeout` from
     now, or when the process that listens has ended.
     """
+    # Rank 0 listens; the others wait until it does.
     deadline = time.monotonic() + timeout.total_seconds()
     listener = wait_for_listener(*address, deadline) if rank > 0 else None
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -57,6 +58,7 @@ def meet(
             timeout=timeout,
         )
 
+    # The meeting runs in a thread: here the listener and the deadline are watched.
     with only_errors(), listener or nullcontext():
         attempt = _Attempt(start)
         while not attempt.is_over.wait(PAUSE_SECONDS):

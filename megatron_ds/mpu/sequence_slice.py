@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..errors import LayoutError
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """Position of a rank among those that divide something, and their number."""
 
     rank: int = 0
@@ -25,8 +26,8 @@ class SequenceSlice:
     zigzag   each context-parallel rank holds two chunks, one from each half; otherwise one run
     """
 
-    context: Part = Part()
-    tensor: Part = Part()
+    context: RankPart = RankPart()
+    tensor: RankPart = RankPart()
     zigzag: bool = True
 
     @classmethod
@@ -39,7 +40,9 @@ class SequenceSlice:
         zigzag: bool = True,
     ) -> "SequenceSlice":
         """The slice of a rank with these (rank, size). Without sequence parallelism tp does not split."""
-        return cls(Part(*cp), Part(*tp) if sequence_parallel else Part(), zigzag)
+        return cls(
+            RankPart(*cp), RankPart(*tp) if sequence_parallel else RankPart(), zigzag
+        )
 
     @property
     def parts(self) -> int:
@@ -94,13 +97,12 @@ class SequenceSlice:
         is ascending."""
         if self.context.size == 1 or not self.zigzag:
             return None
-        return torch.cat(
-            [
-                torch.arange(run.start, run.stop, device=device)
-                for rank in range(self.context.size)
-                for run in self.runs(length, rank)
-            ]
-        )
+        runs = [self.runs(length, rank) for rank in range(self.context.size)]
+        held = [
+            torch.arange(run.start, run.stop, device=device)
+            for run in chain.from_iterable(runs)
+        ]
+        return torch.cat(held)
 
     def rows(self, held: int) -> range:
         """The range, within the `held` tokens, whose hidden states this rank holds between linear layers.

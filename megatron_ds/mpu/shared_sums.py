@@ -109,14 +109,17 @@ class SharedSums:
             self._until_none(lambda: next(iter(self._unread.values()), ()))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> "Round":
-        """As in `Transport`, of the sum, but for when the tensor may be overwritten."""
+        """Sum flat [numel] over all ranks; each keeps its [numel / n] in `out`.
+
+        `tensor` may be overwritten after `Round.wait_until_read`.
+        """
         self.rounds += 1
         return self._start(
             self.rounds, tensor, lambda theirs: self._add(theirs, tensor, out)
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> "AllReduce":
-        """As in `Transport`, of the sum."""
+        """Sum the contiguous tensor over all ranks, in place."""
         flat = tensor.view(-1)
         first = self.reduce_scatter(flat.tensor_split(self._size)[self._rank], flat)
         self.rounds += 1

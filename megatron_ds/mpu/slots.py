@@ -94,7 +94,7 @@ class Slots:
         return self._rounds.number
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`."""
+        """Reduce a contiguous tensor of any shape over all ranks, in place."""
         flat = tensor.view(-1)
         call = ("all-reduce", op, tensor.dtype)
         if self._size == 2 or flat.nbytes <= WHOLE_BYTES:
@@ -112,7 +112,7 @@ class Slots:
         return self._last
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """As in `Transport`."""
+        """Gather flat [numel] of each rank into flat [n * numel]."""
         pieces = out.chunk(self._size)
         _copy(tensor, pieces[self._rank])
         return self._start(
@@ -120,7 +120,7 @@ class Slots:
         )
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`."""
+        """Reduce flat [n * numel] over all ranks; each keeps its flat [numel]."""
         pieces = tensor.chunk(self._size)
         mine = pieces[self._rank]
         return self._start(
@@ -131,7 +131,7 @@ class Slots:
         )
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Work:
-        """As in `Transport`, of flat tensors in equal pieces."""
+        """Send piece i of the flat `tensor` to rank i; `out` receives the pieces of all ranks in order."""
         sent = tensor.chunk(self._size)
         received = out.chunk(self._size)
         _copy(sent[self._rank], received[self._rank])

@@ -78,15 +78,15 @@ class TorchTransport:
                         dist.recv(number, self.ranks[low], lane)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`."""
+        """Reduce the tensor over all ranks, in place."""
         return self._start("all-reduce", dist.all_reduce, tensor.detach(), _OPS[op])
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """As in `Transport`."""
+        """Gather flat [numel] of each rank into flat [n * numel]."""
         return self._start("all-gather", _all_gather, out.detach(), tensor.detach())
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`."""
+        """Reduce flat [n * numel] over all ranks; each keeps its flat [numel]."""
         return self._start(
             "reduce-scatter", _reduce_scatter, out.detach(), tensor.detach(), _OPS[op]
         )
@@ -98,20 +98,20 @@ class TorchTransport:
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Work:
-        """As in `Transport`."""
+        """Send `sent[i]` rows to rank i and receive `received[i]` from it; equal pieces without these numbers."""
         splits = () if sent is None else (list(received), list(sent))
         return self._start(
             "all-to-all", dist.all_to_all_single, out.detach(), tensor.detach(), *splits
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """As in `Transport`."""
+        """Give all ranks the tensor of the rank at position `source`."""
         return self._start(
             "broadcast", dist.broadcast, tensor.detach(), self.ranks[source]
         )
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        """As in `Transport`."""
+        """Start a message to the rank at position `destination`."""
         what = f"send to rank {self.ranks[destination]}"
         lane = self._lane(self.rank, destination, tag)
         return self._guard(
@@ -120,7 +120,7 @@ class TorchTransport:
         )
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """As in `Transport`."""
+        """Start to receive a message of the tensor's shape and dtype into it."""
         what = f"receive from rank {self.ranks[source]}"
         lane = self._lane(source, self.rank, tag)
         return self._guard(
@@ -128,7 +128,10 @@ class TorchTransport:
         )
 
     def exchange(self, sends: Messages, receives: Messages) -> Work:
-        """As in `Transport`. One batch on NCCL, where unbatched messages in both directions can deadlock."""
+        """Start all messages together.
+
+        They are one batch: on NCCL, unbatched messages in both directions can deadlock.
+        """
         operations = [(dist.irecv, tensor, peer) for tensor, peer in receives]
         operations += [(dist.isend, tensor, peer) for tensor, peer in sends]
         batch = [
@@ -147,29 +150,29 @@ class TorchTransport:
         return AllOf([TranslatedWork(work, self, what) for work in works])
 
     def all_gather_object(self, obj: Any) -> list:
-        """As in `Transport`."""
+        """The picklable objects of all ranks, in rank order."""
         objects = [None] * self.size
         with _Translated(self, "all-gather of objects"):
             dist.all_gather_object(objects, obj, group=self.process_group)
         return objects
 
     def barrier(self) -> None:
-        """As in `Transport`."""
+        """Return when all ranks have called it."""
         with _Translated(self, "barrier"):
             dist.barrier(self.process_group)
 
     def share_memory(self) -> SharedPages | None:
-        """As in `Transport`."""
+        """Memory that all ranks map; None where they are on several hosts. Collective."""
         return share_pages(self.rank, self.all_gather_object)
 
     def share_signals(self) -> SignalPipes | None:
-        """As in `Transport`. They wait as long as the group's collectives."""
+        """Signals among the ranks, which wait as long as the group's collectives. Collective."""
         backend = self.process_group._get_backend(torch.device("cpu"))
         seconds = backend.options._timeout.total_seconds()
         return share_pipes(self.rank, self.ranks, self.all_gather_object, seconds)
 
     def failure(self, what: str, error: Exception) -> CommunicationError:
-        """As in `Transport`."""
+        """The error to raise for `error`, with the group, its ranks and the probable cause."""
         return CommunicationError(_failure_message(self, what, error))
 
     def close(self) -> None:
@@ -256,9 +259,11 @@ _CLOSED = (
 
 def _failure_message(transport: TorchTransport, what: str, error: Exception) -> str:
     """What failed, where, why as far as the other ranks' reports show, and the backend's own message."""
+    # The backend's own message, without its general advice.
     me = transport.ranks[transport.rank]
     peers = list(transport.ranks)
     cause = str(error).split("This is typically caused")[0].strip()
+    # A closed connection, a timeout, or another error. The first and last are reported to the other ranks.
     if any(closed in cause.lower() for closed in _CLOSED):
         report_failure()
         why = (
@@ -277,6 +282,7 @@ def _failure_message(transport: TorchTransport, what: str, error: Exception) -> 
     else:
         report_failure()
         why = "Look for the earliest error among these ranks"
+    # Where, what and why in one message.
     call = f" in {current_call()}" if current_call() else ""
     return (
         f"rank {me}{call}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. "

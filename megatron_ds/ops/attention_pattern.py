@@ -47,7 +47,7 @@ class AttentionPattern:
         )
 
     def of_heads(self, heads: range) -> "AttentionPattern":
-        """That of some of the heads of the layout; the same object for the same heads."""
+        """The pattern of some of the heads of the layout; the same object for the same heads."""
         return (
             self
             if self.layout is None or self.layout.is_alike

@@ -199,7 +199,7 @@ class Seen:
             yield range(start, keys.stop), True
 
     def _seen_by(self, queries: range, keys: range) -> range:
-        """Those from the first key to the last one that any of the queries sees in any sample."""
+        """The keys from the first to the last one that any of the queries sees in any sample."""
         seen = self.pattern.keys_of(queries, keys)
         if not self._boundaries or not len(seen):
             return seen

@@ -44,7 +44,7 @@ class BlockLayout:
         return self.block * self.seen.shape[1]
 
     def of_heads(self, heads: range) -> "BlockLayout":
-        """That of some of the heads."""
+        """The layout of some of the heads."""
         return (
             self
             if self.is_alike

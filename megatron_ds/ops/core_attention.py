@@ -54,6 +54,7 @@ def attention(
                memory grows with sq * sk
     scoring    scale of the scores, and what joins them in the softmax
     """
+    # Documents hide keys in the causal kernels only; elsewhere they join the mask.
     needs_scores = keep is not None or scoring.sink is not None
     is_bare = not needs_scores and mask is None and scoring.alibi is None
     if documents is not None and not (is_bare and pattern == CAUSAL):
@@ -67,6 +68,7 @@ def attention(
     queries, keys, values = (
         t.permute(1, 2, 0, 3) for t in (q, k, v)
     )  # [b, n or g, s, d], views
+    # A causal pattern alone is an option of torch's kernels; anything else is a mask or a bias.
     plain_causal = (
         pattern.causal and is_bare and mask is None and documents is None and sq == sk
     )
@@ -81,6 +83,7 @@ def attention(
             allowed = bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
+    # torch chooses a fused kernel.
     out = F.scaled_dot_product_attention(
         queries,
         keys,
@@ -350,10 +353,13 @@ class OutputExchange(Protocol):
     [sq, b, n, d] → [rows, b, heads, d], what this rank has of all outputs. Collective."""
 
     def __call__(self, out: torch.Tensor) -> torch.Tensor:
-        """Of attention that keeps its output."""
+        """Exchange an output that attention keeps."""
 
     def of_rows(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Of attention that does not. The gradient of lse, fp32 [b, n, sq], is D = rowsum(dO ∘ O)."""
+        """Exchange an output that attention does not keep.
+
+        The gradient of lse, fp32 [b, n, sq], is D = rowsum(dO ∘ O).
+        """
 
 
 def exchanged_attention(
@@ -431,7 +437,9 @@ def _hidden(
 
 def _joined(*masks: torch.Tensor | None) -> torch.Tensor | None:
     given = [mask for mask in masks if mask is not None]
-    return None if not given else given[0] if len(given) == 1 else given[0] | given[1]
+    if not given:
+        return None
+    return given[0] if len(given) == 1 else given[0] | given[1]
 
 
 class _PlannedAttention(torch.autograd.Function):

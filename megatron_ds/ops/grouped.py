@@ -25,7 +25,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Runs:
+class RowRuns:
     """The number of rows of each run, on the host and on the device. All products of a layer share one.
 
     counts     at least 0 each, their sum n
@@ -41,8 +41,9 @@ class Runs:
         return self.on_device.cumsum(0, dtype=torch.int32)
 
     def parts(self, rows: Tensors, matrices: Tensors) -> Iterator[Tensors]:
-        """Of each run that is not empty its part of `rows` [n, ..], then of `matrices` [runs, ..]; of the
-        longest run only, if the tensors have no memory.
+        """Yield, for each run that is not empty, its part of `rows` [n, ..], then of `matrices` [runs, ..].
+
+        Only the longest run is yielded if the tensors have no memory.
         """
         if not has_memory(rows[0]):
             longest = max(self.counts)
@@ -61,7 +62,7 @@ class Runs:
 
 
 def grouped_affine(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, runs: Runs
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, runs: RowRuns
 ) -> torch.Tensor:
     """x [n, in], weight [runs, out, in], bias [runs, out] or None → [n, out]. Without autograd."""
     if _has_kernel(x, weight):
@@ -82,7 +83,9 @@ def grouped_affine(
     return y
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, runs: Runs) -> torch.Tensor:
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, runs: RowRuns
+) -> torch.Tensor:
     """x [n, out], weight [runs, out, in] → [n, in]: the gradient of the input of `grouped_affine`."""
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight, offs=runs.ends)
@@ -96,7 +99,7 @@ def add_grouped_gradient_(
     out: torch.Tensor,
     dy: torch.Tensor,
     x: torch.Tensor,
-    runs: Runs,
+    runs: RowRuns,
     overwrites: bool = False,
 ) -> None:
     """Add dyᵀ x of each run to out [runs, dy's columns, x's columns]; dy and x [n, ..].
@@ -114,7 +117,7 @@ def add_grouped_gradient_(
 
 
 def new_grouped_gradient(
-    weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs
+    weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: RowRuns
 ) -> torch.Tensor:
     """dyᵀ x of each run, a new tensor like `weight` [runs, dy's columns, x's columns]; 0 for an empty run."""
     if _has_kernel(x, weight):
@@ -126,13 +129,13 @@ def new_grouped_gradient(
     return out
 
 
-def _clear_empty(out: torch.Tensor, runs: Runs) -> None:
+def _clear_empty(out: torch.Tensor, runs: RowRuns) -> None:
     for run, count in enumerate(runs.counts):
         if not count:
             out[run].zero_()
 
 
-def sums_of_runs(x: torch.Tensor, runs: Runs) -> torch.Tensor:
+def sums_of_runs(x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
     """The sum of the rows of each run: [n, d] → [runs, d]."""
     sums = x.new_zeros(len(runs.counts), x.shape[1])
     for part, total in runs.parts((x,), (sums,)):

@@ -151,7 +151,7 @@ class PartialGradients:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Of one tile: q [b, n, rows, d], k and v [b, g, columns, d].
+    """The tensors of one tile: q [b, n, rows, d], k and v [b, g, columns, d].
 
     bias      [b or 1, n or 1, rows, columns] to be added to the scores, -inf where hidden; None
     triangle  a causal mask of the tile itself is added
@@ -181,6 +181,7 @@ class _Operands:
         seen: Seen,
         by_runs: bool,
     ) -> "_Operands":
+        # The compiled kernel takes the pattern itself.
         if by_runs:
             padding = (
                 None if seen.mask is None else seen.mask[:, 0, 0].expand(q.shape[0], -1)
@@ -198,6 +199,7 @@ class _Operands:
                 shown,
                 seen.alibi,
             )
+        # Other kernels take what is hidden as numbers added to the scores.
         keep = None if seen.keep is None else seen.keep(tile)
         triangle = not tile.is_whole and seen.is_triangle(tile.queries, tile.keys)
         hidden = None if triangle else seen.hidden(tile, q.device)
@@ -235,8 +237,12 @@ class _Operands:
 
 
 class _Final(NamedTuple):
-    """Of the rows of a tile, over all keys: dout and out [b, n, rows, d], log-sum-exp fp32 [b, n, rows], and
-    for the compiled kernel D [b, n, rows]."""
+    """Tensors of the rows of a tile, over all keys.
+
+    dout, out  [b, n, rows, d]
+    sums       log-sum-exp fp32 [b, n, rows]
+    dots       D [b, n, rows], for the compiled kernel
+    """
 
     dout: torch.Tensor
     out: torch.Tensor

@@ -128,12 +128,14 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, dloss):
         (x, labels, lse), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        # The rows of all tensor-parallel ranks, whose logits were not kept.
         whole = collectives.all_gather(x, group) if ctx.sequence_parallel else x
         flat = whole.view(-1, whole.shape[-1])
         dloss = dloss.reshape(-1)
         dx = torch.empty_like(flat) if needs_dx else None
         dw = GradientSum(weight) if needs_dw else None
         db = lse.new_zeros(len(weight)) if needs_db else None
+        # Logits of a chunk are computed again and become their gradients.
         for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks):
             dlogits = cross_entropy_gradient_(
                 logits, labels[rows], lse[rows], dloss[rows], ctx.valid, *ctx.target
@@ -144,6 +146,7 @@ class _Chunked(torch.autograd.Function):
                 dw.add(flat[rows], dlogits)
             if db is not None:
                 db += dlogits.sum(0, dtype=db.dtype)
+        # Each rank has part of the vocabulary: the gradients of x are added over ranks.
         if dx is not None:
             dx = dx.view(whole.shape)
             if ctx.sequence_parallel:

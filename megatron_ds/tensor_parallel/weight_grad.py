@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..ops.grouped import Runs, add_grouped_gradient_, new_grouped_gradient
+from ..ops.grouped import RowRuns, add_grouped_gradient_, new_grouped_gradient
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
@@ -138,14 +138,13 @@ class GradientSums:
 
     def deliver(self) -> list[torch.Tensor | None]:
         """Once, at the end: what autograd receives as the gradients of the parameters."""
-        return [
-            self._products[p].deliver()
-            if p in self._products
-            else other
-            if other is None
-            else other.to(p.dtype)
-            for p, other in zip(self._parameters, self._others)
-        ]
+        delivered = []
+        for p, other in zip(self._parameters, self._others):
+            if p in self._products:
+                delivered.append(self._products[p].deliver())
+            else:
+                delivered.append(None if other is None else other.to(p.dtype))
+        return delivered
 
 
 @contextmanager
@@ -163,7 +162,7 @@ def gradient_sums(parameters: Sequence[torch.Tensor]) -> Iterator[GradientSums]:
 
 
 def grouped_gradient(
-    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: Runs
+    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, runs: RowRuns
 ) -> torch.Tensor | None:
     """Add dyᵀ x of each run of rows to the gradient of its matrix of the weight [runs, out, in].
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_ds.config.options.data_options import DataConfig
 from megatron_ds.data.loading.blend import (
     Blend,
+    CorpusSlice,
     Draw,
-    Slice,
     build_blend_index,
     build_exhaustive_index,
     count_draws,
@@ -330,7 +330,7 @@ def test_weights_of_zero_leave_a_corpus_out_and_nothing_but_zeros_is_an_error():
         and blend.left_out == ("b",)
     )
     assert parse_blend(["0", "a", "1", "a"], "--data-path") == Blend(
-        (Slice("a"),), (1.0,), ("a",)
+        (CorpusSlice("a"),), (1.0,), ("a",)
     )
     with pytest.raises(ConfigError, match="all weights are 0"):
         parse_blend(["0", "a", "0", "b"], "--data-path")

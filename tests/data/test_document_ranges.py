@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ds.config.parse import parse
-from megatron_ds.data.loading.blend import Slice, parse_blend, read_sources
+from megatron_ds.data.loading.blend import CorpusSlice, parse_blend, read_sources
 from megatron_ds.data.loading.datasets import (
     build_datasets,
     fit_default_split,
@@ -137,12 +137,15 @@ def test_what_is_no_range_of_documents_is_an_error(words, told):
 
 def test_ranges_stand_before_prefixes_with_and_without_weights():
     assert parse_blend("0:0.5 a ./0:1 b".split(), "--data-path").slices == (
-        Slice("a", 0, 0.5),
-        Slice("./0:1"),
-        Slice("b"),
+        CorpusSlice("a", 0, 0.5),
+        CorpusSlice("./0:1"),
+        CorpusSlice("b"),
     )
     blend = parse_blend("1 0:1e-3 a 0 0:1 b 3 c".split(), "--data-path")
-    assert blend.slices == (Slice("a", 0, 1e-3), Slice("c")) and blend.shares == [
+    assert blend.slices == (
+        CorpusSlice("a", 0, 1e-3),
+        CorpusSlice("c"),
+    ) and blend.shares == [
         0.25,
         0.75,
     ]

@@ -9,7 +9,7 @@ import pytest
 from megatron_ds.data.text import plain_text
 from megatron_ds.data.text.plain_text import TextCut
 from megatron_ds.data.text.text_files import (
-    Slice,
+    FileSlice,
     check_files,
     files_of,
     read_blocks,
@@ -60,9 +60,11 @@ def write(path, data):
 
 @pytest.mark.parametrize("cut", WANTED, ids=lambda cut: cut.separator or cut.where)
 def test_a_text_file_is_cut_into_documents(tmp_path, cut):
-    assert read([Slice(write(tmp_path / "a.txt", TEXT))], cut) == WANTED[cut]
+    assert read([FileSlice(write(tmp_path / "a.txt", TEXT))], cut) == WANTED[cut]
     assert (
-        read([Slice(write(tmp_path / "a.md.gz", gzip.compress(TEXT.encode())))], cut)
+        read(
+            [FileSlice(write(tmp_path / "a.md.gz", gzip.compress(TEXT.encode())))], cut
+        )
         == WANTED[cut]
     )
 
@@ -75,7 +77,7 @@ def test_slices_hold_each_document_once_wherever_the_cuts_are(tmp_path, cut):
     size = os.path.getsize(path)
     for first, second in itertools.combinations_with_replacement(range(size + 1), 2):
         edges = [(0, first), (first, second), (second, size)]
-        pieces = [Slice(path, *edge) for edge in edges if edge[0] < edge[1]]
+        pieces = [FileSlice(path, *edge) for edge in edges if edge[0] < edge[1]]
         assert read(pieces, cut) == WANTED[cut], (first, second)
 
 
@@ -118,7 +120,7 @@ def test_shards_in_order_are_the_files_in_order(tmp_path, cut):
     ],
 )
 def test_marks_and_line_ends_are_no_part_of_a_text(tmp_path, data, found):
-    assert read([Slice(write(tmp_path / "a.txt", data))], FILE) == found
+    assert read([FileSlice(write(tmp_path / "a.txt", data))], FILE) == found
 
 
 @pytest.mark.parametrize("cut", WANTED, ids=lambda cut: cut.separator or cut.where)
@@ -154,7 +156,7 @@ def test_text_that_is_not_utf8_is_reported_by_its_line_in_the_file(tmp_path, cut
 )
 def test_a_file_that_is_not_what_its_name_says_is_an_error(tmp_path, data, told):
     with pytest.raises(DataError, match=told):
-        read([Slice(write(tmp_path / "a.txt", data))], FILE)
+        read([FileSlice(write(tmp_path / "a.txt", data))], FILE)
 
 
 def test_a_document_too_long_for_memory_is_an_error_naming_its_line(
@@ -166,10 +168,10 @@ def test_a_document_too_long_for_memory_is_an_error_naming_its_line(
         DataError,
         match="a.txt: the document that begins in line 3 is longer .*--text-documents",
     ):
-        read([Slice(path)], PARAGRAPHS)
+        read([FileSlice(path)], PARAGRAPHS)
     with pytest.raises(DataError, match="line 1 is longer"):
-        read([Slice(path)], FILE)
-    assert len(read([Slice(path)], LINES)) == 8
+        read([FileSlice(path)], FILE)
+    assert len(read([FileSlice(path)], LINES)) == 8
 
 
 def test_a_folder_is_its_text_files_by_path(tmp_path, caplog):

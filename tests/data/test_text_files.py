@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.text.text_files import (
-    Slice,
+    FileSlice,
     check_files,
     read_blocks,
     slices_of_shard,
@@ -91,7 +91,7 @@ ENDS = ["jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst", "parquet", "h
 @pytest.mark.parametrize("end", ENDS)
 def test_every_kind_of_file_gives_the_same_documents(end, tmp_path):
     path = write(tmp_path / f"a.{end}")
-    assert read([Slice(path)], ("text", "id")) == [
+    assert read([FileSlice(path)], ("text", "id")) == [
         (t, str(i)) for i, t in enumerate(TEXTS)
     ]
 
@@ -113,7 +113,7 @@ def test_a_line_belongs_to_the_shard_in_which_it_begins_wherever_the_cut_is(tmp_
     path = write(tmp_path / "a.jsonl", ["a", "bb", "", "cccc" * 50, "d"])
     size = os.path.getsize(path)
     for cut in range(size + 1):
-        assert read([Slice(path, 0, cut), Slice(path, cut, size)]) == [
+        assert read([FileSlice(path, 0, cut), FileSlice(path, cut, size)]) == [
             ("a",),
             ("bb",),
             ("",),
@@ -151,7 +151,7 @@ def test_a_damaged_file_is_an_error_naming_it(end, how, tmp_path):
     with pytest.raises(
         DataError, match=f"a.{end} (is damaged after line|cannot be read as)"
     ):
-        read([Slice(path)])
+        read([FileSlice(path)])
 
 
 @pytest.mark.parametrize("end", ["parquet", "h5"])
@@ -160,7 +160,7 @@ def test_a_table_without_the_key_or_with_a_hole_says_so(end, tmp_path):
     with pytest.raises(
         DataError, match=f"a.{end} has no column 'body'; it has .*'text'"
     ):
-        read([Slice(path)], ("body",))
+        read([FileSlice(path)], ("body",))
     if end == "parquet":
         import pyarrow
         import pyarrow.parquet
@@ -177,7 +177,7 @@ def test_a_table_without_the_key_or_with_a_hole_says_so(end, tmp_path):
         with h5py.File(path, "w") as f:
             f["text"] = np.zeros((2, 2))
         with pytest.raises(DataError, match="arrays of one dimension"):
-            read([Slice(path)])
+            read([FileSlice(path)])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_package_that_is_missing_is_an_error_naming_the_extra(
     with pytest.raises(
         ConfigError, match=rf"{package}.*pip install 'megatron_ds\[data\]'"
     ):
-        read([Slice(path)])
+        read([FileSlice(path)])
 
 
 def test_standard_input_is_read_once_and_not_cut(tmp_path, monkeypatch):

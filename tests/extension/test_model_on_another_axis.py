@@ -21,7 +21,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import gather_from_sequence_region
-from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
+from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
 from megatron_ds.ops.attention_pattern import FULL
 from megatron_ds.ops.core_attention import attention
 from megatron_ds.tensor_parallel.init import initialize
@@ -43,7 +43,7 @@ class GatheredKeys(nn.Module):
         # [s, b, g/t, d], in the order of the ranks
         k, v = (gather_from_sequence_region(x, self.group) for x in (k, v))
         parts = [
-            SequenceSlice(context=Part(rank, self.group.size))
+            SequenceSlice(context=RankPart(rank, self.group.size))
             for rank in range(self.group.size)
         ]
         keys = torch.cat([part.index(batch.places.length) for part in parts])

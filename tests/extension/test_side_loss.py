@@ -25,7 +25,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import reduce_from_region
-from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
+from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.step_metrics import StepMetrics
@@ -416,7 +416,7 @@ def test_what_a_ledger_would_lose_is_refused():
     batch = make_batch(STYLES["gpt2"], s=12)
     for lost in (
         batch,
-        batch.cut(SequenceSlice(context=Part(1, 2))).with_ledger(Ledger()).whole,
+        batch.cut(SequenceSlice(context=RankPart(1, 2))).with_ledger(Ledger()).whole,
     ):
         with pytest.raises(
             LedgerError, match="'load' is added to a batch that has no ledger"

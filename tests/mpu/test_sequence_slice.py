@@ -16,7 +16,7 @@ from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
+from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.bert_runs import random_bert_batch
 from tests.harness.gpt_runs import make_batch
@@ -48,7 +48,8 @@ def test_the_ranks_hold_each_token_once(cp, tp, length):
 
 def test_each_context_rank_has_the_same_number_of_causal_scores():
     scores = [
-        int((SequenceSlice(context=Part(c, 4)).index(64) + 1).sum()) for c in range(4)
+        int((SequenceSlice(context=RankPart(c, 4)).index(64) + 1).sum())
+        for c in range(4)
     ]
     assert set(scores) == {65 * 64 // 2 // 4}
 
@@ -62,11 +63,11 @@ def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(
         LayoutError, match="5 tokens of a sequence are not divisible by 2"
     ):
-        SequenceSlice(tensor=Part(0, 2)).rows(5)
+        SequenceSlice(tensor=RankPart(0, 2)).rows(5)
     with pytest.raises(
         LayoutError, match="10 tokens is not divisible by 4: .* two equal chunks"
     ):
-        SequenceSlice(context=Part(0, 2)).batch_length(10)
+        SequenceSlice(context=RankPart(0, 2)).batch_length(10)
 
 
 def test_a_batch_of_some_tokens_is_narrowed_further():
@@ -76,7 +77,7 @@ def test_a_batch_of_some_tokens_is_narrowed_further():
         document_ids=torch.arange(12).expand(3, -1) // 5,
         kept_tokens=6,
     )
-    part = SequenceSlice(context=Part(1, 2))
+    part = SequenceSlice(context=RankPart(1, 2))
     index, inner = part.index(12), torch.tensor([[0, 2, 5], [1, 3, 4], [0, 1, 2]])
     cut = batch.cut(part)
     assert (
@@ -94,7 +95,7 @@ def test_a_batch_of_some_tokens_is_narrowed_further():
 
 def test_a_mask_is_cut_in_queries_and_keys():
     mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.5
-    index = SequenceSlice(context=Part(0, 3)).index(12)
+    index = SequenceSlice(context=RankPart(0, 3)).index(12)
     batch = make_batch(STYLES["gpt2"], s=12, attention_mask=mask)
     assert torch.equal(
         batch.at_places(index).attention_mask, mask[:, :, index][..., index]
@@ -157,9 +158,15 @@ class BertStyle:
 
 def test_rotary_positions_and_attention_dropout_are_those_of_the_tokens_among_all():
     config, ctx = replace(STYLES["llama"], **DROPS), context_of(seed=3)
-    batch, index = make_batch(config, s=12), SequenceSlice(context=Part(1, 3)).index(12)
+    batch, index = (
+        make_batch(config, s=12),
+        SequenceSlice(context=RankPart(1, 3)).index(12),
+    )
     qkv = torch.randn(12, 3, 2, 4, 8, generator=torch.Generator().manual_seed(4))
-    rotary, part = Rotary(8, 1.0, 100.0), batch.cut(SequenceSlice(context=Part(1, 3)))
+    rotary, part = (
+        Rotary(8, 1.0, 100.0),
+        batch.cut(SequenceSlice(context=RankPart(1, 3))),
+    )
     whole, some = rotary(qkv, batch), rotary(qkv[index], part)
     assert all(
         torch.equal(ours, all_of_it[index]) for ours, all_of_it in zip(some, whole)

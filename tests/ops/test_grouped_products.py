@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.ops import grouped
-from megatron_ds.ops.grouped import Runs
+from megatron_ds.ops.grouped import RowRuns
 from tests.harness.aten_calls import Counted
 
 pytestmark = pytest.mark.plan
@@ -29,7 +29,7 @@ def tensors(counts, dtype, into=16, out=24):
 
 
 def runs_of(counts):
-    return Runs(counts, torch.tensor(counts))
+    return RowRuns(counts, torch.tensor(counts))
 
 
 def by_hand(counts):

@@ -154,10 +154,12 @@ def order_by_difficulty(
     Raises DataError for index files that are damaged or of other data, and if the first step admits no
     sample.
     """
+    # Numbers of admitted samples by metric, at each step that raises one of them.
     indexes = [MetricIndex(metric, total, identity) for metric in metrics]
     moments = list(_moments(indexes, steps, batch_at))
     starts = [start for start, _ in moments]
     counts = np.array([count for _, count in moments], np.int64)  # [k, m]
+    # One metric orders the samples by itself; several need a stored intersection.
     if len(indexes) == 1:
         easiest_first = indexes[0].easiest_first
         admitted = counts[:, 0]

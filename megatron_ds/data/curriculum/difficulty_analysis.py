@@ -94,6 +94,7 @@ def map_shard(
         0, dataset_id["samples"], num_shards + 1, dtype=int
     )  # as in DeepSpeed
     first, last = bounds[shard : shard + 2].tolist()
+    # Finished metrics of an earlier run are kept.
     todo = [
         spec
         for spec in specs
@@ -106,6 +107,7 @@ def map_shard(
     ]
     columns: dict[str, list[np.ndarray]] = {spec.name: [] for spec in todo}
     functions = {spec.name: spec.function(save) for spec in todo}
+    # The samples are read once for all metrics. A total keeps a sum, a metric the values of each sample.
     for start, samples in _batches(dataset, first, last):
         for spec in todo:
             column = columns[spec.name]
@@ -114,6 +116,7 @@ def map_shard(
                 [column[0] + values] if spec.is_total and column else [*column, values]
             )
         progress(start + len(next(iter(samples.values()))) - first)
+    # done.json comes last: a shard without it is computed again.
     for spec, description in zip(todo, descriptions):
         folder = shard_folder(save, spec.name, shard)
         (folder / "done.json").unlink(missing_ok=True)
@@ -141,6 +144,7 @@ def reduce_metric(
     folder = save / spec.name
     prefix = save / spec.name / spec.name
     description = _description(save, spec, dataset_id)
+    # All shards must be complete and of this dataset.
     missing = [
         shard
         for shard in range(num_shards)
@@ -152,6 +156,7 @@ def reduce_metric(
             f"from other data: {', '.join(map(str, missing[:10]))}{' …' if len(missing) > 10 else ''}. "
             "Run the map again: finished shards are kept."
         )
+    # Totals of shards are added, values of samples are joined.
     what = "metric_value" if spec.is_total else "sample_to_metric"
     parts = [
         ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat
@@ -167,6 +172,7 @@ def reduce_metric(
             f"{folder}: the shards hold {len(values)} values for {dataset_id['samples']} "
             "samples. Remove the folder, and run the map again."
         )
+    # The description comes last: an interrupted run leaves none.
     (folder / "analysis.json").unlink(missing_ok=True)
     (write_total if spec.is_total else write_metric)(prefix, values)
     _write_json(folder / "analysis.json", description)
@@ -188,7 +194,7 @@ def _is_mapped(
 def _description(
     save: Path, spec: MetricSpec, dataset_id: Mapping, *shard: int
 ) -> dict:
-    """Of the index files, or of a shard: its number, and the number of shards."""
+    """What the index files were made from. shard: number of a shard and number of shards, for its files."""
     return {
         "metric": spec.definition(save),
         "dataset": dict(dataset_id),

@@ -76,6 +76,7 @@ class ListFile:
 
     def __init__(self, prefix: str | os.PathLike):
         self.bin_path, self.idx_path = corpus_paths(prefix)
+        # Read the index and the size of the values.
         try:
             index = np.frombuffer(read_regular(self.idx_path, DataError), np.uint8)
             size = self.bin_path.stat().st_size
@@ -89,6 +90,7 @@ class ListFile:
             raise DataError(
                 f"cannot read {error.filename}: {error.strerror}."
             ) from None
+        # The lengths of the rows must account for all values.
         dtype, rows = self._header(index)
         self.lengths = index[HEADER.size : HEADER.size + 4 * rows].view("<i4")
         total = int(self.lengths.sum(dtype=np.int64))
@@ -97,6 +99,7 @@ class ListFile:
                 f"{self.bin_path} has {size} bytes, where its {rows} rows of {total} numbers "
                 f"take {total * dtype.itemsize}"
             )
+        # An empty file cannot be mapped.
         self.flat = (
             np.asarray(np.memmap(self.bin_path, dtype, "r"))
             if size

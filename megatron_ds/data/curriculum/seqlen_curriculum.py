@@ -46,9 +46,9 @@ def fold(batch: Batch, length: int) -> Batch:
         ]
         return torch.stack(blocks, 1).flatten(0, 1)
 
-    ids = tuple(
-        i + piece * MOST_SAMPLES for i in batch.sample_ids for piece in range(count)
-    )
+    # Each piece is a sample of its own, with its own dropout.
+    pieces = [piece * MOST_SAMPLES for piece in range(count)]
+    ids = tuple(i + piece for i in batch.sample_ids for piece in pieces)
     folded = replace(
         _cut(batch, length, count, rows, diagonal),
         sample_ids=ids,

@@ -52,32 +52,35 @@ class DataPath(NamedTuple):
     values: tuple[str, ...]
 
 
-class Sources(NamedTuple):
+class BlendSources(NamedTuple):
     """Either `whole`, which --split divides, or `parts`, one path for each of train, valid and test."""
 
     whole: DataPath | None
     parts: tuple[DataPath, ...]
 
 
-def read_sources(data: "DataConfig") -> Sources:
+def read_sources(data: "DataConfig") -> BlendSources:
     """Reads only the files of --(per-split-)data-args-path and of @FILE. Raises DataError for a wrong one."""
+    # A JSON file with a list for each part.
     if data.per_split_data_args_path:
         flag = "--per-split-data-args-path"
         path = data.per_split_data_args_path
         found = _json_values(flag, path)
-        return Sources(
+        return BlendSources(
             None,
             tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS),
         )
+    # Lists for each part on the command line.
     if data.has_split_paths:
         paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
-        return Sources(
+        return BlendSources(
             None,
             tuple(
                 _written_out(f"--{part}-data-path", words)
                 for part, words in paths.items()
             ),
         )
+    # A file with one list, which --split divides.
     if data.data_args_path:
         flag = "--data-args-path"
         path = data.data_args_path
@@ -86,8 +89,8 @@ def read_sources(data: "DataConfig") -> Sources:
             raise _unfit(
                 flag, path, "it is empty", "weights and prefixes, as for --data-path"
             )
-        return Sources(DataPath(f"{flag} {path}", tuple(values)), ())
-    return Sources(_written_out("--data-path", tuple(data.data_path)), ())
+        return BlendSources(DataPath(f"{flag} {path}", tuple(values)), ())
+    return BlendSources(_written_out("--data-path", tuple(data.data_path)), ())
 
 
 def parse_split(text: str) -> tuple[float, ...]:
@@ -171,7 +174,7 @@ def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
     return DataError(f"{flag} {path}: {what}. It must hold {form}.")
 
 
-class Slice(NamedTuple):
+class CorpusSlice(NamedTuple):
     """A range of the documents of a corpus, as fractions of their number; by default all of them."""
 
     prefix: str
@@ -203,7 +206,7 @@ class Slice(NamedTuple):
 class Blend:
     """Corpora or ranges of them, and their weights as given; None to draw each sample once."""
 
-    slices: tuple[Slice, ...]
+    slices: tuple[CorpusSlice, ...]
     weights: tuple[float, ...] | None
     left_out: tuple[str, ...] = ()  # of weight 0
 
@@ -212,7 +215,7 @@ class Blend:
         """The prefix of each corpus."""
         return tuple(part.prefix for part in self.slices)
 
-    def without(self, slices: Collection[Slice]) -> "Blend":
+    def without(self, slices: Collection[CorpusSlice]) -> "Blend":
         """The blend without these corpora; the others keep their proportions."""
         kept = [i for i, part in enumerate(self.slices) if part not in slices]
         weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
@@ -244,12 +247,14 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
 
     Corpora of weight 0 are left out. Raises ConfigError.
     """
+    # Weights and prefixes alternate, unless the first word is a prefix.
     given = f"{flag} {' '.join(words[:12])}{' …' if len(words) > 12 else ''}"
     items = list(_with_ranges(words, given))
     weights = [_number(item) for item in items[0::2]]
     if weights[0] is None:
         return Blend(tuple(map(_slice, items)), None)
     prefixes = tuple(map(_slice, items[1::2]))
+    # Weights are proportions of any unit, for at most MAX_DATASETS corpora.
     if len(items) % 2 or None in weights:
         raise ConfigError(
             f"{given}: give either prefixes alone, or a weight before each of them."
@@ -269,6 +274,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
             f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
             "Merge some."
         )
+    # Corpora of weight 0 are named, but not read.
     kept, left_out = (
         [i for i, w in enumerate(weights) if bool(w) == wanted]
         for wanted in (True, False)
@@ -280,8 +286,8 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     )
 
 
-def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | Slice]:
-    """The words, each range and the prefix after it as one `Slice`."""
+def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | CorpusSlice]:
+    """The words, each range and the prefix after it as one `CorpusSlice`."""
     remaining = iter(words)
     for word in remaining:
         found = RANGE.fullmatch(word)
@@ -299,11 +305,11 @@ def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | Slice]:
                 f"{given}: {word} is not a range of documents. Write two fractions between 0 "
                 "and 1, such as 0:0.6 for the first 60 %."
             )
-        yield Slice(prefix, first, last)
+        yield CorpusSlice(prefix, first, last)
 
 
-def _slice(item: str | Slice) -> Slice:
-    return item if isinstance(item, Slice) else Slice(item)
+def _slice(item: str | CorpusSlice) -> CorpusSlice:
+    return item if isinstance(item, CorpusSlice) else CorpusSlice(item)
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -329,7 +335,10 @@ def build_blend_index(
 
 
 def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """As `build_blend_index`, with every sample of every dataset once; exhausted datasets are skipped."""
+    """(int16 [n] the dataset, int64 [n] the sample in it) of each step, n the sum of the sizes.
+
+    Every sample of every dataset occurs once; exhausted datasets are skipped.
+    """
     sizes = np.asarray(sizes, np.int64)
     return _draw(sizes / sizes.sum(), int(sizes.sum()), sizes)
 
@@ -443,7 +452,7 @@ def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
     return "\n".join(rows)
 
 
-def _number(word: str | Slice) -> float | None:
+def _number(word: str | CorpusSlice) -> float | None:
     try:
         return float(word)
     except (TypeError, ValueError):

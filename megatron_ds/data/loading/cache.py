@@ -69,7 +69,7 @@ def cached_arrays(
     key: all that the values depend on (plain JSON values).  If the directory cannot be written, each process
     builds the arrays in memory, with a warning.
     """
-    entry = Entry(directory, title, key, names)
+    entry = CacheEntry(directory, title, key, names)
     arrays = None
     with contextlib.suppress(DamagedEntry):  # reported below, where it is built again
         if (found := entry.load(verify_large=False)) is not None:
@@ -96,7 +96,7 @@ def cached_arrays(
     return _load(entry) or arrays
 
 
-def _load(entry: Entry) -> dict[str, np.ndarray] | None:
+def _load(entry: CacheEntry) -> dict[str, np.ndarray] | None:
     """The arrays; None if there are none, and, with a warning, if the entry is damaged."""
     try:
         return entry.load(verify_large=True)
@@ -111,7 +111,10 @@ def _load(entry: Entry) -> dict[str, np.ndarray] | None:
 
 
 def _in_memory(
-    entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError, build: Callable
+    entry: CacheEntry,
+    arrays: dict[str, np.ndarray] | None,
+    error: OSError,
+    build: Callable,
 ) -> dict[str, np.ndarray]:
     """Arrays that the cache cannot store, as on a full disk. Partial files have temporary names."""
     why = error.strerror or str(error)
@@ -172,7 +175,7 @@ class DamagedEntry(Exception):
     """The files of an entry are not those that were written. The message names the difference."""
 
 
-class Entry:
+class CacheEntry:
     """The arrays `names` that depend on `key`, in a directory.  stem: begins the names of its files."""
 
     def __init__(

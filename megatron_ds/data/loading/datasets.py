@@ -22,8 +22,8 @@ from .blend import (
     PARTS,
     Blend,
     BlendedDataset,
+    CorpusSlice,
     Draw,
-    Slice,
     build_blend_index,
     build_exhaustive_index,
     count_draws,
@@ -67,6 +67,7 @@ def build_datasets(
     split may leave validation or test without text; ConfigError for impossible flags.
     """
     data = config.data
+    # Mock data need no files; each part has its own seed.
     if data.mock_data:
         return Datasets(
             *(
@@ -77,6 +78,7 @@ def build_datasets(
             )
         )
     builder = _Builder(config, tokenizer, kind, one_epoch)
+    # Either --split divides one blend, or each part has its own.
     sources = read_sources(data)
     if sources.whole:
         named = [sources.whole] * len(PARTS)
@@ -104,12 +106,14 @@ def fit_default_split(
     split in the config is part of the identity of a checkpoint. Reads the corpora.  samples: (training,
     validation, test) wanted.
     """
+    # Only the default split of a blend may be changed.
     data = config.data
     is_fixed = data.split is not None or bool(config.curriculum.curriculum_metrics)
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
     flag, words = read_sources(data).whole
     slices = parse_blend(words, flag).slices
+    # The last document of the largest corpus is enough for validation.
     builder = _Builder(config, None, kind, one_epoch=False)
     most = max(len(builder.documents(flag, piece)) for piece in slices)
     split = f"{most - 1},1,0"
@@ -117,6 +121,7 @@ def fit_default_split(
     def has_text(name: str, split: str) -> bool:
         return builder.has_text(_Part(name, flag, parse_split(split)), slices)
 
+    # The new split must help, and leave text in both parts.
     if (
         has_text("valid", data.splits)
         or most < 2
@@ -246,13 +251,13 @@ class _Builder:
         except DataError as error:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
-    def documents(self, flag: str, piece: Slice) -> range:
+    def documents(self, flag: str, piece: CorpusSlice) -> range:
         """The documents of a slice."""
         return piece.documents(
             len(self.kind.documents(self.corpus(flag, piece.prefix))) - 1
         )
 
-    def has_text(self, part: _Part, slices: Sequence[Slice]) -> bool:
+    def has_text(self, part: _Part, slices: Sequence[CorpusSlice]) -> bool:
         """Whether the part has a token in any of the slices."""
         return any(self._lengths(part, piece).any() for piece in slices)
 
@@ -301,17 +306,17 @@ class _Builder:
             for piece, share, count in zip(blend.slices, asked, counts)
         ]
 
-    def _num_tokens(self, part: _Part, piece: Slice) -> int:
+    def _num_tokens(self, part: _Part, piece: CorpusSlice) -> int:
         return int(self._lengths(part, piece).sum(dtype=np.int64))
 
-    def _lengths(self, part: _Part, piece: Slice) -> np.ndarray:
+    def _lengths(self, part: _Part, piece: CorpusSlice) -> np.ndarray:
         """Tokens of each sequence of the part."""
         corpus = self.corpus(part.flag, piece.prefix)
         bounds = self.kind.documents(corpus)
         documents = self._documents(part, piece)
         return corpus.lengths[bounds[documents.start] : bounds[documents.stop]]
 
-    def _documents(self, part: _Part, piece: Slice) -> range:
+    def _documents(self, part: _Part, piece: CorpusSlice) -> range:
         """The documents of the part: --split divides those of the slice."""
         chosen = self.documents(part.flag, piece)
         cut_here = cut(len(chosen), part.shares)[PARTS.index(part.name)]
@@ -376,7 +381,9 @@ class _Builder:
         )
         return [arrays[name] for name in names]
 
-    def _open(self, part: _Part, piece: Slice, num_samples: int | None) -> Dataset:
+    def _open(
+        self, part: _Part, piece: CorpusSlice, num_samples: int | None
+    ) -> Dataset:
         corpus = self.corpus(part.flag, piece.prefix)
         try:
             self._check_text(corpus, part, piece)
@@ -393,7 +400,9 @@ class _Builder:
             raise DataError(f"{part.flag} {piece.prefix}: {error}") from None
         return dataset
 
-    def _check_text(self, corpus: IndexedDataset, part: _Part, piece: Slice) -> None:
+    def _check_text(
+        self, corpus: IndexedDataset, part: _Part, piece: CorpusSlice
+    ) -> None:
         """Raises DataError if the part has no text."""
         if not corpus.num_tokens:
             raise DataError(

@@ -62,6 +62,7 @@ def build_index_maps(
             f"{len(documents)} documents hold {tokens_per_epoch} tokens: not one sample of "
             f"{seq_length} + 1. Use more text or a shorter --seq-length."
         )
+    # Whole epochs are laid end to end and cut into samples.
     epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
     separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
@@ -69,6 +70,7 @@ def build_index_maps(
     sample_index = build_sample_index(
         lengths, document_index, seq_length, epochs * tokens_per_epoch
     )
+    # The samples of a separate last epoch are shuffled after the others.
     total = len(sample_index) - 1
     first = (
         num_samples_in((epochs - 1) * tokens_per_epoch, seq_length)
@@ -173,7 +175,7 @@ def build_sample_index(
 def plain_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int
 ) -> np.ndarray:
-    """As `build_sample_index`, with numpy: by bisection in the ends of the documents."""
+    """The result of `build_sample_index`, computed with numpy by bisection in the ends of the documents."""
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
     starts = (

@@ -122,9 +122,10 @@ def local_positions(
             f"{micro_batch} on {dp_size} data-parallel ranks: use a multiple of {chunk}."
         )
     firsts = range(consumed + dp_rank * micro_batch, consumed + global_batch, chunk)
-    return [
-        position for first in firsts for position in range(first, first + micro_batch)
-    ]
+    positions: list[int] = []
+    for first in firsts:
+        positions += range(first, first + micro_batch)
+    return positions
 
 
 def single(positions: np.ndarray, total: int) -> np.ndarray:

@@ -179,6 +179,7 @@ def open_bert_dataset(
     num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document
     can be used.
     """
+    # The mapping is stored under all that determines it.
     least = options.least_sentences
     directory = (
         Path(cache)
@@ -195,6 +196,7 @@ def open_bert_dataset(
         "sentences": least,
     }
 
+    # It is built only where the cache has none.
     def build() -> dict[str, np.ndarray]:
         corpus.check()
         bounds = corpus.document_indices[documents.start : documents.stop + 1]

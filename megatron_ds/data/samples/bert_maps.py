@@ -74,7 +74,7 @@ def plain_mapping(
     seed: int,
     min_num_sent: int,
 ) -> np.ndarray:
-    """As `build_mapping`, in Python.  ratio: one in so many samples is short."""
+    """The result of `build_mapping`, computed in Python.  ratio: one in so many samples is short."""
     targets = _targets(ratio, max_seq_length, seed)
     rows: list[tuple[int, int, int]] = []
     for _ in range(num_epochs):
@@ -133,7 +133,10 @@ def plain_blocks_mapping(
     seed: int,
     least: int,
 ) -> np.ndarray:
-    """As `build_blocks_mapping`, in Python.  least: sentences of a block, and of the rest of its document."""
+    """The result of `build_blocks_mapping`, computed in Python.
+
+    least: sentences of a block, and of the rest of its document
+    """
     rows: list[tuple[int, int, int, int]] = []
     for _ in range(num_epochs):
         if len(rows) >= max_num_samples:
@@ -229,6 +232,7 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
 
     Nishimura 2000, "Tables of 64-bit Mersenne Twisters", as in the C++ standard, [rand.predef].
     """
+    # The state that the generator begins with.
     words = 312
     middle = 156
     mask = 2**64 - 1
@@ -244,12 +248,14 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
             far ^ y >> np.uint64(1) ^ (y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9)
         )
 
+    # Each round renews the whole state in three parts: the second and third read words of the first.
     for _ in range(0, count, words):
         state[:middle] = twist(state[:middle], state[1 : middle + 1], state[middle:])
         state[middle:-1] = twist(
             state[middle:-1], state[middle + 1 :], state[: middle - 1]
         )
         state[-1:] = twist(state[-1:], state[:1], state[middle - 1 : middle])
+        # Tempering of the words that are given out.
         x = state ^ state >> np.uint64(29) & np.uint64(0x5555555555555555)
         x ^= x << np.uint64(17) & np.uint64(0x71D67FFFEDA60000)
         x ^= x << np.uint64(37) & np.uint64(0xFFF7EEE000000000)

@@ -58,6 +58,7 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
             bisect.insort(rooms, room)
         open_samples[room].append(pattern)
 
+    # Longest pieces first, each into the sample with the least room that it fits.
     for length in sorted(histogram, reverse=True):
         left = histogram[length]
         while left:
@@ -86,6 +87,7 @@ def build_packs(
     lengths: np.ndarray, documents: range, seq_length: int, seed: int
 ) -> Packs:
     """The samples of one epoch over these sequences of a corpus. `seed` assigns the pieces to samples."""
+    # Cut each sequence into pieces of s + 1 tokens, which share a token with the next one.
     tokens = lengths[documents.start : documents.stop].astype(np.int64)
     pieces = np.maximum(
         0, -(-(tokens - 1) // seq_length)
@@ -96,6 +98,7 @@ def build_packs(
     ) * seq_length
     length = np.minimum(seq_length + 1, np.repeat(tokens, pieces) - start)
 
+    # Group the pieces by length; the seed orders the pieces of one length.
     drawn = np.random.RandomState(seed).permutation(len(document))
     by_length = drawn[
         np.argsort(length[drawn], kind="stable")
@@ -106,6 +109,7 @@ def build_packs(
     next_piece = dict(zip(found.tolist(), first.tolist()))
     members = [np.zeros(0, np.int64)]
     sizes = [np.zeros(1, np.int64)]
+    # Fill the patterns with pieces, in that order.
     for lengths_of, count in pack_lengths(
         dict(zip(found.tolist(), counts.tolist())), seq_length + 1
     ):
@@ -184,7 +188,11 @@ def open_packed_dataset(
     seed: int,
     cache: str | Path | None = None,
 ) -> PackedDataset:
-    """As `open_gpt_dataset`, with packed documents."""
+    """The dataset of a range of documents, packed. Its packs are read from the cache, or built and stored there.
+
+    num_samples: samples in all, over several epochs; None for one epoch
+    """
+    # The packs are stored under all that determines them.
     key = {
         "class": "PackedDataset",
         **corpus.key(documents),
@@ -205,6 +213,7 @@ def open_packed_dataset(
         )
         return packs._asdict()
 
+    # They are built only where the cache has none.
     directory = Path(cache) if cache else default_cache(corpus.prefix)
     arrays = cached_arrays(
         directory,

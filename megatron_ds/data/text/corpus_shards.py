@@ -144,6 +144,7 @@ def merge(
     _check(prefixes, corpora, records, output)
     bin_path, idx_path = corpus_paths(output)
     partial = [Path(f"{path}.partial") for path in (bin_path, idx_path)]
+    # The files are written beside the old ones and renamed when both are complete.
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
         _write_tokens(corpora, partial[0], workers)
@@ -174,6 +175,7 @@ def merge(
                 path.unlink()
     if not all(records):
         return None
+    # The record describes the merged files by the pieces of all records.
     record = CorpusRecord(
         sum(corpus.num_documents for corpus in corpora),
         sum(corpus.num_tokens for corpus in corpora),
@@ -200,6 +202,7 @@ def _check(
         raise DataError(
             f"--output-prefix {output} is one of the corpora to merge. Choose another name."
         )
+    # All corpora have one type of token and are undamaged.
     for prefix, corpus in zip(prefixes, corpora):
         if corpus.dtype != corpora[0].dtype:
             raise DataError(
@@ -208,6 +211,7 @@ def _check(
                 "one of them again."
             )
         corpus.check()
+    # Those with a record must have been made with one tokenizer.
     known = [
         (prefix, record)
         for prefix, record in zip(prefixes, records)
@@ -227,11 +231,11 @@ def _write_tokens(corpora: Sequence[IndexedDataset], path: Path, workers: int) -
     starts = np.cumsum([0, *sizes]).tolist()
     with create_again(path) as f:
         f.truncate(starts[-1])
-        jobs = [
-            (corpus.bin_path, at, start + at, min(COPY_BYTES, size - at))
-            for corpus, start, size in zip(corpora, starts, sizes)
-            for at in range(0, size, COPY_BYTES)
-        ]
+        jobs = []
+        for corpus, start, size in zip(corpora, starts, sizes):
+            for at in range(0, size, COPY_BYTES):
+                count = min(COPY_BYTES, size - at)
+                jobs.append((corpus.bin_path, at, start + at, count))
         with ThreadPoolExecutor(max(1, workers)) as pool:
             for _ in pool.map(lambda job: _copy(f.fileno(), *job), jobs):
                 pass

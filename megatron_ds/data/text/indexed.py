@@ -210,7 +210,10 @@ class IndexedWriter:
     ) -> None:
         """Add a document of one sequence, or of sequences of these lengths. Without both, no sequence."""
         ids = np.ascontiguousarray(tokens)
-        lengths = ([len(ids)] if len(ids) else []) if lengths is None else list(lengths)
+        if lengths is None:
+            lengths = [len(ids)] if len(ids) else []
+        else:
+            lengths = list(lengths)
         assert sum(lengths) == len(ids), f"{len(ids)} tokens in sequences of {lengths}"
         if len(ids) and (ids.min() < self._low or ids.max() > self._high):
             raise DataError(
@@ -369,6 +372,7 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
     magic, version, code, num_sequences, num_bounds = HEADER.unpack(
         index[: HEADER.size]
     )
+    # The format and its version.
     if magic != MAGIC:
         is_fairseq = magic[:6] == b"TNTIDX"
         kind = (
@@ -381,6 +385,7 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
         raise _damaged(
             path, f"its version is {version}; only version {VERSION} is supported"
         )
+    # The type of the tokens.
     if code in REAL_TYPES:
         raise DataError(
             f"{path}: its tokens are {REAL_TYPES[code]} numbers, and token ids are integers. "
@@ -391,6 +396,7 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
             path,
             f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}",
         )
+    # The size that the numbers in the header demand.
     size = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(index) not in (size, size + num_sequences):  # the longer one has modes
         kind = "truncated" if len(index) < size else "too long"

@@ -21,7 +21,7 @@ from functools import partial
 from typing import BinaryIO
 
 from ...errors import DataError
-from .text_records import BadLine, Block, Texts
+from .text_records import BadLine, TextBlock, Texts
 
 WHERE = ("file", "paragraph", "line")
 LONGEST_BYTES = 1 << 27  # of a document: the library takes 150 bytes of memory for each
@@ -60,12 +60,15 @@ def cut_documents(
     at: position of the file, the start of a line; 0 for the first slice.
     Raises DataError for a document longer than LONGEST_BYTES.
     """
+    # The whole file as one document.
     if cut.is_whole:
         text = file.read(LONGEST_BYTES + 1).removeprefix(codecs.BOM_UTF8)
         if len(text) > LONGEST_BYTES:
             raise DataError(_too_long(path, 1))
         yield 1, text
         return
+    # Lines are gathered until one ends the document. A slice begins after the first end of a document in it,
+    # and finishes the document that goes over its end.
     is_inside = at == 0
     first = 1
     size = 0
@@ -101,7 +104,7 @@ def blocks_of(
     block_bytes: int,
     start: int,
     position: Callable[[], int],
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """Documents that are not blank, in blocks of at least `block_bytes`.  position: that of the reader."""
     block = []
     size = 0
@@ -110,11 +113,11 @@ def blocks_of(
             block.append((first, text))
             size += len(text)
         if size >= block_bytes:
-            yield Block(path, *zip(*block), position(), start)
+            yield TextBlock(path, *zip(*block), position(), start)
             block = []
             size = 0
     if block:
-        yield Block(path, *zip(*block), position(), start)
+        yield TextBlock(path, *zip(*block), position(), start)
 
 
 def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
@@ -138,7 +141,7 @@ def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
             )
 
 
-def texts_of_documents(block: Block) -> Texts:
+def texts_of_documents(block: TextBlock) -> Texts:
     """The documents, as texts of one key. One that is not UTF-8 is reported by its bad line."""
     texts = []
     bad = []

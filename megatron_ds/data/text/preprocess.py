@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from .text_files import (
     slices_of_shard,
     texts_of,
 )
-from .text_records import BadLine, Block, place_of
+from .text_records import BadLine, TextBlock, place_of
 
 MakeTokenizer = Callable[[], Tokenizer]  # is sent to the workers, so it is pickled
 Shard = tuple[int, int]  # (index, number of shards)
@@ -124,6 +125,7 @@ def preprocess(
     Raises DataError for a missing file, for a bad line unless they are skipped, and when no document is left.
     An error leaves no output that did not exist before.
     """
+    # Check the files before the tokenizer is loaded, which takes longer.
     keys = options.json_keys
     split = options.sentences is not None
     check_files(paths, keys)
@@ -136,6 +138,7 @@ def preprocess(
         for key in keys
     ]
     made_from = _made_from(paths, options, shard, tokenizer)
+    # A shard that is complete is not made again.
     if shard:
         records = [
             done_before(name, {**made_from, "key": key})
@@ -148,15 +151,16 @@ def preprocess(
                 records[0].skipped,
                 done_before=True,
             )
+    # Read, encode and write the documents block by block.
     dtype = dtype_for(tokenizer.vocab_size)
     eod = tokenizer.eod if options.append_eod else None
     encode = partial(encode_block, options=options, eod=eod, dtype=dtype)
-    blocks = (
-        block
-        for piece in slices_of_shard(paths, keys, *(shard or (0, 1)), cut=options.cut)
-        for block in read_blocks(
+    pieces_of_input = slices_of_shard(paths, keys, *(shard or (0, 1)), cut=options.cut)
+    blocks = chain.from_iterable(
+        read_blocks(
             piece.path, keys=keys, start=piece.start, stop=piece.stop, cut=options.cut
         )
+        for piece in pieces_of_input
     )
     written = Written()
     sums = [PieceSums() for _ in names]
@@ -175,6 +179,7 @@ def preprocess(
             )
         for name in names:
             remove_record(name)
+    # Records come last: they vouch for complete files.
     for name, key, pieces in zip(names, keys, (each.finish() for each in sums)):
         tokens = sum(piece.bytes for piece in pieces) // dtype.itemsize
         CorpusRecord(
@@ -243,7 +248,7 @@ def _write(
 
 
 def encode_block(
-    block: Block,
+    block: TextBlock,
     tokenizer: Tokenizer,
     *,
     options: PreprocessOptions,
@@ -297,7 +302,7 @@ def _column(
 
 
 def _encoded(
-    blocks: Iterable[Block],
+    blocks: Iterable[TextBlock],
     encode: partial,
     make_tokenizer: MakeTokenizer,
     tokenizer: Tokenizer,
@@ -336,7 +341,7 @@ def _start_worker(make_tokenizer: MakeTokenizer, parent: int) -> None:
     _tokenizer = make_tokenizer()
 
 
-def _encode_in_worker(encode: partial, block: Block) -> Encoded:
+def _encode_in_worker(encode: partial, block: TextBlock) -> Encoded:
     return encode(block, _tokenizer)
 
 

@@ -76,6 +76,7 @@ def learn_splitter(
             f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use "
             "none: abbreviations are also learned from the text."
         )
+    # Learn from as much text as the limit allows.
     nltk = _nltk()
     left = TRAINING_BYTES
     trainer = nltk.PunktTrainer()
@@ -85,6 +86,7 @@ def learn_splitter(
         trainer.train(text[:left], finalize=False)
         left -= len(text)
     trainer.finalize_training()
+    # Sorted, so that equal texts make equal splitters.
     learned = trainer.get_params()
     return Splitter(
         {

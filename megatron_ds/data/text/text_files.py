@@ -32,7 +32,7 @@ from .plain_text import (
     cut_documents,
     texts_of_documents,
 )
-from .text_records import Block, Texts, missing_package, open_table, read_rows
+from .text_records import TextBlock, Texts, missing_package, open_table, read_rows
 from .text_records import texts_of as texts_of_records
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ EXAMPLES = 3  # names of ignored files in a message
 
 
 @dataclass(frozen=True)
-class Slice:
+class FileSlice:
     """The lines of a file that begin at bytes start … stop − 1, or rows of a table. stop None: to the end."""
 
     path: str
@@ -80,11 +80,10 @@ def files_of(inputs: Sequence[str]) -> list[str]:
     and for a pattern without files.
     """
     named = [name for given in inputs for name in _matches(given)]
-    return [
-        path
-        for given in named
-        for path in (_files_below(given) if os.path.isdir(given) else [given])
-    ]
+    files: list[str] = []
+    for given in named:
+        files += _files_below(given) if os.path.isdir(given) else [given]
+    return files
 
 
 def check_files(paths: Sequence[str], keys: Sequence[str] = ("text",)) -> None:
@@ -109,7 +108,7 @@ def slices_of_shard(
     index: int,
     count: int,
     cut: TextCut = WHOLE_FILES,
-) -> list[Slice]:
+) -> list[FileSlice]:
     """Shard `index` of `count`: the files, laid end to end, are divided into ranges of equally many bytes.
 
     A line or row belongs to the shard in whose range it begins, and so does a file that is never cut: a
@@ -121,6 +120,7 @@ def slices_of_shard(
         raise DataError(
             "standard input cannot be cut into shards or partitions: write it to a file first."
         )
+    # The range of this shard, in bytes of all files.
     total = sum(map(size_of, paths))
     low = total * index // count
     high = total * (index + 1) // count
@@ -128,6 +128,7 @@ def slices_of_shard(
     before = 0
     for path in paths:
         size = size_of(path)
+        # The part of the file that is inside the range.
         start, stop = (min(max(edge - before, 0), size) for edge in (low, high))
         if (
             path == STDIN
@@ -136,16 +137,16 @@ def slices_of_shard(
             and is_plain_text(path)
         ):
             slices += (
-                [Slice(path)]
+                [FileSlice(path)]
                 if low <= before < high or path == STDIN or count == 1
                 else []
             )
         elif path.endswith(TABLES):
             rows = open_table(path, keys).num_rows
             start, stop = (rows * edge // max(size, 1) for edge in (start, stop))
-            slices += [Slice(path, start, stop)] if start < stop else []
+            slices += [FileSlice(path, start, stop)] if start < stop else []
         elif start < stop:
-            slices.append(Slice(path, start, stop))
+            slices.append(FileSlice(path, start, stop))
         before += size
     return slices
 
@@ -158,17 +159,17 @@ def read_blocks(
     start: int = 0,
     stop: int | None = None,
     cut: TextCut = WHOLE_FILES,
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """Blocks of a file or slice.  keys: the columns of a table to read.  cut: where plain text documents end.
 
     Raises DataError for a file that is missing, damaged, or of another kind than its name indicates.
     """
     if path.endswith(TABLES):
         return read_rows(path, keys, size_of(path), start, stop)
-    return _read_bytes(Slice(path, start, stop), block_bytes, keys, cut)
+    return _read_bytes(FileSlice(path, start, stop), block_bytes, keys, cut)
 
 
-def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Texts:
+def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
     """The texts of each key, and the bad lines.  sentences: a text may be a list of sentences."""
     is_plain = is_plain_text(block.path)
     return (
@@ -246,12 +247,13 @@ def _uncompressed_name(path: str) -> str:
 
 
 def _read_bytes(
-    piece: Slice, block_bytes: int, keys: Sequence[str], cut: TextCut
-) -> Iterator[Block]:
+    piece: FileSlice, block_bytes: int, keys: Sequence[str], cut: TextCut
+) -> Iterator[TextBlock]:
     """Blocks of a file that is no table. Errors become DataErrors."""
     path = piece.path
     line = 0
     damaged = lambda e: DataError(f"{path} is damaged after line {line}: {e}.")
+    # Read blocks of lines, or of documents of plain text.
     try:
         with (
             os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -272,6 +274,7 @@ def _read_bytes(
             for block in blocks:
                 line = block.last
                 yield block
+    # All other errors are those of a damaged or unreadable file.
     except ConfigError:  # also a ValueError
         raise
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, ValueError) as e:
@@ -285,8 +288,8 @@ def _read_bytes(
 
 
 def _lines(
-    file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int
-) -> Iterator[Block]:
+    file: BinaryIO, raw: BinaryIO, piece: FileSlice, block_bytes: int
+) -> Iterator[TextBlock]:
     number = 1
     while lines := _some_lines(file, block_bytes, piece, number):
         if number == 1 and not piece.start:
@@ -297,7 +300,7 @@ def _lines(
                     f"Convert it: jq -c '.[]' {piece.path} > lines.jsonl"
                 )
         numbers = range(number, number + len(lines))
-        yield Block(
+        yield TextBlock(
             piece.path, numbers, lines, raw.tell() if raw.seekable() else 0, piece.start
         )
         number = numbers.stop
@@ -312,7 +315,7 @@ def _seek_line(file: BinaryIO, at: int) -> int:
 
 
 def _some_lines(
-    file: BinaryIO, block_bytes: int, piece: Slice, first: int
+    file: BinaryIO, block_bytes: int, piece: FileSlice, first: int
 ) -> list[bytes]:
     """Lines of `block_bytes` together, or up to the end of the slice. first: number of the first one."""
     left = (

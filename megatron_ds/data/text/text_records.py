@@ -18,7 +18,7 @@ ROWS = 1024  # of a block, whose texts are in memory together
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """Consecutive lines of a file, documents of plain text, or rows of a table.
 
     numbers   of the lines or rows; of a document, its first line. A range where possible: it is sent to a
@@ -79,13 +79,13 @@ def lines_before(path: str, start: int) -> int:
     return count
 
 
-def place_of(block: Block) -> str:
+def place_of(block: TextBlock) -> str:
     """File and lines or rows of a block, for messages."""
     before = lines_before(block.path, block.start)
     return f"{block.path}, in {block.unit}s {block.numbers[0] + before} to {block.last + before}"
 
 
-def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Texts:
+def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
     """The texts of each key of JSON lines or rows, and the bad ones. Blank lines are ignored.
 
     sentences: a text may be a list of sentences.
@@ -168,13 +168,13 @@ def missing_package(
 
 def read_rows(
     path: str, keys: Sequence[str], size: int, start: int = 0, stop: int | None = None
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """Rows start … stop − 1.  size: bytes of the file.  Raises DataError, as `open_table`."""
     table = open_table(path, keys)
     for rows in table.read(start, table.num_rows if stop is None else stop):
         end = start + len(rows)
         position = size * end // max(1, table.num_rows)
-        yield Block(path, range(start, end), rows, position, unit="row")
+        yield TextBlock(path, range(start, end), rows, position, unit="row")
         start = end
 
 
@@ -253,7 +253,7 @@ class _HDF5:
         self.num_rows = counts[keys[0]][0]
 
     def read(self, start: int, stop: int) -> Iterator[list[tuple]]:
-        """As `_Parquet.read`."""
+        """Rows start … stop − 1, a value for each key, in parts of at most ROWS rows."""
         try:
             for first in range(start, stop, ROWS):
                 part = slice(first, min(first + ROWS, stop))

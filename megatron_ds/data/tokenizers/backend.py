@@ -271,6 +271,7 @@ def plan_native(description: str) -> NativePlan | str:
     """The plan for the text of a `tokenizer.json`, or the reason why the tokenizer is not supported."""
     parts = json.loads(description)
     model = parts["model"]
+    # Refuse what the native encoder does not do.
     if model.get("type") != "BPE":
         return f"its model is {model.get('type')}, not BPE"
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -281,10 +282,12 @@ def plan_native(description: str) -> NativePlan | str:
     pattern = _known_pattern(parts.get("pre_tokenizer") or {})
     if pattern is None:
         return "it cuts text in another way than GPT-2, GPT-4, Llama 3 and Qwen 2"
+    # All bytes need a token, since merges begin with bytes.
     vocab = model["vocab"]
     letters = byte_letters()
     if missing := [b for b, letter in letters.items() if letter not in vocab]:
         return f"its vocabulary has no token for {len(missing)} of the 256 bytes"
+    # Merges as ids: left, right, and their union.
     pairs = [
         pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]
     ]

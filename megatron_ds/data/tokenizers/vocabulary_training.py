@@ -100,6 +100,7 @@ def _learn(
     """Train a tokenizer of the library, write these files to a temporary folder, rename."""
     folder = Path(folder)
     beside = folder.with_name(f".{folder.name}.partial")
+    # A folder beside it is renamed into place file by file, so an error leaves nothing.
     try:
         beside.mkdir(parents=True, exist_ok=True)
         texts = iter(texts)
@@ -121,6 +122,7 @@ def _learn(
         ) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+    # A short text has too few pairs.
     size = tokenizer.get_vocab_size()
     if size < trainer.vocab_size:
         logger.warning(

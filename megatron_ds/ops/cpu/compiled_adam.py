@@ -105,6 +105,7 @@ def _checked(
     tensors: Sequence[torch.Tensor], low: torch.Tensor | None, step: int
 ) -> tuple[int, ...]:
     """A row of the table. tensors: parameter, gradient and two of state."""
+    # The kernel reads addresses, so devices, lengths and dtypes are checked here.
     p = tensors[0]
     lows = [] if low is None else [low]
     for t in (*tensors, *lows):
@@ -129,5 +130,6 @@ def _checked(
         )
     if p.numel() == 0:
         return 8, 8, 8, 8, 0, 0, 0, step  # any address: nothing is read
+    # Addresses, the dtype of the low copy, the length, the step.
     low_row = (0, 0) if low is None else (low.data_ptr(), LOW_KINDS[low.dtype])
     return (*(t.data_ptr() for t in tensors), *low_row, p.numel(), step)

@@ -53,7 +53,7 @@ def extension() -> ModuleType | Any:
 
 @functools.cache
 def functions(dtype: torch.dtype) -> ModuleType | Any:
-    """Those for the dtype, of the fastest instruction set of this processor; None, if it has none."""
+    """The compiled functions for a dtype, of the processor's fastest instruction set; None, if it has none."""
     if extension() is None:
         return None
     sets = [getattr(extension(), name) for name in extension().instruction_sets()]
@@ -195,7 +195,7 @@ class _CompiledAttention(torch.autograd.Function):
 
 
 class OfRows(NamedTuple):
-    """Of the rows of queries, fp32 [b, n, sq]: the log-sum-exp, and D = rowsum(dO ∘ O)."""
+    """Numbers of each query of each head, fp32 [b, n, sq]: the log-sum-exp, and D = rowsum(dO ∘ O)."""
 
     lse: torch.Tensor
     dots: torch.Tensor
@@ -293,11 +293,13 @@ def _run(
         *k.shape[2:],
         _packed_keys(memory, q, k, shown.pattern),
     )
+    # Each thread needs its own memory; a plan counts it, and computes nothing.
     threads = torch.get_num_threads()
     count = getattr(functions(q.dtype), f"{memory}_bytes_{NAMES[q.dtype]}")(sizes)
     work = q.new_empty(threads * count, dtype=torch.uint8)
     if not has_memory(q):
         return
+    # The keys that are seen: spans of the pattern, bounds, documents and padding.
     plan = _spans(*shown[:3], q.shape[2])
     pattern = shown.pattern
     positions = [
@@ -309,6 +311,7 @@ def _run(
         *(shown.ids or (None, None)),
         *(None if t is None else t.detach().float().contiguous() for t in of_heads),
     ]
+    # The extension takes addresses, 0 for what is not there.
     addresses = [
         t.ctypes.data
         for t in (

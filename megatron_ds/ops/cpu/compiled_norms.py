@@ -99,6 +99,7 @@ class _CompiledNorm(torch.autograd.Function):
         has_bias = ctx.needs_input_grad[3]
         if dy is None:  # only the sum was used
             return past, past if adds else None, None, None, None
+        # Each chunk of rows has its own sums for weight and bias; the first one holds the totals.
         rows = len(inverses)
         width = x.shape[-1]
         dx = _like(x)
@@ -133,9 +134,13 @@ def _call(function: str, x: torch.Tensor, *arguments: Any) -> None:
     arguments = [
         a.detach().contiguous() if isinstance(a, torch.Tensor) else a
         for a in (x, *arguments)
-    ]
-    addresses = [
-        0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a
-        for a in arguments
-    ]
-    getattr(extension(), function)(*addresses, torch.get_num_threads())
+    ]  # held until the function returns
+    numbers = [_number(a) for a in arguments]
+    getattr(extension(), function)(*numbers, torch.get_num_threads())
+
+
+def _number(argument: torch.Tensor | float | None) -> float:
+    """The address of a tensor, 0 for None, a number itself."""
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument

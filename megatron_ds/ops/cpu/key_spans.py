@@ -51,12 +51,16 @@ class KeySpans:
 def key_spans(
     pattern: AttentionPattern, queries: range, keys: range, heads: int
 ) -> KeySpans:
-    """Of two runs of positions, which begin and end at multiples of `UNIT` if the pattern has a layout, whose
-    blocks are multiples of it. Units and registers are numbered within the runs."""
+    """The spans of the tiles of two runs of positions, numbered within the runs.
+
+    For a pattern with a layout, both runs begin and end at multiples of `UNIT`, and the blocks of the layout are
+    multiples of it.
+    """
     if pattern.layout is None:
         return _of_window(pattern, queries, keys, heads)
     layout = pattern.layout
     groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
+    # Spans are listed once for all heads that share a layout.
     layout_of_head = np.empty(heads, dtype=np.int32)
     firsts = []
     spans = []
@@ -87,14 +91,18 @@ def key_spans(
 def _of_window(
     pattern: AttentionPattern, queries: range, keys: range, heads: int
 ) -> KeySpans:
-    """Of a pattern without layout: each register sees neighbouring units, later registers none earlier. So
-    the units at which registers begin and stop to see divide a tile into its spans."""
+    """The spans of a pattern without layout.
+
+    Each register sees neighbouring units, later registers none earlier. So the units at which registers begin
+    and stop to see divide a tile into its spans.
+    """
     registers = -(-len(queries) // UNIT)
     units = -(-len(keys) // UNIT)
     firsts = [0]
     spans = []
     last_tile = np.full(units, -1)
     live = 0
+    # The first unit that each register sees, and the one past its last.
     starts, stops = (
         numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers)
     )
@@ -102,6 +110,7 @@ def _of_window(
         start, stop = (
             numbers[first : first + REGISTERS] for numbers in (starts, stops)
         )
+        # Between two edges, the same registers see all units.
         edges = np.unique((start, stop))
         some = start < stop
         if some.any():

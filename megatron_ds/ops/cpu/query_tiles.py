@@ -55,7 +55,7 @@ class RangeTile:
 
     @property
     def scores(self) -> int:
-        """Of a head."""
+        """Number of scores computed for one head."""
         return len(self.rows) * len(self.keys)
 
 
@@ -78,7 +78,7 @@ class BlockTiles:
 
     @property
     def scores(self) -> int:
-        """Of a head."""
+        """Number of scores computed for one head."""
         return self.seen.size * self.block**2
 
 
@@ -121,7 +121,7 @@ def _whole_first(part: np.ndarray, edge: int) -> tuple[np.ndarray, int]:
 
 
 def _cost(seen: np.ndarray, block: int, together: int) -> float:
-    """Of tiles of so many blocks of queries; those of more than `MOST_ROWS` rows are not made."""
+    """Cost of tiles of `together` blocks of queries, in keys times rows; infinite above `MOST_ROWS` rows."""
     if together > max(1, MOST_ROWS // block) or together > len(seen):
         return math.inf
     keys = np.logical_or.reduceat(seen, np.arange(0, len(seen), together)).sum()

@@ -107,10 +107,12 @@ def tiled_attention(
     scale = scoring.scale_of(q.shape[-1])
     sink = scoring.sink
     layout = seen.pattern.layout
+    # One layout, or none, is computed for all heads at once.
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
     seen = replace(seen, slopes=slopes)
     if layout is None or layout.is_alike:
         return _TiledAttention.apply(q, k, v, sink, scale, seen)
+    # Heads that share a layout are computed together.
     outputs = []
     for heads, of_them in layout.groups:
         index = torch.tensor(heads)
@@ -129,6 +131,7 @@ def tiled_attention(
             alike,
         )
         outputs.append(out.unflatten(2, (len(heads), -1)))
+    # The heads in their own order again.
     order = torch.tensor(
         [head for heads, _ in layout.groups for head in heads]
     ).argsort()
@@ -172,10 +175,12 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, sink, out, sums = ctx.saved_tensors
         dresult, result = (query_view(t.view(q.shape), k) for t in (dout, out))
+        # The dot product of output and gradient is the sum of p dp over keys.
         of_row = (dresult.float() * result).sum(-1, keepdim=True)  # D [heads, s, r, 1]
         queries, keys, values, dresult = _wide(
             query_view(q, k), key_view(k), key_view(v), dresult
         )
+        # Probabilities of each tile are computed again from the sums of forward.
         dqueries = torch.empty_like(queries)
         dkeys = torch.zeros_like(keys)
         dvalues = torch.zeros_like(values)
@@ -189,6 +194,7 @@ class _TiledAttention(torch.autograd.Function):
             ds.sub_(part.rows_of(of_row)).mul_(p)
             part.put_rows(dqueries, _products(ds, k_tile, ctx.scale))
             part.add_keys(dkeys, _products(ds.transpose(1, 2), q_tile, ctx.scale))
+        # Gradients in the dtypes and shapes of the arguments.
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         query_view(dq, k).copy_(dqueries)
         dsink = None

@@ -33,7 +33,7 @@ LOWS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Launch:
+class AdamLaunch:
     """Rows of the same dtypes. table: on their device, as csrc/gpu/adam.cu reads it, with addresses."""
 
     types: tuple[str, str]
@@ -96,10 +96,10 @@ def _by_step(rows: Sequence[AdamRow]) -> Iterable[tuple[int, Sequence[AdamRow]]]
     return [(step, [r for r in rows if r.step == step]) for step in sorted(steps)]
 
 
-_PLANNED: dict[tuple, tuple[Launch, ...]] = {}
+_PLANNED: dict[tuple, tuple[AdamLaunch, ...]] = {}
 
 
-def _launches(rows: Sequence[AdamRow]) -> tuple[Launch, ...]:
+def _launches(rows: Sequence[AdamRow]) -> tuple[AdamLaunch, ...]:
     """Tensors are where they were in the last step: then they are neither checked nor listed again."""
     addresses = tuple(
         [
@@ -124,7 +124,7 @@ def _launches(rows: Sequence[AdamRow]) -> tuple[Launch, ...]:
     return planned
 
 
-def plan(rows: Sequence[AdamRow]) -> tuple[Launch, ...]:
+def plan(rows: Sequence[AdamRow]) -> tuple[AdamLaunch, ...]:
     """The launches for rows of one step. Raises ValueError for tensors that they cannot take."""
     groups: dict[tuple, list] = {}
     for r in rows:
@@ -136,7 +136,8 @@ def plan(rows: Sequence[AdamRow]) -> tuple[Launch, ...]:
     return tuple(map(_plan_launch, groups.values()))
 
 
-def _plan_launch(rows: Sequence[AdamRow]) -> Launch:
+def _plan_launch(rows: Sequence[AdamRow]) -> AdamLaunch:
+    # A row for each parameter: addresses, length, first chunk.
     table = np.array(
         [
             [
@@ -152,6 +153,7 @@ def _plan_launch(rows: Sequence[AdamRow]) -> Launch:
         ],
         np.int64,
     )
+    # The last column is the number of chunks before a row.
     chunk = CHUNK if table[:, 5].sum() >= MANY_ELEMENTS else SHORT_CHUNK
     ends = np.cumsum(-(-table[:, 5] // chunk))
     table[1:, 6] = ends[:-1]
@@ -159,7 +161,7 @@ def _plan_launch(rows: Sequence[AdamRow]) -> Launch:
         type_name(rows[0].grad),
         "float" if rows[0].low is None else type_name(rows[0].low),
     )
-    return Launch(
+    return AdamLaunch(
         types,
         on_device(torch.from_numpy(table), rows[0].p.device),
         chunk,

@@ -213,6 +213,7 @@ def _logged(reason: str) -> str:
 
 @functools.cache
 def _backend(ordinal: int) -> CudaBackend:
+    # Refuse cards on which the kernels have not run.
     capability = torch.cuda.get_device_capability(ordinal)
     is_hip = torch.version.hip is not None
     if is_hip and os.environ.get("MEGATRON_DS_HIP_KERNELS") != "1":
@@ -225,6 +226,7 @@ def _backend(ordinal: int) -> CudaBackend:
             f"the GPU is sm_{capability[0]}{capability[1]}, they need "
             f"sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} or later"
         )
+    # The compiler's target, the device and its driver.
     properties = torch.cuda.get_device_properties(ordinal)
     compiler = _compiler(is_hip)
     target = properties.gcnArchName if is_hip else compiler.target(capability)

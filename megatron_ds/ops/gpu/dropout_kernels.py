@@ -10,6 +10,7 @@ the masks of its capture.
 import math
 import struct
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
@@ -32,12 +33,7 @@ DROPOUT = GpuKernel(
     "dropout.cu",
     "dropout",
     "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32",
-    examples=[
-        (dtype, packets, add)
-        for dtype in ("float", "bf16", "fp16")
-        for packets in (True, False)
-        for add in (True, False)
-    ],
+    examples=[*product(("float", "bf16", "fp16"), (True, False), (True, False))],
 )
 MASKS = GpuKernel(
     "dropout.cu", "keep_masks", "ptr ptr i64 i32 i32 u32", examples=[(16,), (8,), (1,)]
@@ -74,12 +70,14 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x, residual, picked, seeds, threshold, first_row):
         ctx.table = (seeds, threshold, first_row)
         ctx.save_for_backward(picked)
+        # Packets need contiguous tensors at aligned addresses.
         x = x.contiguous()
         residual = residual if residual is None else residual.contiguous()
         y = torch.empty_like(x)
         positions, samples, cols = x.shape
         packets = not reason_against_packets(x, y, residual)
         strides = (0, 0) if picked is None else picked.stride()
+        # A launch takes the keys of some samples as an argument.
         for first in range(0, samples, MOST_SAMPLES):
             keys = seeds[first : first + MOST_SAMPLES]
             DROPOUT(
@@ -171,7 +169,7 @@ def _grid(rows: int, tables: int) -> tuple[int, int]:
 
 
 def _threads(cols: int) -> int:
-    """Of a block that goes over the counters of a row in as many equal passes as it needs."""
+    """Threads of a block that goes over the counters of a row in as many equal passes as it needs."""
     counters = -(-cols // NUMBERS)
     passes = max(1, -(-counters // MOST_THREADS))
     return max(32, -(-counters // (passes * 32)) * 32)

@@ -70,7 +70,7 @@ def reason_against(
 
 
 def _layout() -> BlockLayout:
-    """Of two heads: each block sees itself and the first; in the second head the one before, too."""
+    """A layout of two heads: each block sees itself and the first; in the second head the one before, too."""
     blocks = -(-POSITIONS // BLOCK)
     seen = np.stack([np.eye(blocks, dtype=bool)] * 2)
     seen[:, :, 0] = True

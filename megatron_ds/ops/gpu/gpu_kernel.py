@@ -116,6 +116,7 @@ class GpuKernel:
         Raises KernelError if the kernel does not compile or start, and at the first launch if the tensors are
         on different devices.
         """
+        # Plans record which kernels are needed, and launch none.
         grid = (grid,) if isinstance(grid, int) else grid
         if not all(grid):
             return
@@ -128,6 +129,7 @@ class GpuKernel:
         )
         if not has_memory(first):
             return
+        # Compile at the first launch on a device.
         device = first.device
         backend = BACKENDS[device.type](device)
         function = self._functions.get((template, backend))
@@ -136,6 +138,7 @@ class GpuKernel:
             function = self._functions[template, backend] = backend.function(
                 self.file, self.expression(template)
             )
+        # Arguments go into memory that the driver reads.
         packed = self._arguments
         values = [
             a.data_ptr() if is_pointer and a is not None else a or 0

@@ -154,6 +154,7 @@ class _Norm(torch.autograd.Function):
         x = packed(x)
         is_rms = bias is None
         adds = residual is not None
+        # One group of threads normalizes a row.
         y = torch.empty_like(x)
         total = torch.empty_like(x) if adds else None
         rows = rows_of(x, FORWARD_NUMBERS, 1024)
@@ -169,6 +170,7 @@ class _Norm(torch.autograd.Function):
             mean,
             rstd,
         )
+        # Short rows stay in registers; long ones are read in a loop.
         if rows.threads:
             FORWARD(
                 (type_name(x), rows.cols, rows.threads, is_rms, adds),
@@ -219,6 +221,7 @@ def _backward(
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradient of the sum, and fp32 [chunks, cols] partial sums of those of weight and bias."""
+    # Each chunk of rows has its own sums for weight and bias.
     is_rms = mean is None
     rows = rows_of(total, BACKWARD_NUMBERS[total.element_size(), is_rms], 512)
     chunks = min(rows.count, chunks_of(rows.threads))
@@ -227,6 +230,7 @@ def _backward(
     partial_b = None if is_rms else torch.empty_like(partial_w)
     kind = (is_rms, past is not None)
     tensors = (dy, past, total, weight, mean, rstd, dx)
+    # Short rows stay in registers; long ones are read twice, by two kernels.
     if rows.threads:
         BACKWARD(
             (type_name(total), rows.cols, rows.threads, *kind),

@@ -131,6 +131,7 @@ class RuntimeCompiler:
 
         Raises KernelError with the compiler's messages.
         """
+        # The program with its headers, which are passed as text.
         program = ctypes.c_void_p()
         names, texts = zip(*source.headers) if source.headers else ((), ())
         self._call(
@@ -142,6 +143,7 @@ class RuntimeCompiler:
             _strings(texts),
             _strings(names),
         )
+        # Name the instantiations, compile, and read what their symbols are called.
         try:
             for expression in expressions:
                 self._call("AddNameExpression", program, expression.encode())

@@ -30,7 +30,7 @@ TILE = 128
 
 @dataclass(frozen=True, eq=False)
 class ScoreTiles:
-    """Of tiles of queries (row) and keys (column), bool [b or 1, n or 1, tiles, tiles] or without samples:
+    """The tiles of queries (row) and keys (column), bool [b or 1, n or 1, tiles, tiles] or without samples:
 
     seen   whether one of the queries sees one of the keys; else the tile is not computed
     whole  whether each of the queries sees each of the keys; else it needs a mask. A last tile that is
@@ -41,8 +41,10 @@ class ScoreTiles:
     whole: np.ndarray | torch.Tensor
 
     def __and__(self, other: "ScoreTiles") -> "ScoreTiles":
-        """Of queries that see what both let them see. A tile where no query sees a key through both may still
-        be computed, with a mask."""
+        """The tiles of queries that see what both let them see.
+
+        A tile where no query sees a key through both may still be computed, with a mask.
+        """
         return ScoreTiles(self.seen & other.seen, self.whole & other.whole)
 
 

@@ -67,7 +67,10 @@ def check_widths(calls: Calls, device: torch.device) -> None:
 
 
 def _width(operation: Operation, dtype: torch.dtype, last: int) -> int:
-    """Of the example whose first tensor has this last size: it has half where that tensor is two halves."""
+    """Width of the example whose first tensor has the last size `last`.
+
+    That tensor may be two halves of the width.
+    """
     return (
         last
         * 8

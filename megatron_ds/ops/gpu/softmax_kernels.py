@@ -153,11 +153,13 @@ def _in_packets(scores: torch.Tensor, mask: torch.Tensor | None) -> bool:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores, mask, causal, scale, dropout):
+        # The kernel depends on the length of rows, and on whether there are a mask and dropout.
         scores = scores.contiguous()
         b, n, queries, cols = scores.shape
         mask = None if mask is None else mask.expand(scores.shape)
         plan = _plan(scores, mask, dropout is not None)
         y = torch.empty_like(scores)
+        # Backward needs the probabilities before dropout.
         kept = y if dropout is None else torch.empty_like(scores)
         seeds, first_row, threshold = (
             (None, 0, LEVELS)
@@ -184,6 +186,7 @@ class _Softmax(torch.autograd.Function):
             LEVELS / threshold,
             scale,
         )
+        # Dropout is drawn again in backward, from its seeds.
         ctx.save_for_backward(kept, seeds)
         ctx.causal = causal
         ctx.scale = scale
@@ -193,6 +196,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        # Long rows are read in a loop, and have no dropout of their own.
         kept, seeds = ctx.saved_tensors
         dx = torch.empty_like(kept)
         dy = packed(dy)
@@ -211,6 +215,7 @@ class _Softmax(torch.autograd.Function):
                 ctx.scale,
             )
             return dx, None, None, None, None
+        # Short rows stay in registers.
         BACKWARD(
             (type_name(kept), *plan, seeds is not None),
             grid,
