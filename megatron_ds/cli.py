@@ -91,6 +91,7 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
         )
         return 2
     except MegatronDSError as error:
+        # An error that all ranks share is printed once, by rank 0.
         sys.stdout.flush()
         shared = isinstance(error, EVERYWHERE) or getattr(error, "on_all_ranks", False)
         if rank == 0 or not shared or _must_print(os.environ):
@@ -182,7 +183,7 @@ class Arguments(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> argparse.Namespace:
-        """As argparse's. Raises ConfigError with suggestions for unknown flags."""
+        """Parse like argparse, but raise ConfigError with suggestions for unknown flags."""
         args = sys.argv[1:] if args is None else list(args)
         known = list(self._option_string_actions)
         typed = [

@@ -54,7 +54,7 @@ class _Formatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """As in logging."""
+        """Format the record with escaped arguments."""
         if isinstance(record.args, tuple) and record.msg != "%s":
             record = logging.makeLogRecord(
                 record.__dict__ | {"args": tuple(map(_value, record.args))}
@@ -73,7 +73,7 @@ class _Handler(logging.StreamHandler):
     has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """As in logging, which would print a traceback for each record."""
+        """Count the lost record, without the traceback that logging would print."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError | ValueError):
             super().handleError(record)

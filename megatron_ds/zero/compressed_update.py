@@ -103,7 +103,8 @@ class CompressedUpdate:
     def begin(self) -> None:
         """A step begins: decide what is exchanged."""
         self._kind = self._phases.at(self._resident.num_updates + 1)
-        self._exchange.is_off, self._exchange.squares = self.is_local, None
+        self._exchange.is_off = self.is_local
+        self._exchange.squares = None
 
     def squares(self, device: torch.device) -> torch.Tensor:
         """This rank's addend of Σ_i ‖g_i‖² / P, float64, of gradients that stay local."""

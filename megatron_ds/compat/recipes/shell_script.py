@@ -371,7 +371,8 @@ class Script:
             self.depth -= 1
 
     def _inner(self, action, arguments: Sequence[str]) -> None:
-        outer, self.scope.arguments = self.scope.arguments, list(arguments)
+        outer = self.scope.arguments
+        self.scope.arguments = list(arguments)
         self.depth += 1
         action()
         self.depth -= 1
