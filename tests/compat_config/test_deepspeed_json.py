@@ -708,7 +708,8 @@ def test_sparse_flags_that_do_not_fit_are_refused(read, words, says):
 
 def test_the_validation_of_tags_is_one_of_three_words(read):
     for word in ("Ignore", "warn", "FAIL", "auto"):
-        read({"checkpoint": {"tag_validation": word, "load_universal": False}})
+        block = {"tag_validation": word, "load_universal": False}
+        read({"train_batch_size": 4, "checkpoint": block}, "--lr", "1e-3")
     wrong = problem_of(read, {"checkpoint": {"tag_validation": "foo"}})
     assert (
         "\"checkpoint.tag_validation\" is 'foo'. Write Ignore, Warn or Fail." in wrong
