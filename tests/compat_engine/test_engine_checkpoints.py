@@ -100,6 +100,16 @@ def test_the_tracker_decides_where_latest_names_another_step(tmp_path, caplog):
     assert "latest names global_step2, but the last checkpoint" in caplog.text
 
 
+def test_ranks_with_different_tags_save_nothing(tmp_path):
+    def main(engine, rank):
+        train(engine, rank, 1)
+        with pytest.raises(ConfigError, match="different tags.*step-0 .*step-1 "):
+            engine.save_checkpoint(tmp_path, f"step-{rank}")
+        return list(tmp_path.iterdir())
+
+    assert on_ranks(2, main, lambda: make(Stack), config_of(1, 2)) == [[], []]
+
+
 def test_save_latest_false_leaves_the_last_checkpoint_the_last(tmp_path):
     def main(engine, rank):
         train(engine, rank, 1)

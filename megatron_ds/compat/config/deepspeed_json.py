@@ -121,7 +121,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
 
 
 def _tag_validation(document: JsonDocument) -> None:
-    """Check the value, which has no effect: all ranks save into the folder of one tag."""
+    """Check the value, which has no effect: a save is always refused where tags differ."""
     value = document.take(TAG_VALIDATION)
     if value is None:
         return
@@ -129,7 +129,7 @@ def _tag_validation(document: JsonDocument) -> None:
         document.refuse(
             f'{document.path}: "{TAG_VALIDATION}" is {value!r}. Write Ignore, Warn or Fail.'
         )
-    why = "all ranks save into the folder of one tag"
+    why = "save_checkpoint refuses tags that differ between ranks"
     document.without_effect[f"{document.path} {TAG_VALIDATION}"] = why
 
 

@@ -24,6 +24,7 @@ from ...checkpoint.save import save
 from ...checkpoint.whole_tensors import StoredTensors
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
+from ...mpu.agreement import require_agreement
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from . import known_tags
@@ -66,7 +67,8 @@ def save_checkpoint(
     client_state  what `load_checkpoint` returns: values of the types of `stored_values`; those of rank 0
     save_latest   `load_checkpoint` without a tag takes this checkpoint
     exclude_frozen_parameters  leave out parameters that are not trained
-    Raises ConfigError, before anything is written, with the key of a value that cannot be saved.
+    Raises ConfigError, before anything is written, with the key of a value that cannot be saved, or if ranks
+    give different tags.
     """
     if engine.has_gradients:
         raise ConfigError(
@@ -82,6 +84,12 @@ def save_checkpoint(
     world = engine.world.world
     name = default_tag(engine.global_steps) if tag is None else str(tag)
     folder = folder_of(save_dir, None if tag is None and save_latest else name)
+    require_agreement(
+        world,
+        lambda: {"the tag": (name, "")},
+        "the ranks gave save_checkpoint different tags",
+        "Each would hold a part of a checkpoint. Make the tag on one rank, and send it to the others.",
+    )
 
     def begin() -> dict[str, Any]:
         check_vacant(folder)
