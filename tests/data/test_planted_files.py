@@ -9,7 +9,7 @@ import pytest
 from megatron_ds.commands import preprocess_data
 from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.data.curriculum.difficulty_metrics import ListFile
-from megatron_ds.data.loading.cache import DamagedEntry, Entry, sums_of
+from megatron_ds.data.loading.cache import CacheEntry, DamagedEntry, sums_of
 from megatron_ds.data.text import indexed
 from megatron_ds.data.text.corpus_record import read_record
 from megatron_ds.data.text.corpus_shards import merge
@@ -78,7 +78,7 @@ def test_a_pipe_in_the_cache_of_indices_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe is not a regular file"):
         sums_of(tmp_path / "pipe")
-    entry = Entry(tmp_path, "title", {"key": 1}, ["values"])
+    entry = CacheEntry(tmp_path, "title", {"key": 1}, ["values"])
     entry.store({"values": np.arange(5)}, is_alone=True)
     assert entry.load(verify_large=True)["values"].tolist() == [0, 1, 2, 3, 4]
     for name in (f"{entry.stem}-values.npy", f"{entry.stem}-description.txt"):
