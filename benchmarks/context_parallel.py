@@ -85,7 +85,7 @@ def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
 
 
 def ulysses(group: Group, order: torch.Tensor | None) -> Attend:
-    """As `models.context_attention.HeadsAttention`."""
+    """Attention by exchanged heads, with the messages of `models.context_attention.HeadsAttention`."""
 
     def attend(q, k, v):
         parts = to_heads(

@@ -47,7 +47,7 @@ class Contest:
 
 
 def parameter(numel: int, large_pages: bool) -> torch.nn.Parameter:
-    """With .grad and, as .low, the bf16 weight."""
+    """A fp32 weight of `numel` elements with its gradient in .grad and its bf16 copy in .low."""
     zeros = huge_page_zeros if large_pages else torch.zeros
     p = torch.nn.Parameter(zeros(numel).fill_(0.02))
     p.grad = zeros(numel).copy_(torch.linspace(-1, 1, numel))
@@ -196,7 +196,7 @@ def contestants(contest: Contest, variants: list[str]) -> dict[str, tuple[bool, 
 
 
 def seconds(step: Step) -> tuple[float, float]:
-    """Of the clock and of all the process's threads."""
+    """Seconds of a step: (by the clock, of processor time of all threads)."""
     start, cpu = time.perf_counter(), time.process_time()
     step()
     return time.perf_counter() - start, time.process_time() - cpu

@@ -240,7 +240,7 @@ def theirs_of(folder, prefixes, weights, seq_length, wanted):
 
 
 def check_index_maps(cases, compiled):
-    """Of our builder, or of numpy and Python alone."""
+    """Compare index maps. compiled: those of the compiled builder, else those of numpy and Python."""
     import megatron.core.datasets.helpers_cpp as peer
 
     rng = np.random.default_rng(compiled)

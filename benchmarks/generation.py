@@ -88,7 +88,7 @@ def model_of(workload: Workload, dtype: torch.dtype) -> torch.nn.ModuleList:
 def tokens_per_second(
     model: torch.nn.ModuleList, workload: Workload, args: argparse.Namespace
 ) -> float:
-    """Of one turn, the prompt included."""
+    """Generated tokens per second of one turn; its time includes the prompt."""
     ending = Ending(args.tokens)
     start = time.perf_counter()
     made = [

@@ -94,10 +94,8 @@ def run(part: Part, folder: Path) -> dict:
     if part.tool and not shutil.which(part.tool):
         return {"skipped": f"{part.tool} is not installed"}
     file = folder / f"{part.name}.json"
-    words = [
-        sys.executable if word == "PYTHON" else str(file) if word == "FILE" else word
-        for word in part.command.split()
-    ]
+    meant = {"PYTHON": sys.executable, "FILE": str(file)}
+    words = [meant.get(word, word) for word in part.command.split()]
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
         code = exit_code(words, part.seconds, output)

@@ -47,7 +47,10 @@ COMPILED, NOT_RUN = "torch.compile", "not run"
 
 @dataclass(frozen=True)
 class Goal:
-    """Of ours on a GPU. forward, backward: percent of the copy bandwidth, 0 for none; us: forward at most."""
+    """What a kernel must reach on a GPU.
+
+    forward, backward: percent of the copy bandwidth, 0 for none; us: longest time of forward
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -88,7 +91,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """With one blank between the parts."""
+        """Operation, dtype, shape and contestant, separated by blanks."""
         return (
             f"{self.operation} {self.dtype} {self.rows}×{self.width} {self.contestant}"
         )
@@ -157,7 +160,7 @@ class Copies:
     bandwidth: float
 
     def percent(self, nbytes: int, us: float) -> float:
-        """Of the bandwidth."""
+        """Bandwidth of `nbytes` in `us` microseconds, in percent of the device's."""
         return 100 * nbytes / max(us, 1e-3) * 1e6 / self.bandwidth
 
 

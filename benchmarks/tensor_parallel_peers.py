@@ -268,9 +268,11 @@ def _load_mcore(
     parameters, split = [], []
     for name, parameter in model.named_parameters():
         whole = logical_value(name, values, w)
-        dim = (
-            0 if any(r in name for r in rows) else 1 if name.endswith(columns) else None
-        )
+        dim = None
+        if any(r in name for r in rows):
+            dim = 0
+        elif name.endswith(columns):
+            dim = 1
         mine = whole if dim is None else np.split(whole, world, dim)[rank]
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(mine)))

@@ -58,22 +58,29 @@ class MovedFinder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The spec of an alias, for the import system (`importlib.abc.MetaPathFinder`)."""
-        if new_path(name) is None:
+        moved = new_path(name)
+        if moved is None:
             return None
-        return ModuleSpec(name, _AliasLoader, origin=__file__, is_package=True)
-
-
-class _AliasLoader:
-    """Puts the moved module itself under its old name."""
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
-        return None
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(new_path(module.__name__))
         if MovedFinder not in sys.meta_path:
             # The alias of a package has the package's folder as its path: without this finder at the front,
             # the import system would load the files of the folder a second time, under their old names.
             sys.meta_path.insert(0, MovedFinder)
+        return alias_spec(name, moved)
+
+
+def alias_spec(name: str, target: str) -> ModuleSpec:
+    """A spec by which the module `target` itself is imported under another name."""
+    return ModuleSpec(name, _AliasLoader(target), origin=__file__, is_package=True)
+
+
+class _AliasLoader:
+    """Puts a module under another name. The import system returns what sys.modules has after `exec_module`."""
+
+    def __init__(self, target: str):
+        self._target = target
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(self._target)

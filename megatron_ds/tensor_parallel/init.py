@@ -27,14 +27,14 @@ def initialize(
     """Fill each parameter, the shard of the rank at `coordinates`, as its `.spec.init` describes."""
     for parameter in parameters:
         spec = parameter.spec
-        if spec.init.kind == "normal":
-            parameter.zero_()
-            for box in spec.boxes(coordinates):
+        # Padding belongs to no box and stays zero.
+        parameter.zero_()
+        for box in spec.boxes(coordinates):
+            if spec.init.kind == "normal":
                 _fill_normal(parameter, spec, box, seed)
-        else:
-            parameter.zero_()
-            for box in spec.boxes(coordinates):
-                _slice(parameter, box.local, box.sizes).fill_(CONSTANTS[spec.init.kind])
+            else:
+                inside = _slice(parameter, box.local, box.sizes)
+                inside.fill_(CONSTANTS[spec.init.kind])
 
 
 @torch.no_grad()
@@ -53,17 +53,18 @@ def initialize_interval(
     for first in range(start // row, -(-stop // row), rows_at_once):
         rows = min(rows_at_once, shape[0] - first)
         values = _rows(spec, blocks, first, rows, coordinates).view(-1)
-        low = max(start, first * row)
-        high = min(stop, (first + rows) * row)
-        out[low - start : high - start].copy_(
-            values[low - first * row : high - first * row]
-        )
+        # The elements that these rows and the interval share.
+        begin = first * row
+        low = max(start, begin)
+        high = min(stop, begin + rows * row)
+        drawn = values[low - begin : high - begin]
+        out[low - start : high - start].copy_(drawn)
 
 
 def _shape_of_shard(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...]:
-    return spec.local_shape(
-        {axis: size for axis, (_, size) in coordinates.items()}
-    ) or (1,)
+    sizes = {axis: size for axis, (_, size) in coordinates.items()}
+    # A scalar is a row of one element.
+    return spec.local_shape(sizes) or (1,)
 
 
 def _rows(
@@ -76,20 +77,23 @@ def _rows(
         local = box.local or (0,)
         logical = box.logical or (0,)
         sizes = box.sizes or (1,)
+        # Rows [a, b) of the shard that the box has.
         a = max(first, local[0])
         b = min(first + rows, local[0] + sizes[0])
         if a >= b:
             continue
-        target = _slice(values, (a - first, *local[1:]), (b - a, *sizes[1:]))
+        corner = (a - first, *local[1:])
+        extent = (b - a, *sizes[1:])
+        target = _slice(values, corner, extent)
         if spec.init.kind != "normal":
             target.fill_(CONSTANTS[spec.init.kind])
             continue
+        # The same rows of the logical tensor.
         row = math.prod(spec.shape[1:])
         at = logical[0] + a - local[0]
-        drawn = blocks.interval(at * row, (at + b - a) * row).view(
-            b - a, *spec.shape[1:]
-        )
-        target.copy_(_slice(drawn, (0, *logical[1:]), (b - a, *sizes[1:])))
+        drawn = blocks.interval(at * row, (at + b - a) * row)
+        drawn = drawn.view(b - a, *spec.shape[1:])
+        target.copy_(_slice(drawn, (0, *logical[1:]), extent))
     return values
 
 
@@ -102,9 +106,8 @@ def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) 
     for start in range(0, box.sizes[0], rows_at_once):
         rows = min(rows_at_once, box.sizes[0] - start)
         first = box.logical[0] + start
-        drawn = blocks.interval(first * row, (first + rows) * row).view(
-            rows, *spec.shape[1:]
-        )
+        drawn = blocks.interval(first * row, (first + rows) * row)
+        drawn = drawn.view(rows, *spec.shape[1:])
         inner = _slice(drawn, (0, *box.logical[1:]), (rows, *box.sizes[1:]))
         target[start : start + rows].copy_(inner)
 
@@ -128,10 +131,9 @@ class _Blocks:
         if self.last[0] != index:
             numel = min(BLOCK, self.spec.numel - index * BLOCK)
             generator = generator_of(self.seed, self.spec.name, index)
-            self.last = (
-                index,
-                torch.empty(numel).normal_(std=self.spec.init.std, generator=generator),
-            )
+            drawn = torch.empty(numel)
+            drawn.normal_(std=self.spec.init.std, generator=generator)
+            self.last = (index, drawn)
         return self.last[1]
 
 

@@ -14,7 +14,7 @@ from ..config import RunConfig
 from ..data.loading.blend import PARTS, parse_blend, read_sources
 from ..data.text.indexed import IndexedDataset, corpus_paths
 
-# of a file that are hashed, evenly spaced
+# A file is hashed by evenly spaced blocks.
 BLOCKS = 16
 BLOCK_BYTES = 4096
 

@@ -85,7 +85,8 @@ def whole_model():
 def on_rank(name, tensor, rank, ranks):
     """What a tensor-parallel rank of Megatron-DeepSpeed holds."""
     dim = 1 if name.endswith((".dense.weight", "4h_to_h.weight")) else 0
-    parts = 3 if "query_key_value" in name else 2 if "h_to_4h" in name else 1
+    packed = {"query_key_value": 3, "h_to_4h": 2}
+    parts = next((n for words, n in packed.items() if words in name), 1)
     if "norm" in name:
         return tensor
     if "word_embeddings" in name or "output_layer" in name:

@@ -141,14 +141,13 @@ def test_special_ids_are_those_of_transformers(
             end if end is not None else 26 + added.index(candidates[0])
         )
         return
-    told = (
-        "lacks it"
-        if end is not None
-        else "2 tokens that may end"
-        if candidates
-        else "no end-of-document"
-    )
-    with pytest.raises(DataError, match=told):
+    if end is not None:
+        reason = "lacks it"
+    elif candidates:
+        reason = "2 tokens that may end"
+    else:
+        reason = "no end-of-document"
+    with pytest.raises(DataError, match=reason):
         made(folder)
 
 

@@ -239,16 +239,12 @@ def test_a_slot_without_a_row_reads_nothing_even_beside_infinity(module, padded)
     x = torch.tensor([[torch.inf] * 4, [1.0, 2.0, 3.0, 4.0]])
     weights = torch.tensor([[0.5, torch.inf], [0.25, torch.nan]])
     with emulated_gpu(seed=1):
-        combine = (
-            kernels.combine
-            if module is kernels
-            else OPERATIONS["combine_padded" if padded else "combine"].in_torch
-        )
-        permute = (
-            kernels.permute
-            if module is kernels
-            else OPERATIONS["permute_padded" if padded else "permute"].in_torch
-        )
+        combine = kernels.combine
+        permute = kernels.permute
+        if module is not kernels:
+            suffix = "_padded" if padded else ""
+            combine = OPERATIONS[f"combine{suffix}"].in_torch
+            permute = OPERATIONS[f"permute{suffix}"].in_torch
         y = combine(x, weights, slots, place)
         leaf = torch.zeros(2, 4, requires_grad=True)
         permute(leaf, slots, place, *([] if padded else [2])).backward(x)

@@ -1,6 +1,8 @@
 """The check of a GPU implementation before it is used: what passes, what is disabled, what is logged."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -281,3 +283,12 @@ def test_kernels_are_not_checked_in_the_capture_of_a_graph(
         "is in the capture of a CUDA graph here. Run the step once",
     ):
         kernel_table._candidates(operation, "cuda", torch.float32, "auto")
+
+
+def test_the_check_is_registered_whichever_operation_is_imported_first():
+    """Without it an implementation for GPUs would run unchecked."""
+    code = (
+        "import megatron_ds.ops.product; from megatron_ds.ops.kernel_table import CHECKS_BEFORE_USE; "
+        "assert 'cuda' in CHECKS_BEFORE_USE"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

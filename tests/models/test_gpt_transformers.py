@@ -266,13 +266,11 @@ def as_ours(theirs, config, names):
     }
     for i in range(L):
         for ours, their in parts.items():
-            inside = (
-                "mlp."
-                if "fc" in ours
-                else "self_attention."
-                if "linear" in ours or ours[0] in "qk"
-                else ""
-            )
+            inside = ""
+            if "fc" in ours:
+                inside = "mlp."
+            elif "linear" in ours or ours[0] in "qk":
+                inside = "self_attention."
             many = [their] if isinstance(their, str) else their
             modules[f"decoder.layers.{i}.{inside}{ours}"] = [
                 layer.format(i) + name for name in many

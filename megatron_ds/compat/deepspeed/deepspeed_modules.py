@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import ConfigError
-from ..moved_modules import new_path
+from ..moved_modules import alias_spec, new_path
 from .deepspeed_advice import ADVICE, NOT_HERE
 from .deepspeed_names import HERE, SAME
 
@@ -153,7 +153,11 @@ class Finder:
         name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Spec of a module of the tables; None for other names."""
-        return _spec(name, _Loader) if is_module(name.partition(".")[2]) else None
+        if not is_module(name.partition(".")[2]):
+            return None
+        return importlib.machinery.ModuleSpec(
+            name, _Loader, origin=__file__, is_package=True
+        )
 
 
 class AliasFinder:
@@ -171,13 +175,7 @@ class AliasFinder:
             or importlib.util.find_spec(f"{PACKAGE}.{inner}") is None
         ):
             return None
-        return _spec(name, _AliasLoader)
-
-
-def _spec(name: str, loader: Any) -> importlib.machinery.ModuleSpec:
-    return importlib.machinery.ModuleSpec(
-        name, loader, origin=__file__, is_package=True
-    )
+        return alias_spec(name, f"{PACKAGE}.{inner}")
 
 
 class _Loader:
@@ -217,17 +215,3 @@ class FacadeModule(ModuleType):
 
     def __dir__(self) -> Sequence[str]:
         return names_of(self._real.partition(".")[2])
-
-
-class _AliasLoader:
-    """`deepspeed.utils` becomes the module `megatron_ds.utils` itself."""
-
-    @staticmethod
-    def create_module(spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(
-            PACKAGE + module.__name__.removeprefix(FOREIGN)
-        )
