@@ -65,9 +65,10 @@ def run_processes(
         for i, rank in enumerate(ranks):
             rank.connection.send((i, job))
         answers, unfinished = _collect(ranks, timeout)
-    for i in unfinished:
-        ranks[i].kill()
-        _POOL.remove(ranks[i])
+        # before the folder goes: a rank that still waits writes into the store
+        for i in unfinished:
+            ranks[i].kill()
+            _POOL.remove(ranks[i])
     if any(not good for good, _ in answers.values()) or len(answers) < size:
         _fail(ranks, answers, function, timeout)
     return [pickle.loads(answers[i][1]) for i in range(size)]
