@@ -88,9 +88,6 @@ def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     )
 
 
-dequantize.dtype = torch.float32  # of the scales
-
-
 for _operation, _kernel, _dtypes, _fits in (
     (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
     (
