@@ -138,6 +138,7 @@ class Trainer:
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
 
     def _loop(self) -> str:
+        # The first step differs in what it logs.
         step_and_log = self._first_step
         while not self._is_finished():
             outcome = step_and_log()
@@ -146,6 +147,7 @@ class Trainer:
                 return self._stop_reason()
             if self._has_tuned:
                 return "autotuning has measured its steps"
+            # What follows some steps: an evaluation, a comparison of replicas, a checkpoint.
             train = self.config.train
             step = self.progress.step
             if (
