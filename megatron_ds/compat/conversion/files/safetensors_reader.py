@@ -1,8 +1,12 @@
-"""Tensors in safetensors files, read one at a time by the safetensors library, which compares all sizes in a
-header with the file first."""
+"""Tensors in safetensors files, read one at a time.
+
+The safetensors library reads the header, and compares all sizes in it with the file. The tensors themselves are
+read by offset: the library maps the whole file, whose pages would then count as memory of this process.
+"""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ....checkpoint.folder import read_regular
 from ....checkpoint.safetensors_folder import CODES, INDEX, SINGLE
 from ....errors import CheckpointError
+from ....host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
@@ -77,38 +82,47 @@ def _is_file_name(text: object) -> bool:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """Name → tensor of one file. Raises CheckpointError when it is damaged."""
-    advice = "Download or save it again."
+    # The library checks that the entries of the header cover the file, without gaps or overlaps.
     try:
-        file = safe_open(path, framework="pt")
-        names = file.keys()
-        slices = {name: file.get_slice(name) for name in names}
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        size = path.stat().st_size
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is damaged or no safetensors file: {error}. {advice}"
+            f"{path} is damaged or no safetensors file: {error}. Download or save it again."
         ) from error
-    # Numbers of a dtype that torch lacks cannot be read.
+
+    # Offsets are those of the header's order, from the end of the file.
+    tensors = {name: _described(path, name, stored) for name, stored in slices.items()}
+    at = size - sum(tensor.nbytes for tensor in tensors.values())
     found = {}
-    for name, stored in slices.items():
-        code = stored.get_dtype()
-        if code not in DTYPES:
-            raise CheckpointError(
-                f"{path}: {name} has the dtype {code}, and {', '.join(DTYPES)} are known."
-            )
-        found[name] = StoredTensor(
-            tuple(stored.get_shape()),
-            DTYPES[code],
-            partial(_read, file, name, f"{path}: {name}"),
-            f"{path}: {name}",
-        )
+    for name, tensor in tensors.items():
+        found[name] = replace(tensor, read=partial(_read, path, name, at, tensor))
+        at += tensor.nbytes
     return found
 
 
-def _read(file: Any, name: str, place: str) -> torch.Tensor:
-    """The tensor in memory of its own: mapped pages would be read where it is used, one by one."""
+def _described(path: Path, name: str, stored: Any) -> StoredTensor:
+    """A tensor that nothing reads yet. stored: of the library."""
+    code = stored.get_dtype()
+    if code not in DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} has the dtype {code}, and {', '.join(DTYPES)} are known."
+        )
+    shape = tuple(stored.get_shape())
+    return StoredTensor(shape, DTYPES[code], lambda: None, f"{path}: {name}")
+
+
+def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Tensor:
     try:
-        return file.get_tensor(name).clone()
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{place} cannot be read: {error}.") from error
+        flat = read_range(path, offset, stored.nbytes)
+        if len(flat) < stored.nbytes:
+            raise OSError(f"it ends at byte {offset + len(flat)}")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}.") from error
+    if flat.storage_offset() % stored.dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(stored.dtype).view(stored.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:
