@@ -17,13 +17,31 @@ PLUGINS = {
     "moved modules": "compat.moved_modules:MovedFinder",
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
+    "optimizers": "extensions.onebit.registered:OPTIMIZERS",
+    "optimizer options": "extensions.onebit.onebit_options:OneBitOptions",
+    "optimizer facts": "extensions.onebit.onebit_facts:FACTS",
+    "optimizer rules": "extensions.onebit.onebit_rules:ONE_BIT_RULES",
 }
+
+
+WINGS = ("compat", "extensions")
 
 
 def plugged(name: str) -> Any | None:
     """The object of a plugin; None if its package is not installed."""
     module, _, attribute = PLUGINS[name].partition(":")
-    wing = f"{__package__}.{module.partition('.')[0]}"
-    if find_spec(wing) is None:
+    if not _is_installed(module.partition(".")[0]):
         return None
     return getattr(import_module(f"{__package__}.{module}"), attribute)
+
+
+def missing_wings() -> str:
+    """A sentence for messages about unknown names: the wings that are not installed. Empty if all are."""
+    missing = [f"{__package__}.{wing}" for wing in WINGS if not _is_installed(wing)]
+    if not missing:
+        return ""
+    return f" {' and '.join(missing)}, which may have it, is not installed: install the whole package."
+
+
+def _is_installed(wing: str) -> bool:
+    return find_spec(f"{__package__}.{wing}") is not None

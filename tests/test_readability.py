@@ -77,7 +77,7 @@ training/data_facts.py
 training/observe/state_statistics.py
 training/replica_check.py
 training/startup_text.py
-zero/compressed_signs.py
+extensions/onebit/signs.py
 """.split()
 )
 # Public names that another program gives: `zero.Init` is DeepSpeed's.

@@ -36,6 +36,18 @@ MOVED = {
     "data.documents": "batch.documents",
     "data.ledger": "batch.ledger",
     "training.metrics_file": "training.observe.metrics_file",
+    "config.options.onebit_options": "extensions.onebit.onebit_options",
+    "optim.onebit_adam": "extensions.onebit.onebit_adam",
+    "optim.onebit_base": "extensions.onebit.compressed_optimizer",
+    "optim.onebit_lamb": "extensions.onebit.onebit_lamb",
+    "optim.onebit_phases": "extensions.onebit.phases",
+    "optim.onebit_zero_one": "extensions.onebit.zero_one_adam",
+    "zero.compressed_exchange": "extensions.onebit.switched_exchange",
+    "zero.compressed_mean": "extensions.onebit.compressed_mean",
+    "zero.compressed_signs": "extensions.onebit.signs",
+    "zero.compressed_state": "extensions.onebit.compressed_set",
+    "zero.compressed_units": "extensions.onebit.units",
+    "zero.compressed_update": "extensions.onebit.compressed_update",
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..launch_env import problems_of_local_rank, rank_in
+from ..plugins import plugged
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
 from .rules.attention_rules import ATTENTION_RULES
@@ -189,6 +190,7 @@ def check(
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,
+        *(plugged("optimizer rules") or ()),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
     reject(

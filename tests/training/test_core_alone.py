@@ -12,7 +12,7 @@ from tests.harness.pretraining import TINY
 pytestmark = pytest.mark.processes
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ds"
-WINGS = ("compat",)
+WINGS = ("compat", "extensions")
 # An editable installation of this checkout has a finder that would find the removed modules.
 PROGRAM = """import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
@@ -64,3 +64,17 @@ def test_what_needs_a_wing_is_an_error_that_names_it(core, tmp_path):
     )
     assert done.returncode != 0
     assert "megatron_ds.compat, which is not installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer", "onebit_adam"],
+        ["--optimizer", "adam", "--freeze-step", "3"],
+    ],
+)
+def test_an_unknown_name_may_be_one_of_a_wing(core, flags):
+    done = run(core, *TINY, "--mock-data", "--train-iters", 2, *flags)
+    assert done.returncode != 0
+    assert f"{flags[-2 if len(flags) > 2 else 1]}" in done.stderr
+    assert "megatron_ds.extensions, which may have it, is not installed" in done.stderr

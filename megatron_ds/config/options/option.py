@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError
+from ...plugins import plugged
 from ...registry import did_you_mean
 
 DTYPE_NAMES = {
@@ -300,3 +301,13 @@ def _str(raw: Any) -> str | None:
 
 
 _CONVERT = {int: _int, float: _float, bool: _bool, str: _str}
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A part of a section without fields."""
+
+
+def plugged_options(plugin: str) -> type:
+    """The options that a wing adds to a section, as a base class of it; none if the wing is not installed."""
+    return plugged(plugin) or NoOptions

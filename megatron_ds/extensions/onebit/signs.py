@@ -15,7 +15,7 @@ The scale preserves the norm (Tang et al. 2021, arXiv:2102.02888, section 4.2).
 
 import torch
 
-from .layout import ALIGN
+from ...zero.layout import ALIGN
 
 PER_BYTE = 8
 # One bit of each of the eight bytes of a little-endian 64-bit number, gathered in its highest byte, the first

@@ -23,21 +23,21 @@ from dataclasses import dataclass
 
 import torch
 
-from ..host.memory_maps import huge_page_zeros
-from ..mpu.collectives import reduce_scatter_into_
-from ..mpu.group import Group
-from ..mpu.param_spec import ParamSpec
-from ..optim.onebit_base import CompressedOptimizer
-from ..optim.onebit_phases import Phases
-from .compressed_mean import FP32_BYTES, CompressedMean
-from .compressed_units import is_vector
-from .data_groups import DataGroups
-from .layout import SlotPiece
-from .norm import is_counted, norm_views
-from .parameter_set import ParameterSet
-from .set_plan import SetPlan
-from .shard_optimizer import Leaf, ShardOptimizer
-from .state_piece import StatePiece
+from ...host.memory_maps import huge_page_zeros
+from ...mpu.collectives import reduce_scatter_into_
+from ...mpu.group import Group
+from ...mpu.param_spec import ParamSpec
+from ...zero.data_groups import DataGroups
+from ...zero.layout import SlotPiece
+from ...zero.norm import is_counted, norm_views
+from ...zero.parameter_set import ParameterSet
+from ...zero.set_plan import SetPlan
+from ...zero.shard_optimizer import Leaf, ShardOptimizer
+from ...zero.state_piece import StatePiece
+from .compressed_mean import CompressedMean
+from .compressed_optimizer import CompressedOptimizer
+from .phases import Phases
+from .units import is_vector
 
 MOMENTUM = "exp_avg"
 SUM = "local_sum"
@@ -75,6 +75,15 @@ class CompressedSet:
         """Kind of state → the whole buffer of what can differ between workers."""
         sums = {} if self.sums is None else {SUM: self.sums}
         return {WORKER_ERROR: self.mean.worker_error, MOMENTUM: self.momentum} | sums
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are not counted with the leaves: errors, and what the buffers have besides the leaves."""
+        in_leaves = sum(leaf.piece.padded_numel for leaf in self.of.resident)
+        buffers = [flat for kind, flat in self.buffers.items() if kind != WORKER_ERROR]
+        return self.mean.nbytes + sum(
+            flat.nbytes - in_leaves * flat.itemsize for flat in buffers
+        )
 
     def saved(self, own: Collection[str]) -> Iterator[StatePiece]:
         """Pieces to write, of kinds that the leaves do not have. own: the kinds of `buffers` that differ now.
@@ -204,17 +213,3 @@ def own_kinds(numbers: Mapping[str, float], workers: int) -> set[str]:
         for kind in (WORKER_ERROR, MOMENTUM, SUM)
         if workers > 1 and numbers.get(f"workers_of_{kind}") == workers
     }
-
-
-def state_bytes(plan: SetPlan, phases: Phases, shard: int) -> int:
-    """Bytes of a set that are not counted with the leaves: errors of a worker and a server, momentum of other
-    ranks' shards, padding between buckets."""
-    layout = plan.layout
-    pieces = (
-        layout.slot_intersections(shard)
-        if plan.policy.optimizer is not None
-        else layout.whole_slots()
-    )
-    buffers = 1 + phases.sums_locally
-    whole = layout.numel * (1 + buffers) + layout.shard_numel
-    return FP32_BYTES * (whole - buffers * sum(piece.padded_numel for piece in pieces))

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from ..config import OptimizerConfig
-from .onebit_base import CompressedOptimizer
-from .onebit_phases import Exchange, FrozenVariance, Phases
-from .optimizers import OPTIMIZERS
+from ...config import OptimizerConfig
+from ...optim.optimizers import OPTIMIZERS
+from .compressed_optimizer import CompressedOptimizer
+from .onebit_rule import OneBitRule
+from .phases import Exchange, FrozenVariance, Phases
 
 NUMBERS = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
@@ -67,4 +68,9 @@ def frozen_variance(settings: OptimizerConfig) -> Phases:
     return FrozenVariance(settings.freeze_step)
 
 
-make_onebit_adam.phases = frozen_variance
+def frozen_rule(settings: OptimizerConfig) -> OneBitRule:
+    """What ranks of 1-bit Adam and 1-bit LAMB exchange."""
+    return OneBitRule(frozen_variance(settings))
+
+
+make_onebit_adam.update_rule = frozen_rule

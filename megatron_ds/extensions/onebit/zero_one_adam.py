@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from ..config import OptimizerConfig
+from ...config import OptimizerConfig
+from ...optim.optimizers import OPTIMIZERS
+from .compressed_optimizer import CompressedOptimizer
 from .onebit_adam import NUMBERS, descend
-from .onebit_base import CompressedOptimizer
-from .onebit_phases import Exchange, Phases, ZeroOnePhases
-from .optimizers import OPTIMIZERS
+from .onebit_rule import OneBitRule
+from .phases import Exchange, Phases, ZeroOnePhases
 
 RATES = "sum_of_rates"
 
@@ -142,4 +143,9 @@ def zero_one_phases(settings: OptimizerConfig) -> Phases:
     )
 
 
-make_zero_one_adam.phases = zero_one_phases
+def zero_one_rule(settings: OptimizerConfig) -> OneBitRule:
+    """What ranks of 0/1 Adam exchange."""
+    return OneBitRule(zero_one_phases(settings))
+
+
+make_zero_one_adam.update_rule = zero_one_rule

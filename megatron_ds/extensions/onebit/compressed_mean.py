@@ -28,15 +28,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..host.memory_maps import huge_page_zeros
-from ..mpu.collectives import all_gather, all_gather_into_, all_reduce_, all_to_all_
-from ..mpu.param_spec import DATA_AXES
-from .compressed_signs import PER_BYTE, decoded, pack_signs, scale_of
-from .compressed_units import count_rows, from_shards, is_vector, map_units, to_shards
-from .data_groups import DataGroups
-from .exchange import Sent
-from .norm import NormEntry, ParameterNorms
-from .set_plan import SetPlan, is_tied
+from ...host.memory_maps import huge_page_zeros
+from ...mpu.collectives import all_gather, all_gather_into_, all_reduce_, all_to_all_
+from ...mpu.group import Group
+from ...mpu.param_spec import DATA_AXES
+from ...zero.data_groups import DataGroups
+from ...zero.exchange import Sent
+from ...zero.layout import Layout
+from ...zero.norm import NormEntry, ParameterNorms
+from ...zero.set_plan import SetPlan, is_tied
+from .signs import PER_BYTE, decoded, pack_signs, scale_of
+from .units import count_rows, from_shards, is_vector, map_units, to_shards
 
 FP32_BYTES = 4
 SCALE_LISTS = 2
@@ -155,19 +157,21 @@ class CompressedMean:
 
 
 def messages(
-    plan: SetPlan, parameters: Sequence[nn.Parameter], groups: DataGroups
+    layout: Layout,
+    parameters: Sequence[nn.Parameter],
+    group: Group,
+    groups: DataGroups,
 ) -> Iterator[Sent]:
     """The messages of `reduce_`: (operation, group, bytes, calls); of a plan, too, whose groups do not send.
 
-    parameters: in the order of the plan's layout.
+    parameters: in the order of the layout. group: the workers.
     """
-    group = groups.ranks_of(plan.reduced_over).data
-    numel = plan.layout.numel
+    numel = layout.numel
     if group.size == 1:
         return
     if vectors := sum(p.numel() for p in parameters if is_vector(p.spec)):
         yield "all_reduce", group, FP32_BYTES * vectors, 1
-    yield "all_reduce", group, count_rows(plan.layout, parameters), 1
+    yield "all_reduce", group, count_rows(layout, parameters), 1
     yield "all_to_all", group, numel // PER_BYTE, 1
     yield "all_gather", group, FP32_BYTES * group.size * len(parameters), 1
     yield "all_gather", group, numel // PER_BYTE, 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..mpu.group import DONE, Work
-from .data_groups import Hierarchy
-from .exchange import BucketGradient, FullPrecisionExchange, Sent
-from .norm import squared_norm
+from ...mpu.group import DONE, Work
+from ...zero.data_groups import Hierarchy
+from ...zero.exchange import BucketGradient, FullPrecisionExchange, Sent
+from ...zero.norm import squared_norm
 
 KEPT = 0.95  # weight of the earlier measurements at each new one
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from .option import option
+from ...config.options.option import option
 
 
 def _param(default: float, *, name: str, **more):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .onebit_phases import Exchange, Phases
-from .part_optimizer import PartOptimizer, gradient_of
+from ...optim.part_optimizer import PartOptimizer, gradient_of
+from .phases import Exchange, Phases
 
 Tensors = list[torch.Tensor]
 

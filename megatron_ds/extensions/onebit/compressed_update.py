@@ -1,7 +1,7 @@
 """`CompressedUpdate`: the part of a step of `ZeroOptimizer` in which ranks exchange signs in place of
 gradients.
 
-What is exchanged in a step follows from its number (`optim/onebit_phases.py`):
+What is exchanged in a step follows from its number (`phases.py`):
 
     FULL       gradients are reduced as by any optimizer
     GRADIENT   x_i = g_i:                  compressed mean → exp_avg ← β₁ exp_avg + (1 - β₁) x
@@ -25,17 +25,20 @@ clips on all ranks. (R itself would clip all steps of many ranks, and v, which i
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import ConfigError
-from ..mpu.collectives import all_gather_into_
-from ..optim.onebit_base import CompressedOptimizer
-from ..optim.onebit_phases import Exchange, Phases
-from .compressed_exchange import NoiseShare, SwitchedExchange
-from .compressed_mean import messages
-from .compressed_state import (
+from ...errors import ConfigError
+from ...mpu.collectives import all_gather_into_
+from ...zero.data_groups import DataGroups
+from ...zero.norm import is_counted, norm_views, squared_norm
+from ...zero.parameter_set import ParameterSet
+from ...zero.shard_optimizer import ShardOptimizer
+from ...zero.state_piece import StatePiece
+from ...zero.update_hook import UpdateHook
+from .compressed_optimizer import CompressedOptimizer
+from .compressed_set import (
     MOMENTUM,
     SUM,
     WORKER_ERROR,
@@ -44,15 +47,10 @@ from .compressed_state import (
     make_set,
     numbers_of,
     own_kinds,
-    state_bytes,
 )
-from .compressed_units import is_vector
-from .data_groups import DataGroups
-from .exchange import Sent
-from .norm import is_counted, norm_views, squared_norm
-from .parameter_set import ParameterSet
-from .shard_optimizer import ShardOptimizer
-from .state_piece import StatePiece
+from .phases import Exchange, Phases
+from .switched_exchange import NoiseShare, SwitchedExchange
+from .units import is_vector
 
 logger = logging.getLogger(__name__)
 NEW_NUMBER_OF_RANKS = (
@@ -66,7 +64,7 @@ ONLY_MEANS = (
 )
 
 
-class CompressedUpdate:
+class CompressedUpdate(UpdateHook):
     """phases: of all parameter groups. resident: whose "exp_avg" become views of the whole buffers."""
 
     def __init__(
@@ -96,9 +94,7 @@ class CompressedUpdate:
     @property
     def nbytes(self) -> int:
         """Bytes of state that is not counted with the leaves: errors, and momentum of other ranks' shards."""
-        return sum(
-            state_bytes(s.of.plan, self._phases, s.group.rank) for s in self._sets
-        )
+        return sum(s.nbytes for s in self._sets)
 
     def begin(self) -> None:
         """A step begins: decide what is exchanged."""
@@ -106,26 +102,23 @@ class CompressedUpdate:
         self._exchange.is_off = self.is_local
         self._exchange.squares = None
 
-    def squares(self, device: torch.device) -> torch.Tensor:
-        """This rank's addend of Σ_i ‖g_i‖² / P, float64, of gradients that stay local."""
+    def measure(
+        self, views: Iterable[Sequence[torch.Tensor]], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(addend of the norm's square, and of Σ_i ‖g_i‖² / P of `matrices_of` where gradients are summed).
+        Where they stay local, the norm's square is Σ_i ‖g_i‖² / P itself."""
+        if not self.is_local:
+            squares, _ = super().measure(views, device)
+            own = self._exchange.squares
+            none = torch.zeros_like(squares)
+            return squares, none if own is None else own * self._workers
         total = torch.zeros((), dtype=torch.float64, device=device)
         for s in self._sets:
             total += squared_norm(s.norm_views, device) * s.group.size
-        return total
-
-    def full_squares(self, device: torch.device) -> torch.Tensor | None:
-        """This rank's addend of Σ_i ‖g_i‖² / P of `matrices_of`, not yet reduced; None in other steps."""
-        if self.is_local:
-            return None
-        none = torch.zeros((), dtype=torch.float64, device=device)
-        return (
-            none
-            if self._exchange.squares is None
-            else self._exchange.squares * self._workers
-        )
+        return total, None
 
     def norm_of(self, measured: Sequence[float]) -> float:
-        """The norm of the mean gradient, or its estimate. measured: squares, …, those of `full_squares`."""
+        """The norm of the mean gradient, or its estimate."""
         norm = math.sqrt(measured[0])
         if self.is_local:
             return norm / self._noise.ratio(self._workers)
@@ -155,11 +148,6 @@ class CompressedUpdate:
                 s.mean.reduce_(s.sums)
             for optimizer in self._optimizers:
                 optimizer.after_exchange()
-
-    def sent(self) -> Iterator[Sent]:
-        """The messages of a compressed exchange, as planned."""
-        for s in self._sets:
-            yield from messages(s.of.plan, s.of.parameters, self._groups)
 
     # -------------------------------------------------------------------------------- state
     def own_kinds(

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..config import OptimizerConfig
-from .lamb import NUMBERS as LAMB_NUMBERS
-from .onebit_adam import frozen_variance
-from .onebit_base import CompressedOptimizer, Tensors
-from .onebit_phases import Exchange, Phases
-from .optimizers import OPTIMIZERS
+from ...config import OptimizerConfig
+from ...optim.lamb import NUMBERS as LAMB_NUMBERS
+from ...optim.optimizers import OPTIMIZERS
+from .compressed_optimizer import CompressedOptimizer, Tensors
+from .onebit_adam import frozen_rule, frozen_variance
+from .phases import Exchange, Phases
 
 
 class Reductions(Protocol):
@@ -261,5 +261,5 @@ def make_onebit_lamb(
     )
 
 
-make_onebit_lamb.phases = frozen_variance
+make_onebit_lamb.update_rule = frozen_rule
 make_onebit_lamb.needs_norms = True

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.optim.onebit_phases import Exchange, FrozenVariance, ZeroOnePhases
-from megatron_ds.zero.compressed_exchange import NoiseShare
-from megatron_ds.zero.compressed_signs import pack_signs, unpack_signs
+from megatron_ds.extensions.onebit.phases import Exchange, FrozenVariance, ZeroOnePhases
+from megatron_ds.extensions.onebit.signs import pack_signs, unpack_signs
+from megatron_ds.extensions.onebit.switched_exchange import NoiseShare
 from tests.harness.onebit_simulator import SimulatedMean
 
 pytestmark = pytest.mark.plan

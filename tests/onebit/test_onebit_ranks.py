@@ -6,12 +6,12 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.config import OptimizerConfig
+from megatron_ds.extensions.onebit.compressed_mean import CompressedMean
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
-from megatron_ds.zero.compressed_mean import CompressedMean
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse, plan_parameters
@@ -109,7 +109,7 @@ def simulated(name, workers, corrects):
     for decay in (DECAY, 0.0):
         runs[decay] = SimulatedRun(
             name,
-            OPTIMIZERS[name].phases(config),
+            OPTIMIZERS[name].update_rule(config).phases,
             weights(),
             workers,
             lr=LR,

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..mpu.param_spec import ParamSpec
-from .layout import ALIGN, Layout
+from ...mpu.param_spec import ParamSpec
+from ...zero.layout import ALIGN, Layout
 
 
 @dataclass(frozen=True)
