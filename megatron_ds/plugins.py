@@ -17,6 +17,9 @@ PLUGINS = {
     "moved modules": "compat.moved_modules:MovedFinder",
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
+    "attention layouts": "extensions.sparse_layouts.layer_layouts:LAYOUTS",
+    "attention options": "extensions.sparse_layouts.sparse_options:SparseOptions",
+    "attention rules": "extensions.sparse_layouts.sparse_rules:SPARSE_RULES",
     "optimizers": "extensions.onebit.registered:OPTIMIZERS",
     "optimizer options": "extensions.onebit.onebit_options:OneBitOptions",
     "optimizer facts": "extensions.onebit.onebit_facts:FACTS",
@@ -40,7 +43,7 @@ def missing_wings() -> str:
     missing = [f"{__package__}.{wing}" for wing in WINGS if not _is_installed(wing)]
     if not missing:
         return ""
-    return f" {' and '.join(missing)}, which may have it, is not installed: install the whole package."
+    return f" Not installed: {', '.join(missing)}, which may have it. Install the whole package."
 
 
 def _is_installed(wing: str) -> bool:

@@ -23,7 +23,6 @@ from .rules.attention_rules import ATTENTION_RULES
 from .rules.data_rules import DATA_RULES
 from .rules.layout_rules import LAYOUT_RULES
 from .rules.moe_rules import MOE_RULES
-from .rules.sparse_rules import SPARSE_RULES
 from .rules.training_rules import TRAINING_RULES
 from .run import RunConfig, Source, all_options
 from .sources.combine import combined, contradictions
@@ -186,7 +185,7 @@ def check(
     own = (
         *LAYOUT_RULES,
         *ATTENTION_RULES,
-        *SPARSE_RULES,
+        *(plugged("attention rules") or ()),
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,

@@ -77,4 +77,4 @@ def test_an_unknown_name_may_be_one_of_a_wing(core, flags):
     done = run(core, *TINY, "--mock-data", "--train-iters", 2, *flags)
     assert done.returncode != 0
     assert f"{flags[-2 if len(flags) > 2 else 1]}" in done.stderr
-    assert "megatron_ds.extensions, which may have it, is not installed" in done.stderr
+    assert "Not installed: megatron_ds.compat, megatron_ds.extensions" in done.stderr

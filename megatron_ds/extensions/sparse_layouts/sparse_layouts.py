@@ -23,9 +23,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..config.options.sparse_options import SparseOptions
-from .block_layout import BlockLayout
-from .keyed_random import seed_of
+from ...ops.block_layout import BlockLayout
+from ...ops.keyed_random import seed_of
+from .sparse_options import SparseOptions
 
 # draw(head, row, candidates, count) -> numbers of blocks
 Draw = Callable[[int, int, int, int], np.ndarray]

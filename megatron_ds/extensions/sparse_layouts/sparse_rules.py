@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from ..messages import divisors, either, flag, given, neighbours
-from ..options.sparse_options import BI, OF_MODE, SPARSE_PATHS, UNI
-from ..run import RunConfig
+from ...config.messages import divisors, either, flag, given, neighbours
+from ...config.run import RunConfig
+from .sparse_options import BI, OF_MODE, SPARSE_PATHS, UNI
 
 
 def sparse_options(config: RunConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@ block "sparse_attention" does."""
 
 from dataclasses import dataclass, fields
 
-from .option import option
+from ...config.options.option import option
 
 MODES = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local")
 UNI = "unidirectional"
