@@ -42,7 +42,7 @@ compat/conversion/packings.py
 compat/recipes/shell_loops.py
 compat/recipes/shell_script.py
 compat/recipes/shell_values.py
-data/curriculum/curriculum_order.py
+extensions/data_efficiency/curriculum_order.py
 data/loading/weighted_splits.py
 data/text/indexed.py
 moe/dispatch.py

@@ -189,6 +189,7 @@ def check(
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,
+        *(plugged("data rules") or ()),
         *(plugged("optimizer rules") or ()),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]

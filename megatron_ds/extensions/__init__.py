@@ -1,5 +1,6 @@
 """Optimizers and features of data and attention that hang on interfaces of the core, which never imports them.
 
+    data_efficiency/   curricula over lengths and over samples, random-LTD
     onebit/            optimizers whose data-parallel ranks exchange one bit for each element
     sparse_layouts/    DeepSpeed's layouts of sparse attention
 

@@ -87,15 +87,11 @@ def length_range(config: RunConfig, unit: int) -> tuple[int, int]:
     """(the shortest, the longest) length that the other options allow, the first a multiple of `unit`.
     `config` needs no length."""
     model = config.model
-    ltd = config.random_ltd
-    curriculum = config.curriculum
     given = model.max_position_embeddings
     lengths = [
         1,
-        ltd.random_ltd_min_tokens,
-        ltd.random_ltd_max_tokens,
-        curriculum.curriculum_min_length,
-        curriculum.curriculum_max_length,
+        *config.random_ltd.stated_lengths,
+        *config.curriculum.stated_lengths,
         None if given else model.original_max_position_embeddings,
         attention_layouts().least_length(model),
     ]

@@ -32,7 +32,6 @@ from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
-from ..config.options.data_efficiency_options import order_identity
 from ..config.options.training_options import CheckpointConfig
 from ..config.rules.data_rules import FIM
 from ..config.sources.config_text import to_dict
@@ -239,8 +238,7 @@ def _data_identity(config: RunConfig) -> dict:
     }
     if data.blend_weights != "samples":
         identity["blend_weights"] = data.blend_weights
-    if config.curriculum.curriculum_metrics:
-        identity["curriculum"] = order_identity(config.curriculum)
+    identity |= config.curriculum.identity()
     if data.fim_data:
         identity["fill_in_the_middle"] = [
             getattr(data, path.partition(".")[2]) for path in FIM

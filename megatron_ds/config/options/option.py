@@ -308,6 +308,9 @@ class NoOptions:
     """A part of a section without fields."""
 
 
-def plugged_options(plugin: str) -> type:
-    """The options that a wing adds to a section, as a base class of it; none if the wing is not installed."""
-    return plugged(plugin) or NoOptions
+def plugged_options(plugin: str, otherwise: type = NoOptions) -> type:
+    """The dataclass of the options of a wing: a section, or a base class of one.
+
+    otherwise: the class if the wing is not installed
+    """
+    return plugged(plugin) or otherwise

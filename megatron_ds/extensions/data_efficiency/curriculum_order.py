@@ -40,9 +40,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config.options.data_efficiency_options import Metric
+from ...data.loading.cache import cached_arrays
 from ...errors import DataError
-from ..loading.cache import cached_arrays
+from .data_efficiency_options import Metric
 from .difficulty_analysis import describes, read_description
 from .difficulty_metrics import ListFile
 

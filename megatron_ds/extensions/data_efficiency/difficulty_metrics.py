@@ -34,11 +34,18 @@ from pathlib import Path
 
 import numpy as np
 
+from ...data.text.indexed import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    corpus_paths,
+    replacing,
+    write_index,
+)
 from ...errors import ConfigError, DataError
 from ...host.regular_file import read_regular
-from ...progress.difficulty import import_function
 from ...registry import did_you_mean
-from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths, replacing, write_index
+from .difficulty import import_function
 
 CODES = {
     1: np.uint8,

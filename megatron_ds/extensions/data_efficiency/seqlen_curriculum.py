@@ -15,10 +15,16 @@ import torch
 
 from ...batch.batch import Batch
 from ...batch.documents import cut_boundaries
+from .data_efficiency_options import LengthCurriculum
 
 MOST_SAMPLES = (
     1 << 40
 )  # the later rows of a sample have larger ids, so that their dropout differs
+
+
+def shortening(lengths: LengthCurriculum) -> Callable[[Batch, int], Batch]:
+    """The function (batch, length) → batch of a curriculum."""
+    return fold if lengths.folds else truncate
 
 
 def truncate(batch: Batch, length: int) -> Batch:

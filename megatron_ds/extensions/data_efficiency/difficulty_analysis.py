@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from ...config import RunConfig
+from ...data.kind import DataKind, Dataset
+from ...data.loading.blend import read_sources
+from ...data.loading.datasets import identify
+from ...data.text.indexed import replacing
 from ...errors import DataError
-from ..kind import DataKind, Dataset
-from ..loading.blend import read_sources
-from ..loading.datasets import identify
-from ..text.indexed import replacing
 from .difficulty_metrics import (
     FULL_DISK,
     ListFile,

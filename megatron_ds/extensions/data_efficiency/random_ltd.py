@@ -25,13 +25,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..batch.batch import Batch
-from ..errors import LayoutError
-from ..mpu.context import ParallelContext
-from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region
-from ..ops.keyed_random import random_subset
-from .attention import KVCache
-from .layer import Layer
+from ...batch.batch import Batch
+from ...errors import LayoutError
+from ...models.attention import KVCache
+from ...models.layer import Layer
+from ...mpu.context import ParallelContext
+from ...mpu.regions import (
+    gather_from_sequence_region,
+    reduce_scatter_to_sequence_region,
+)
+from ...ops.keyed_random import random_subset
 
 
 def with_random_ltd(

@@ -8,7 +8,6 @@ tokens that a layer keeps. Steps count from 1: the first step of a run uses `at(
     Rise      from `minimum` to `maximum` along the p-th root of the time (p = 1: a line), in multiples of k
     Stairs    a list of values, each until a given step
     Custom    the values of a function of the user
-    TokenDrop the tokens that blocks keep under random-LTD
 
 Letters: t step, T steps of the rise, p degree of the root, k multiple. Rise with p = 1 is the pacing function
 of Li et al. 2022 (arXiv:2108.06084), section 4.1, equation 1. Random-LTD is Yao et al. 2022
@@ -21,22 +20,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-from ..errors import ConfigError
-from ..registry import did_you_mean
-
-
-class Difficulty(Protocol):
-    """The difficulty as a function of the step. It never falls.
-
-    maximum  the last and largest difficulty
-    """
-
-    maximum: int
-
-    def at(self, step: int) -> int:
-        """The difficulty of a step, counted from 1."""
+from ...errors import ConfigError
+from ...progress.token_drop import Difficulty
+from ...registry import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -119,32 +107,6 @@ class Custom:
                 f"from 1 to the max_difficulty, {self.maximum}."
             )
         return value
-
-
-@dataclass(frozen=True)
-class TokenDrop:
-    """Random-LTD: the blocks that drop tokens, of `num_blocks` in all, and the tokens of a sequence that they
-    keep.
-
-    Steps count from 0 here, as DeepSpeed's do: the first step of a run uses `kept_at(0)`, which is
-    `Progress.step`.
-    """
-
-    blocks: tuple[int, ...]
-    num_blocks: int
-    kept: Difficulty
-
-    def kept_at(self, step: int, length: int | None = None) -> int:
-        """Tokens of a sequence that the blocks keep. length: of the sequence, if it is shortened."""
-        kept = self.kept.at(step)
-        return kept if length is None else min(kept, length)
-
-    def layer_tokens(self, step: int, length: int) -> int:
-        """Tokens of one sequence, summed over the blocks that process them."""
-        return (
-            len(self.blocks) * self.kept_at(step, length)
-            + (self.num_blocks - len(self.blocks)) * length
-        )
 
 
 def make_difficulty(

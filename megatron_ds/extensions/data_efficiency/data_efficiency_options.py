@@ -7,13 +7,16 @@ block is kept as a JSON string.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...config.options.model_options import ModelConfig
+from ...config.options.option import option
+from ...config.options.sample_choice import Curriculum, TokenDropping
 from ...errors import ConfigError
-from ...progress.difficulty import KINDS, Difficulty, make_difficulty
-from .option import option
+from ...progress.token_drop import TokenDrop
+from .difficulty import KINDS, Custom, Difficulty, Rise, make_difficulty
 
 # DeepSpeed's names of such metrics
 TRUNCATE = "seqlen_truncate"
@@ -32,7 +35,7 @@ CLUSTERINGS = ("schedule_based", "single_cluster")
 
 
 @dataclass(frozen=True)
-class CurriculumConfig:
+class CurriculumConfig(Curriculum):
     """Off unless --curriculum-type or --curriculum-metrics is given; both may be."""
 
     curriculum_type: str | None = option(
@@ -104,6 +107,37 @@ class CurriculumConfig:
     )
 
     @property
+    def changes_lengths(self) -> bool:
+        return self.curriculum_type is not None
+
+    @property
+    def orders_samples(self) -> bool:
+        return bool(self.curriculum_metrics)
+
+    @property
+    def stated_lengths(self) -> tuple[int | None, ...]:
+        return self.curriculum_min_length, self.curriculum_max_length
+
+    def lengths(self, seq_length: int) -> "LengthCurriculum | None":
+        """The lengths of --curriculum-type. Raises ConfigError with the flags that are wrong."""
+        if self.curriculum_type is None:
+            return None
+        return LengthCurriculum(
+            length_difficulty(self, seq_length), self.curriculum_type == RESHAPE
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """The order of the samples, if there is one."""
+        return {"curriculum": order_identity(self)} if self.orders_samples else {}
+
+    def index_prefixes(self) -> Iterator[tuple[str, str]]:
+        for text in self.curriculum_metrics:
+            block = json.loads(text)
+            for key in block:
+                if key.endswith("_path"):
+                    yield f"{key} of curriculum metric {block.get('name')}", block[key]
+
+    @property
     def length_settings(self) -> dict[str, Any]:
         """The curriculum over lengths as a block of DeepSpeed's JSON, without keys that have no value."""
         _, needed, _ = KINDS[self.curriculum_schedule]
@@ -134,7 +168,7 @@ def _given(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RandomLTDConfig:
+class RandomLTDConfig(TokenDropping):
     """Random layer-wise token dropping: blocks process a growing subset of the tokens."""
 
     random_ltd: bool = option(
@@ -188,11 +222,55 @@ class RandomLTDConfig:
         avoid="Kernels are fastest with multiples of 64 on GPUs, of 8 on CPUs.",
     )
 
+    @property
+    def is_on(self) -> bool:
+        return self.random_ltd
+
+    @property
+    def stated_lengths(self) -> tuple[int | None, ...]:
+        return self.random_ltd_min_tokens, self.random_ltd_max_tokens
+
+    def token_drop(self, model: ModelConfig) -> TokenDrop | None:
+        """The blocks and their tokens; None without --random-ltd."""
+        if not self.random_ltd:
+            return None
+        # lowest=0: DeepSpeed rounds down below the minimum if that is not a multiple, and the integers are to
+        # be equal.
+        kept = Rise(
+            self.random_ltd_min_tokens,
+            self.random_ltd_max_tokens or model.seq_length,
+            self.random_ltd_steps,
+            self.random_ltd_tokens_per_step,
+            lowest=0,
+        )
+        return TokenDrop(self.dropping_blocks(model.num_layers), model.num_layers, kept)
+
     def dropping_blocks(self, num_layers: int) -> tuple[int, ...]:
         """Numbers of the blocks that drop tokens; by default all but the first and the last."""
         return tuple(sorted(self.random_ltd_layer_ids)) or tuple(
             range(1, num_layers - 1)
         )
+
+
+@dataclass(frozen=True)
+class LengthCurriculum:
+    """The `SequenceLengths` of a curriculum. folds: a sample becomes several rows."""
+
+    difficulty: Difficulty
+    folds: bool
+
+    def at(self, step: int) -> int:
+        """The length of a step, counted from 1."""
+        return self.difficulty.at(step)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether the largest length is reached. Nothing is known of a function of the user."""
+        is_known = not isinstance(self.difficulty, Custom)
+        return is_known and self.at(step) == self.difficulty.maximum
+
+    def rows(self, whole: int, length: int) -> int:
+        """Rows that a sample of `whole` tokens becomes."""
+        return whole // length if self.folds else 1
 
 
 @dataclass(frozen=True)
