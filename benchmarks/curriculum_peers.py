@@ -27,16 +27,19 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
     MMapIndexedDataset,
 )
 
-from megatron_ds.config.options.data_efficiency_options import read_metric
-from megatron_ds.data.curriculum.curriculum_order import order_by_difficulty
-from megatron_ds.data.curriculum.difficulty_analysis import map_shard, reduce_metric
-from megatron_ds.data.curriculum.difficulty_metrics import (
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.data_efficiency.curriculum_order import order_by_difficulty
+from megatron_ds.extensions.data_efficiency.data_efficiency_options import read_metric
+from megatron_ds.extensions.data_efficiency.difficulty import make_difficulty
+from megatron_ds.extensions.data_efficiency.difficulty_analysis import (
+    map_shard,
+    reduce_metric,
+)
+from megatron_ds.extensions.data_efficiency.difficulty_metrics import (
     ListFile,
     MetricSpec,
     write_metric,
 )
-from megatron_ds.errors import DataError
-from megatron_ds.progress.difficulty import make_difficulty
 
 FILES = (
     "sample_to_metric",

@@ -373,8 +373,10 @@ def cost(out: Path, contestant: Contestant) -> float | None:
     lines between.
     """
     from megatron_ds.config import parse
-    from megatron_ds.config.options.data_efficiency_options import length_difficulty
     from megatron_ds.config.training_schedule import make_token_drop
+    from megatron_ds.extensions.data_efficiency.data_efficiency_options import (
+        length_difficulty,
+    )
 
     if not (out / "times.json").exists():
         return None

@@ -5,7 +5,7 @@ gradients are summed in fp16.
     python benchmarks/onebit_bytes.py --count          and counted on two gloo ranks: the same shares of a run
                                                        of so many steps (--steps), of a small model
 
-What a step sends follows from its number (`optim/onebit_phases.py`) and from the plan of the layout. Bytes
+What a step sends follows from its number (`extensions/onebit/phases.py`) and from the plan of the layout. Bytes
 are those that a rank sends over the data-parallel group, as rings, the norm of the gradient included. Prints
 Markdown tables. The models are GPTs of the sizes of BERT-Base and BERT-Large.
 """
@@ -129,7 +129,7 @@ def exchanges(config) -> Counter:
     """How many steps of a run exchange what."""
     from megatron_ds.optim import OPTIMIZERS
 
-    phases = OPTIMIZERS[config.optimizer.optimizer].phases(config.optimizer)
+    phases = OPTIMIZERS[config.optimizer.optimizer].update_rule(config.optimizer).phases
     return Counter(
         phases.at(step).name for step in range(1, config.train.train_iters + 1)
     )

@@ -12,7 +12,8 @@ import sys
 
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 
-from megatron_ds.progress.difficulty import Rise, TokenDrop
+from megatron_ds.extensions.data_efficiency.difficulty import Rise
+from megatron_ds.progress.token_drop import TokenDrop
 
 
 def upstream_of(

@@ -23,11 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ds.config.options.sparse_options import SparseOptions
+from megatron_ds.extensions.sparse_layouts.sparse_layouts import block_layout
+from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
 from megatron_ds.host.allocator import set_allocator
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.core_attention import attention
-from megatron_ds.ops.sparse_layouts import block_layout
 
 # Name in the table → options without their prefix, for blocks of 16 tokens.
 LAYOUTS = {

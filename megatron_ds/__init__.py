@@ -97,7 +97,8 @@ class _ForeignModules:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        if not name.startswith(f"{__name__}.") or name.startswith(f"{__name__}.compat"):
+        wings = (f"{__name__}.compat", f"{__name__}.extensions")
+        if not name.startswith(f"{__name__}.") or name.startswith(wings):
             return None
         plugged = import_module(".plugins", __name__).plugged
         for kind in ("moved modules", "foreign modules"):

@@ -17,13 +17,41 @@ PLUGINS = {
     "moved modules": "compat.moved_modules:MovedFinder",
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
+    "attention layouts": "extensions.sparse_layouts.layer_layouts:LAYOUTS",
+    "attention options": "extensions.sparse_layouts.sparse_options:SparseOptions",
+    "attention rules": "extensions.sparse_layouts.sparse_rules:SPARSE_RULES",
+    "curriculum options": "extensions.data_efficiency.data_efficiency_options:CurriculumConfig",
+    "token drop options": "extensions.data_efficiency.data_efficiency_options:RandomLTDConfig",
+    "metric keys": "extensions.data_efficiency.data_efficiency_options:METRIC_KEYS",
+    "data rules": "extensions.data_efficiency.data_efficiency_rules:DATA_EFFICIENCY_RULES",
+    "sample order": "extensions.data_efficiency.sample_order:make_order",
+    "shortened batches": "extensions.data_efficiency.seqlen_curriculum:shortening",
+    "token dropping layers": "extensions.data_efficiency.random_ltd:with_random_ltd",
+    "optimizers": "extensions.onebit.registered:OPTIMIZERS",
+    "optimizer options": "extensions.onebit.onebit_options:OneBitOptions",
+    "optimizer facts": "extensions.onebit.onebit_facts:FACTS",
+    "optimizer rules": "extensions.onebit.onebit_rules:ONE_BIT_RULES",
 }
+
+
+WINGS = ("compat", "extensions")
 
 
 def plugged(name: str) -> Any | None:
     """The object of a plugin; None if its package is not installed."""
     module, _, attribute = PLUGINS[name].partition(":")
-    wing = f"{__package__}.{module.partition('.')[0]}"
-    if find_spec(wing) is None:
+    if not _is_installed(module.partition(".")[0]):
         return None
     return getattr(import_module(f"{__package__}.{module}"), attribute)
+
+
+def missing_wings() -> str:
+    """A sentence for messages about unknown names: the wings that are not installed. Empty if all are."""
+    missing = [f"{__package__}.{wing}" for wing in WINGS if not _is_installed(wing)]
+    if not missing:
+        return ""
+    return f" Not installed: {', '.join(missing)}, which may have it. Install the whole package."
+
+
+def _is_installed(wing: str) -> bool:
+    return find_spec(f"{__package__}.{wing}") is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
+from .plugins import missing_wings, plugged
 
 T = TypeVar("T")
 
@@ -22,8 +23,10 @@ class Registry(Generic[T]):
     '#f00'
     """
 
-    def __init__(self, noun: str):
+    def __init__(self, noun: str, plugin: str | None = None):
+        """plugin: the row of `PLUGINS` whose modules register further entries, loaded at the first look-up."""
         self.noun = noun
+        self._plugin = plugin
         self._things: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
 
@@ -32,7 +35,9 @@ class Registry(Generic[T]):
 
         def add(thing: T) -> T:
             for key in (name, *aliases):
-                assert key not in self, f"{self.noun} {key!r} is registered twice"
+                assert key not in (*self._things, *self._aliases), (
+                    f"{self.noun} {key!r} is registered twice"
+                )
             self._things[name] = thing
             self._aliases.update(dict.fromkeys(aliases, name))
             return thing
@@ -41,28 +46,40 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """Raises ConfigError with the most similar name."""
+        self._load()
         try:
             return self._things[self._aliases.get(name, name)]
         except KeyError:
             raise ConfigError(
                 f"unknown {self.noun} "
                 f"{name!r}{did_you_mean(name, [*self._things, *self._aliases]) or '.'} Known: "
-                f"{', '.join(sorted(self._things))}."
+                f"{', '.join(sorted(self._things))}.{missing_wings()}"
             ) from None
 
     def name_of(self, name: str) -> str:
         """The listed name for a name or an alias."""
+        self._load()
         return self._aliases.get(name, name)
 
     def __contains__(self, name: str) -> bool:
+        self._load()
         return name in self._things or name in self._aliases
 
     def __iter__(self) -> Iterator[str]:
+        self._load()
         return iter(self._things)
 
     def names(self) -> tuple[str, ...]:
         """All listed names, in the order of registration."""
+        self._load()
         return tuple(self._things)
+
+    def _load(self) -> None:
+        """Register the entries of the plugin, once."""
+        plugin = self._plugin
+        self._plugin = None
+        if plugin is not None:
+            plugged(plugin)
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

@@ -42,7 +42,7 @@ compat/conversion/packings.py
 compat/recipes/shell_loops.py
 compat/recipes/shell_script.py
 compat/recipes/shell_values.py
-data/curriculum/curriculum_order.py
+extensions/data_efficiency/curriculum_order.py
 data/loading/weighted_splits.py
 data/text/indexed.py
 moe/dispatch.py
@@ -77,7 +77,7 @@ training/data_facts.py
 training/observe/state_statistics.py
 training/replica_check.py
 training/startup_text.py
-zero/compressed_signs.py
+extensions/onebit/signs.py
 """.split()
 )
 # Public names that another program gives: `zero.Init` is DeepSpeed's.

@@ -16,7 +16,7 @@ from .documents import Boundaries, Documents
 from .ledger import NO_LEDGER, Ledger
 
 if TYPE_CHECKING:
-    from ..progress.difficulty import TokenDrop
+    from ..progress.token_drop import TokenDrop
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Batch:
                   GPU; None: they are read from the ids if these are on the CPU, else unknown
     token_types     int64 [b, s], the segment of each token, for models with segment embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
-    kept_tokens   tokens of each sample that a token-dropping layer keeps (models/random_ltd.py); None: all of
+    kept_tokens   tokens of each sample that a token-dropping layer keeps; None: all of
                   them
     places        positions of the tokens where only some are present: inside such a layer, or under context
                   parallelism; None where all tokens are present
@@ -134,7 +134,7 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def keeping(self, drop: "TokenDrop | None", step: int) -> "Batch":
-        """This batch with the `kept_tokens` of a step; the batch itself without random-LTD."""
+        """This batch with the `kept_tokens` of a step; the batch itself if all are kept."""
         return (
             self
             if drop is None

@@ -31,24 +31,24 @@ import numpy as np
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.parse import read
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.curriculum.difficulty_analysis import (
+from megatron_ds.data.loading.blend import read_sources
+from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.tokenizers import build_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.data_efficiency.difficulty_analysis import (
     identity,
     is_reduced,
     map_shard,
     percentiles,
     reduce_metric,
 )
-from megatron_ds.data.curriculum.difficulty_metrics import (
+from megatron_ds.extensions.data_efficiency.difficulty_metrics import (
     FREQUENCY,
     METRICS,
     TOTALS,
     MetricSpec,
     parse_metric,
 )
-from megatron_ds.data.loading.blend import read_sources
-from megatron_ds.data.loading.datasets import build_datasets
-from megatron_ds.data.tokenizers import build_tokenizer
-from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.models import MODELS
 
 logger = logging.getLogger(__name__)

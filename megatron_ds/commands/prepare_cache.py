@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config,
         wanted_samples(config),
         build_tokenizer(config.data, config.model),
-        one_epoch=bool(config.curriculum.curriculum_metrics),
+        one_epoch=config.curriculum.orders_samples,
     )
     print("index maps are in", ", ".join(map(str, _folders(config))))
     return 0

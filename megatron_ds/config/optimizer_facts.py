@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plugins import plugged
 from .options.training_options import OptimizerConfig
 
 # What the update of an element depends on, besides that element.
@@ -81,8 +82,7 @@ MOMENTS = {
     "eps": ("adam_eps",),
     "bias_correction": ("adam_bias_correction",),
 }
-# Of 1-bit optimizers: DeepSpeed's choice of a transport has no effect here.
-ONE_BIT = MOMENTS | {"cuda_aware": (), "comm_backend_name": ()}
+# Rows of extensions/ are made with the names above.
 FACTS: Mapping[str, OptimizerFacts] = {
     facts.name: facts
     for facts in (
@@ -129,45 +129,7 @@ FACTS: Mapping[str, OptimizerFacts] = {
             ("lamb_form",),
             depends=NORMS,
         ),
-        OptimizerFacts(
-            "onebit_adam",
-            ("OneBitAdam",),
-            ONE_BIT | {"freeze_step": ("freeze_step",)},
-            ("exp_avg", "exp_avg_sq"),
-        ),
-        OptimizerFacts(
-            "zero_one_adam",
-            ("ZeroOneAdam",),
-            ONE_BIT
-            | {
-                key: (key,)
-                for key in (
-                    "var_freeze_step",
-                    "var_update_scaler",
-                    "local_step_scaler",
-                    "local_step_clipper",
-                )
-            },
-            ("exp_avg", "exp_avg_sq", "local_sum"),
-        ),
-        OptimizerFacts(
-            "onebit_lamb",
-            ("OneBitLamb",),
-            ONE_BIT
-            | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
-            | {
-                key: (key,)
-                for key in (
-                    "freeze_step",
-                    "coeff_beta",
-                    "factor_max",
-                    "factor_min",
-                    "factor_threshold",
-                )
-            },
-            ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"),
-            depends=NORMS,
-        ),
+        *(plugged("optimizer facts") or ()),
         OptimizerFacts(
             "muon",
             ("Muon",),

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..launch_env import problems_of_local_rank, rank_in
+from ..plugins import plugged
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
 from .rules.attention_rules import ATTENTION_RULES
@@ -23,7 +24,6 @@ from .rules.data_rules import DATA_RULES
 from .rules.layout_rules import LAYOUT_RULES
 from .rules.moe_rules import MOE_RULES
 from .rules.need_rules import NEED_RULES
-from .rules.sparse_rules import SPARSE_RULES
 from .rules.training_rules import TRAINING_RULES
 from .run import RunConfig, Source, all_options
 from .sources.combine import combined, contradictions
@@ -187,10 +187,12 @@ def check(
         *NEED_RULES,
         *LAYOUT_RULES,
         *ATTENTION_RULES,
-        *SPARSE_RULES,
+        *(plugged("attention rules") or ()),
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,
+        *(plugged("data rules") or ()),
+        *(plugged("optimizer rules") or ()),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
     reject(

@@ -12,13 +12,13 @@ from typing import Any
 
 from ..mpu.grid import Grid
 from .options.cycle_options import CycleConfig
-from .options.data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .options.data_options import BertConfig, DataConfig
 from .options.logging_options import LoggingConfig
 from .options.model_options import ModelConfig
-from .options.option import Option, options_of
+from .options.option import Option, options_of, plugged_options
 from .options.parallel_options import ParallelConfig, ZeroConfig
 from .options.profiler_options import ProfilerConfig
+from .options.sample_choice import Curriculum, TokenDropping
 from .options.training_options import (
     CheckpointConfig,
     OptimizerConfig,
@@ -59,8 +59,12 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     bert: BertConfig = field(default_factory=BertConfig)
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    random_ltd: RandomLTDConfig = field(default_factory=RandomLTDConfig)
+    curriculum: Curriculum = field(
+        default_factory=plugged_options("curriculum options", Curriculum)
+    )
+    random_ltd: TokenDropping = field(
+        default_factory=plugged_options("token drop options", TokenDropping)
+    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -1,10 +1,9 @@
-"""Learning rate, weight decay, batch size and kept tokens (random-LTD) of a run, as the options set them."""
+"""Learning rate, weight decay, batch size and kept tokens of a run, as the options set them."""
 
 from collections.abc import Sequence
 from fractions import Fraction
 
 from ..progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
-from ..progress.difficulty import Rise, TokenDrop
 from ..progress.ramps import (
     BatchSize,
     DeepSpeedRate,
@@ -14,6 +13,7 @@ from ..progress.ramps import (
     WeightDecay,
     scheduled_samples,
 )
+from ..progress.token_drop import TokenDrop
 from .options.cycle_options import ONE_CYCLE, RANGE_TEST
 from .options.training_options import (
     DECOUPLED_RATE,
@@ -153,7 +153,7 @@ def counts_tokens(config: RunConfig) -> bool:
 
 def token_count(config: RunConfig) -> TokenCount:
     """The tokens that a run counts: with random-LTD, the mean over the layers."""
-    return TokenCount(config.model.num_layers if config.random_ltd.random_ltd else None)
+    return TokenCount(config.model.num_layers if config.random_ltd.is_on else None)
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:
@@ -250,19 +250,5 @@ def _fraction(fraction: float | None, whole: float, span: float) -> float:
 
 
 def make_token_drop(config: RunConfig) -> TokenDrop | None:
-    """The tokens that blocks keep; None without --random-ltd."""
-    ltd = config.random_ltd
-    model = config.model
-    if not ltd.random_ltd:
-        return None
-    most = ltd.random_ltd_max_tokens or model.seq_length
-    # lowest=0: DeepSpeed rounds down below the minimum if that is not a multiple, and the integers are to be
-    # equal.
-    kept = Rise(
-        ltd.random_ltd_min_tokens,
-        most,
-        ltd.random_ltd_steps,
-        ltd.random_ltd_tokens_per_step,
-        lowest=0,
-    )
-    return TokenDrop(ltd.dropping_blocks(model.num_layers), model.num_layers, kept)
+    """The tokens that blocks keep; None: all."""
+    return config.random_ltd.token_drop(config.model)

@@ -4,7 +4,6 @@
     tokenizers/   text ↔ ids
     samples/      a corpus → samples of GPT and BERT, and samples → batches
     loading/      the data flags → datasets, their cached index maps, and the batches of a rank
-    curriculum/   easy samples first: difficulty metrics and the order of samples
 
 Importing this package imports none of them; text/ does not need torch.
 """

@@ -8,7 +8,6 @@ from .attention import KVCache, make_caches
 from .bert import bert_layers, bert_loss
 from .gpt import gpt_layers
 from .layer import Layer, LayerFlops
-from .random_ltd import with_random_ltd
 from .stage_modules import build_stage, build_stages, count_uses, run_layers
 
 __all__ = [
@@ -28,5 +27,4 @@ __all__ = [
     "language_model",
     "make_caches",
     "run_layers",
-    "with_random_ltd",
 ]

@@ -21,10 +21,9 @@ from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
-from ..ops.block_layout import BlockLayout
-from ..ops.sparse_layouts import block_layout, has_random_blocks
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import KVCache, Rotary, SelfAttention
+from .attention_layouts import attention_layouts
 from .context_attention import make_core
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
@@ -103,11 +102,10 @@ def block_layers(
         zip(config.experts, patterns(config, causal), strict=True)
     ):
         name = f"{prefix}.{i}"
-        # A sparse layout is drawn for each layer.
-        if config.sparse_attention is not None:
-            pattern = replace(
-                pattern, layout=sparse_layout(config, name, ctx.seed, causal)
-            )
+        # Layers may see different blocks of keys.
+        layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
+        if layout is not None:
+            pattern = replace(pattern, layout=layout)
         # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
         blocks.append(
             Layer(
@@ -147,16 +145,6 @@ def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:
     )
     window = AttentionPattern(causal, left, None if causal else right)
     return [window if has_window else whole for has_window in config.windowed]
-
-
-def sparse_layout(
-    config: ModelConfig, name: str, seed: int, causal: bool
-) -> BlockLayout:
-    """Blocks that the heads of a layer see, of the longest sequence; shorter ones have its first blocks."""
-    key = (seed, name) if has_random_blocks(config) else ()
-    return block_layout(
-        config, config.positions, config.num_attention_heads, causal, *key
-    )
 
 
 def _kind(

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config.options.model_options import ModelConfig
-from ..config.options.sparse_options import SPARSE_FIELDS
 from .architecture import MODELS
 from .attention import scaled_rotary_base
+from .attention_layouts import attention_layouts
 
 # A checkpoint is refused if one differs.
 MODEL_FIELDS = (
@@ -50,7 +50,6 @@ FEATURE_FIELDS = (
     "window_size",
     "window_attn_skip_freq",
     "softmax_type",
-    *SPARSE_FIELDS,
 )
 
 # The same, of positions that are in no weight: a model with such positions can be lengthened.
@@ -106,7 +105,7 @@ def model_identity(model: ModelConfig) -> dict:
     )
     features = {
         name: value
-        for name in FEATURE_FIELDS
+        for name in (*FEATURE_FIELDS, *attention_layouts().fields)
         if (value := getattr(model, name)) != getattr(ModelConfig, name)
     }
     return experts | {name: getattr(model, name) for name in names} | features

@@ -7,9 +7,6 @@ from . import (  # noqa: F401      each registers its optimizer
     lion,
     momentum_sgd,
     muon,
-    onebit_adam,
-    onebit_lamb,
-    onebit_zero_one,
 )
 from .optimizers import (
     OPTIMIZERS,

@@ -34,10 +34,11 @@ from ..config.rules.group_rules import GroupRule, group_rules
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
-from .onebit_phases import Phases
 
 logger = logging.getLogger(__name__)
-OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer")
+OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry(
+    "optimizer", plugin="optimizers"
+)
 
 
 def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimizer:
@@ -60,8 +61,8 @@ class MakeOptimizer(Protocol):
     needs_matrices       it is called with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
     steps_in_halves      with needs_norms: it has the methods `advance`, `measured` and `finish` of `Lamb`,
                          and can update offloaded state, of which only a part is in memory at a time
-    phases               `Phases`: what its ranks exchange in place of gradients; None: gradients, in full
-                         precision. Then it is a `CompressedOptimizer`
+    update_rule          `UpdateRule` (zero/update_rule.py): what its ranks exchange, and keep for it; None:
+                         the sum of gradients. An entry of the registry has a function of the settings
     """
 
     def __call__(
@@ -95,9 +96,9 @@ class ParamGroup:
         return getattr(self.optimizer, "needs_norms", False)
 
     @property
-    def phases(self) -> Phases | None:
-        """What ranks exchange in place of gradients, if they do."""
-        return getattr(self.optimizer, "phases", None)
+    def update_rule(self) -> Any | None:
+        """The rule of what ranks exchange, if it is not the sum of gradients."""
+        return getattr(self.optimizer, "update_rule", None)
 
     @property
     def needs_matrices(self) -> bool:
@@ -107,7 +108,7 @@ class ParamGroup:
     @property
     def is_collective(self) -> bool:
         """Whether ranks communicate in a step of the optimizer."""
-        return self.needs_norms or self.needs_matrices or self.phases is not None
+        return self.needs_norms or self.needs_matrices or self.update_rule is not None
 
     @property
     def steps_in_halves(self) -> bool:
@@ -138,9 +139,9 @@ class RegisteredOptimizer:
         return getattr(OPTIMIZERS[self.name], "needs_norms", False)
 
     @property
-    def phases(self) -> Phases | None:
-        """The exchanges that the entry declares for this configuration; None without compression."""
-        of_settings = getattr(OPTIMIZERS[self.name], "phases", None)
+    def update_rule(self) -> Any | None:
+        """The rule that the entry declares for this configuration; None if it declares none."""
+        of_settings = getattr(OPTIMIZERS[self.name], "update_rule", None)
         return of_settings(self.settings) if of_settings else None
 
     @property

@@ -20,7 +20,7 @@ from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_batch_size
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
-from ..progress.difficulty import TokenDrop
+from ..progress.token_drop import TokenDrop
 from .training_length import planned_steps
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets: (16-bit, fp32 without TF32).

@@ -11,13 +11,12 @@ from functools import cache
 from math import lcm
 
 from ..config import RunConfig
-from ..config.options.sparse_options import OF_MODE
 from ..errors import ConfigError
+from ..models.attention_layouts import attention_layouts
 from .world_plan import plan_world, with_vocabulary
 
 FIRST_TOKENS = 1024
 MOST_TOKENS = 1 << 30
-GLOBAL_INDICES = "global_block_indices"
 UNITS = {
     "KiB": 2**10,
     "MiB": 2**20,
@@ -78,9 +77,9 @@ def longest(
 
 
 def length_unit(config: RunConfig, multiple_of: int = 1) -> int:
-    """The smallest length that the layout and the blocks of sparse attention divide, and its multiples are
+    """The smallest length that the layout and the blocks of attention divide, and its multiples are
     those that they divide; the common multiple with `multiple_of`. `config` needs no length."""
-    block = config.model.sparse_block if config.model.sparse_attention else 1
+    block = attention_layouts().block_length(config.model)
     return lcm(config.sequence_parts, block, multiple_of)
 
 
@@ -88,21 +87,14 @@ def length_range(config: RunConfig, unit: int) -> tuple[int, int]:
     """(the shortest, the longest) length that the other options allow, the first a multiple of `unit`.
     `config` needs no length."""
     model = config.model
-    ltd = config.random_ltd
-    curriculum = config.curriculum
     given = model.max_position_embeddings
     lengths = [
         1,
-        ltd.random_ltd_min_tokens,
-        ltd.random_ltd_max_tokens,
-        curriculum.curriculum_min_length,
-        curriculum.curriculum_max_length,
+        *config.random_ltd.stated_lengths,
+        *config.curriculum.stated_lengths,
         None if given else model.original_max_position_embeddings,
+        attention_layouts().least_length(model),
     ]
-    if GLOBAL_INDICES in OF_MODE.get(model.sparse_attention, ()):
-        lengths.append(
-            (max(model.sparse_global_block_indices) + 1) * model.sparse_block
-        )
     return -(
         -max(length or 0 for length in lengths) // unit
     ) * unit, given or MOST_TOKENS

@@ -22,8 +22,6 @@ from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, Matrices, ParamS
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import SENDS, Program
 from ..pipeline.simulate import Simulation
-from ..zero.compressed_mean import messages
-from ..zero.compressed_state import state_bytes
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter
@@ -151,7 +149,7 @@ def plan_rank(
         dtype.itemsize,
         settings.grad_dtype.itemsize,
         lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
-        settings.keeps_masters,
+        settings.update_rule.keeps_masters,
     )
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
@@ -261,8 +259,7 @@ def _norms_sent(
         g.optimizer for g in settings.param_groups if g.needs_norms
     ):
         yield from norms.sent(_tried(optimizer)[1])
-        if getattr(optimizer, "phases", None):  # the factors of 1-bit LAMB
-            yield from norms.sent_of_largest()
+        yield from settings.update_rule.norm_messages(norms)
 
 
 def _gathers(
@@ -308,6 +305,7 @@ def _state_traffic(
     """Traffic of gradients and weights, and of tied and partial gradients."""
     # Reduction of gradients, gathering of weights.
     zero = config.zero
+    rule = settings.update_rule
     gradient = settings.grad_dtype.itemsize
     ranks = [groups.ranks_of(plan.reduced_over) for plan in plans]
     traffic = predict_traffic(
@@ -318,18 +316,18 @@ def _state_traffic(
         microbatches=microbatches,
         reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
         parameter_bytes=DTYPES[config.optimizer.params_dtype].itemsize,
+        further=chain.from_iterable(
+            rule.messages(
+                plan.layout, [parameters[i] for i in plan.members], where, groups
+            )
+            for plan, where in zip(plans, ranks)
+            if not plan.frozen
+        ),
     )
-    # What a step after the freeze sends in place of gradients.
-    for plan in plans if settings.phases else ():
-        if not plan.frozen:
-            members = [parameters[i] for i in plan.members]
-            for operation, group, num_bytes, calls in messages(plan, members, groups):
-                if group.size > 1:
-                    traffic.add(operation, group.axes, group.size, num_bytes, calls)
     # Gradients that are partial sums over tensor-parallel ranks, and those of tied weights.
     for plan, where in zip(plans, ranks):
         pieces = plan.layout.whole_slots()
-        if plan.policy.optimizer and settings.phases is None:
+        if plan.policy.optimizer and not rule.keeps_gradients:
             pieces = plan.layout.slot_intersections(where.shard)
         member = lambda slot, plan=plan: parameters[plan.members[slot]]
         partial = sum(
@@ -383,7 +381,7 @@ def _gradient_buffers(
             filling += lengths(plan)
     buckets = chain.from_iterable(plan.layout.buckets for plan in plans)
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-    # Their memory, the exchange of the longest bucket, and errors of compression.
+    # Their memory, the exchange of the longest bucket, and what the optimizer's rule adds.
     return (
         gradient_buffers(
             filling,
@@ -395,8 +393,15 @@ def _gradient_buffers(
             longest, groups.data.size
         )
         + sum(
-            state_bytes(plan, settings.phases, groups.ranks_of(plan.reduced_over).shard)
+            settings.update_rule.state_bytes(plan.layout, _shard(plan, groups))
             for plan in plans
-            if settings.phases and not plan.frozen
+            if not plan.frozen
         )
     )
+
+
+def _shard(plan: SetPlan, groups: DataGroups) -> int | None:
+    """The shard of the optimizer's state that the rank has; None if it has all."""
+    if plan.policy.optimizer is None:
+        return None
+    return groups.ranks_of(plan.reduced_over).shard

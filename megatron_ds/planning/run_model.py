@@ -9,10 +9,11 @@ import torch
 from ..batch.batch import Batch
 from ..config import RunConfig
 from ..config.training_schedule import make_token_drop
-from ..models import MODELS, Layer, with_random_ltd
+from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Precision, Recompute, SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
+from ..plugins import plugged
 from .training_length import planned_steps
 
 # By their names in the configuration.
@@ -69,7 +70,9 @@ def describe_layers(
         or (torch.device("meta") if config.zero.stage == 3 else mesh.device),
     )
     layers = MODELS[config.model.model](config.model, ctx)
-    return with_random_ltd(layers, drop.blocks, ctx) if drop else layers
+    if drop is None:
+        return layers
+    return plugged("token dropping layers")(layers, drop.blocks, ctx)
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..config.options.data_efficiency_options import RESHAPE, length_difficulty
 from ..config.training_schedule import make_batch_size, make_token_drop, token_count
-from ..progress.difficulty import Custom
 from ..progress.ramps import BatchSize, Progress, TokenCount, count_steps
 
 START = Progress()
@@ -99,17 +97,12 @@ def make_length(
     train = config.train
     drop = make_token_drop(config)
     full = config.model.seq_length
-    difficulty = (
-        length_difficulty(config.curriculum, full)
-        if config.curriculum.curriculum_type
-        else None
-    )
-    folds = config.curriculum.curriculum_type == RESHAPE
+    lengths = config.curriculum.lengths(full)
 
     # Tokens of a sample change with the curriculum and with dropped tokens.
     def tokens_at(step: int) -> int:
-        length = full if difficulty is None else min(full, difficulty.at(step + 1))
-        rows = full // length if folds else 1
+        length = full if lengths is None else min(full, lengths.at(step + 1))
+        rows = 1 if lengths is None else lengths.rows(full, length)
         return rows * (
             drop.layer_tokens(step, length) if drop else model.num_layers * length
         )
@@ -118,10 +111,7 @@ def make_length(
     def is_settled(step: int) -> bool:
         if drop is not None and drop.kept_at(step) != drop.kept.maximum:
             return False
-        return difficulty is None or (
-            not isinstance(difficulty, Custom)
-            and difficulty.at(step + 1) == difficulty.maximum
-        )
+        return lengths is None or lengths.is_settled(step + 1)
 
     return TrainingLength(
         batch_size or make_batch_size(config),

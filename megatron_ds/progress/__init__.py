@@ -1,1 +1,1 @@
-"""Functions of progress: learning-rate ramps, cycles, and the difficulty of a curriculum. No torch."""
+"""Functions of progress: learning-rate ramps, cycles, lengths of sequences, dropped tokens. No torch."""

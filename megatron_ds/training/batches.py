@@ -15,14 +15,14 @@ import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.options.data_efficiency_options import RESHAPE, length_difficulty
 from ..config.training_schedule import make_token_drop
-from ..data.curriculum.seqlen_curriculum import fold, truncate
 from ..mpu.context import SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..progress.difficulty import Difficulty, TokenDrop
+from ..plugins import plugged
 from ..progress.ramps import Progress
+from ..progress.sequence_lengths import SequenceLengths
+from ..progress.token_drop import TokenDrop
 
 
 class BatchSource(Protocol):
@@ -45,8 +45,8 @@ class Batches:
     part: SequenceSlice
     device: torch.device
     drop: TokenDrop | None
-    lengths: Difficulty | None  # the sequence length of each step; None: whole samples
-    shorten: Callable[[Batch, int], Batch]
+    lengths: SequenceLengths | None  # None: whole samples
+    shorten: Callable[[Batch, int], Batch] | None  # to a length
 
     def training(self, source: BatchSource, progress: Progress, size: int) -> Batch:
         """This rank's samples of the next global batch of `size` samples."""
@@ -72,15 +72,12 @@ class Batches:
 
 def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
     """The batches of a rank, as configured."""
-    curriculum = config.curriculum
-    lengths = None
-    if curriculum.curriculum_type is not None:
-        lengths = length_difficulty(curriculum, config.model.seq_length)
+    lengths = config.curriculum.lengths(config.model.seq_length)
     return Batches(
         mesh.samples,
         part,
         mesh.device,
         make_token_drop(config),
         lengths,
-        fold if curriculum.curriculum_type == RESHAPE else truncate,
+        None if lengths is None else plugged("shortened batches")(lengths),
     )

@@ -5,7 +5,6 @@ the lengths of all sequences (`IndexedDataset.fingerprint`), and evenly spaced b
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,16 +64,11 @@ def _corpora(
 
 
 def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The index files of a curriculum's metrics."""
-    for text in config.curriculum.curriculum_metrics:
-        block = json.loads(text)
-        metric = block.get("name")
-        for key in block:
-            if not key.endswith("_path"):
-                continue
-            paths = corpus_paths(block[key])
-            hashes = [content_hash(path) for path in paths if path.exists()]
-            yield f"{key} of curriculum metric {metric}", (hashes, str(block[key]))
+    """The index files of the order of the samples."""
+    for what, prefix in config.curriculum.index_prefixes():
+        paths = corpus_paths(prefix)
+        hashes = [content_hash(path) for path in paths if path.exists()]
+        yield what, (hashes, str(prefix))
 
 
 def content_hash(path: Path) -> str:

@@ -314,7 +314,7 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
         wanted_samples(config),
         tokenizer,
         kind,
-        one_epoch=bool(config.curriculum.curriculum_metrics),
+        one_epoch=config.curriculum.orders_samples,
     )
     return (
         config,

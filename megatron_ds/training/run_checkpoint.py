@@ -32,9 +32,7 @@ from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
-from ..config.options.data_efficiency_options import order_identity
 from ..config.options.training_options import CheckpointConfig
-from ..config.rules.optimizer_rules import FROZEN, ZERO_ONE
 from ..config.sources.config_text import to_dict
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
@@ -51,6 +49,7 @@ from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..progress.ramps import Progress
+from ..zero.settings import ZeroSettings
 from .build import Replica
 from .foreign_checkpoints import foreign_checkpoints
 
@@ -238,8 +237,7 @@ def _data_identity(config: RunConfig) -> dict:
     }
     if data.blend_weights != "samples":
         identity["blend_weights"] = data.blend_weights
-    if config.curriculum.curriculum_metrics:
-        identity["curriculum"] = order_identity(config.curriculum)
+    identity |= config.curriculum.identity()
     if data.fim_data:
         identity["fill_in_the_middle"] = data.fill_in_the_middle
     return identity | MODELS[config.model.model].data.identity(config)
@@ -380,7 +378,7 @@ def load_run(engine: Replica, start: Start) -> Progress:
 
 
 def log_other_workers(saved: Mapping, config: RunConfig) -> None:
-    """Log that the workers of a 1-bit optimizer have other tokens than before, if they do."""
+    """Log that ranks have other tokens than before, if each keeps the gradient of its own."""
     before = tuple(saved.get("parallel", {}).get("cp_comm_type", ()))
     now = config.parallel.cp_comm_type
     ranks = config.parallel.context_parallel_size
@@ -389,11 +387,11 @@ def log_other_workers(saved: Mapping, config: RunConfig) -> None:
         before
         and len(splits) > 1
         and ranks > 1
-        and config.optimizer.optimizer in (*FROZEN, ZERO_ONE)
+        and ZeroSettings.from_config(config).update_rule.keeps_gradients
     ):
         logger.warning(
             "--cp-comm-type was %s and is %s: with --optimizer %s each context-parallel rank "
-            "compresses the gradient of its own tokens, which are others now. The run is not the "
+            "keeps the gradient of its own tokens, which are others now. The run is not the "
             "one that was saved; use --cp-comm-type %s to continue that.",
             " ".join(before),
             " ".join(now),

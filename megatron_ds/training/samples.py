@@ -8,18 +8,12 @@ fast disk, it is faster when each rank reads the batch itself.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.options.data_efficiency_options import read_metric
 from ..config.options.data_options import DataConfig
-from ..config.training_schedule import stated_batch_size
-from ..data.curriculum.curriculum_order import CurriculumOrder, order_by_difficulty
-from ..data.curriculum.difficulty_analysis import identity
-from ..data.loading.cache import default_cache
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
@@ -29,7 +23,8 @@ from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..planning.training_length import make_length, planned_steps
+from ..planning.training_length import make_length
+from ..plugins import plugged
 from .trainer import Loaders
 
 logger = logging.getLogger(__name__)
@@ -89,31 +84,6 @@ def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> N
         )
 
 
-def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
-    """The order of the training samples, `total` an epoch; None without metrics. Raises DataError."""
-    curriculum = config.curriculum
-    data = config.data
-    if not curriculum.curriculum_metrics:
-        return None
-    metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
-    cache = (
-        curriculum.curriculum_cluster_path
-        or data.data_cache_path
-        or default_cache(metrics[0].index_to_sample_path)
-    )
-    # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
-    batch_size = stated_batch_size(config)
-    return order_by_difficulty(
-        metrics,
-        total,
-        seed=curriculum.data_efficiency_seed,
-        steps=planned_steps(config, batch_size),
-        batch_at=batch_size.at,
-        cache=Path(cache),
-        identity=identity(config, MODELS[config.model.model].data, total),
-    )
-
-
 def build_loaders(
     config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, mesh: Mesh
 ) -> Loaders:
@@ -139,9 +109,9 @@ def build_loaders(
         )
         return SharedReader(own, tp, mesh.device) if shared else own
 
-    order = (
-        make_order(config, len(datasets.train)) if datasets.train is not None else None
-    )
+    order = None
+    if config.curriculum.orders_samples and datasets.train is not None:
+        order = plugged("sample order")(config, len(datasets.train))
     return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))
 
 

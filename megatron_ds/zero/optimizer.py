@@ -24,14 +24,12 @@ from torch import nn
 
 from ..mpu.collectives import barrier
 from .arrival import Arrivals, is_gathered_whole
-from .compressed_update import CompressedUpdate
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, reads_in_place
 from .gathering import LayerGathering
 from .norm import (
     ParameterNorms,
     count_zeros,
-    squared_norm,
     sum_over_ranks,
 )
 from .offload import HOST, OffloadedUpdate, UpdateInHalves
@@ -95,6 +93,7 @@ class ZeroOptimizer:
         self.device = device or (
             parameters[0].device if parameters else torch.device("cpu")
         )
+        # Sets of parameters, with their weights and gradients.
         self.exchange = settings.make_exchange(self.device)
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
@@ -121,6 +120,7 @@ class ZeroOptimizer:
         self._tied = TiedGradients(self.sets, groups)
         paths = [gathering.path for gathering in self._gathering.values()]
         self._check = PathCheck(settings.unused, groups.data, groups.model, paths)
+        # The optimizers of what is on the device.
         leaves = [leaf for s in self.trained for leaf in s.resident]
         norms = None  # of parameters, for optimizers that ask for them
         if any(group.needs_norms for group in settings.param_groups):
@@ -138,18 +138,12 @@ class ZeroOptimizer:
                 norms,
                 ParameterNorms(entries, groups, HOST),
             )
-        # What ranks exchange in place of gradients; None: nothing.
-        self.compressed = (
-            None
-            if settings.phases is None
-            else CompressedUpdate(
-                settings.phases,
-                self.trained,
-                groups,
-                self.resident,
-                self.exchange,
-                self.device,
-            )
+        self._hook = settings.update_rule.make_hook(
+            sets=self.trained,
+            groups=groups,
+            resident=self.resident,
+            exchange=self.exchange,
+            device=self.device,
         )
         self._of_offloaded = {}
         for group in self.offloaded.groups:
@@ -214,8 +208,7 @@ class ZeroOptimizer:
         """Discard the gradients of the last step."""
         for gathering in self._gathering.values():
             gathering.reset()
-        if self.compressed:
-            self.compressed.begin()
+        self._hook.begin()
         for s in self.trained:
             s.buckets.begin()
         self.exchange.begin()
@@ -255,30 +248,15 @@ class ZeroOptimizer:
         self.wait_for_weights()  # of layers that had no forward
         for s in self.trained:
             s.buckets.finish()
-        # The square of the norm, of the compressed momentum where no gradients are exchanged.
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        local = None
-        if self.compressed:
-            local = self.compressed.full_squares(self.device)
-        if self.compressed and local is None:
-            squares += self.compressed.squares(self.device)
-        else:
+        views = [s.norm_views for s in self.trained]
+        squares, further = self._hook.measure(views, self.device)
+        if zeros:
+            further = torch.zeros_like(squares)
             for s in self.trained:
-                squares += squared_norm(s.norm_views, self.device)
+                further += count_zeros(s.norm_views, self.device) - s.padding
         # One all-reduce for all numbers, since each costs a latency.
-        counted = (
-            sum(
-                (
-                    count_zeros(s.norm_views, self.device) - s.padding
-                    for s in self.trained
-                ),
-                torch.zeros_like(squares),
-            )
-            if zeros
-            else local
-        )
         number = self._check.number(self._received())
-        return sum_over_ranks(squares, number, self.groups, counted)
+        return sum_over_ranks(squares, number, self.groups, further)
 
     @torch.no_grad()
     def update(
@@ -297,14 +275,11 @@ class ZeroOptimizer:
         Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
         paths differ (unused.py).
         """
-        squares, spread = measured[:2]
-        if spread:
+        if measured[1]:
             self._check.report(self._received())
         scale = self.loss_scale
         divisor = scale * grad_divisor
-        norm = (
-            self.compressed.norm_of(measured) if self.compressed else math.sqrt(squares)
-        ) / divisor
+        norm = self._hook.norm_of(measured) / divisor
         skipped = self._check_overflow(norm)
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)
@@ -341,15 +316,13 @@ class ZeroOptimizer:
         clip = self.settings.clip_grad
         excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
         numbers = lr, weight_decay, divisor * max(excess, 1.0)
-        if self.compressed:
-            self.compressed.before_update(numbers[-1])
+        self._hook.before_update(numbers[-1])
         if self._in_halves:
             self._in_halves.step(*numbers)
         else:
             self.resident.step(*numbers)
             self.offloaded.step(*numbers)
-        if self.compressed:
-            self.compressed.after_update()
+        self._hook.after_update()
         leaves = chain.from_iterable(s.resident for s in self.trained)
         round_masters(leaf for leaf in leaves if not self.resident.writes_low(leaf))
         self._tiers.settle()
@@ -365,7 +338,7 @@ class ZeroOptimizer:
         saved: what a checkpoint with these numbers (`extra_state`) has for this rank, to be filled
         """
         self.wait_for_weights()
-        own = self.compressed.own_kinds(saving, saved) if self.compressed else ()
+        own = self._hook.own_kinds(saving, saved)
         for s in self.sets:
             group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
@@ -386,20 +359,18 @@ class ZeroOptimizer:
                             replica,
                             replicas,
                         )
-        if self.compressed:
-            yield from self.compressed.own_pieces(own, saving)
+        yield from self._hook.own_pieces(own, saving)
 
     def pieces_of_worker(self) -> Iterator[StatePiece]:
         """What later checkpoints may have for this rank alone, besides `pieces`; to count its bytes."""
-        return self.compressed.pieces_of_worker() if self.compressed else iter(())
+        return self._hook.pieces_of_worker()
 
     def extra_state(self) -> dict[str, float]:
         """Numbers that belong to the state, equal on all ranks."""
-        compressed = self.compressed.numbers() if self.compressed else {}
         return {
             "num_updates": self.resident.num_updates,
             **self.scaler.numbers(),
-            **compressed,
+            **self._hook.numbers(),
         }
 
     def load_extra_state(self, numbers: Mapping[str, float]) -> None:
@@ -409,8 +380,7 @@ class ZeroOptimizer:
             *(group.optimizer for group in self.offloaded.groups),
         ):
             optimizer.set_num_updates(int(numbers["num_updates"]))
-        if self.compressed:
-            self.compressed.load_numbers(numbers)
+        self._hook.load_numbers(numbers)
         self.scaler.load_numbers(numbers)
 
     def before_change(self) -> None:
@@ -425,8 +395,7 @@ class ZeroOptimizer:
         """Set the model's parameters from the masters, after pieces were loaded. Collective over the data
         group."""
         round_masters(leaf for s in self.sets for leaf in s.leaves)
-        if self.compressed:
-            self.compressed.after_load()
+        self._hook.after_load()
         self._tiers.settle()
         self._refresh()
 
@@ -461,12 +430,11 @@ class ZeroOptimizer:
     @property
     def working_bytes(self) -> int:
         """Bytes of buffers in which gradients fill up and are sent, and offloaded state is updated."""
-        compressed = self.compressed.nbytes if self.compressed else 0
         return (
             self._pool.nbytes
             + self.exchange.nbytes
             + self.offloaded.working_bytes
-            + compressed
+            + self._hook.nbytes
         )
 
     def traffic(
@@ -485,6 +453,7 @@ class ZeroOptimizer:
             moments or in_turn(self._gathering, microbatches, keeps_gathered),
         )
         itemsize = self.sets[0].parameters[0].dtype.itemsize if self.sets else 0
+        rule = self.settings.update_rule
         sent = predict_traffic(
             [s.plan for s in self.sets],
             [s.store.ranks for s in self.sets],
@@ -493,12 +462,11 @@ class ZeroOptimizer:
             microbatches=microbatches,
             reduce_each=reduce_each,
             parameter_bytes=itemsize,
+            further=chain.from_iterable(
+                rule.messages(s.plan.layout, s.parameters, s.store.ranks, self.groups)
+                for s in self.trained
+            ),
         )
-        for operation, group, nbytes, calls in (
-            self.compressed.sent() if self.compressed else ()
-        ):
-            if group.size > 1:
-                sent.add(operation, group.axes, group.size, nbytes, calls)
         return Counter(
             {
                 (operation, axes): count

@@ -185,7 +185,7 @@ class SetMaker:
                 plan.layout,
                 reduction,
                 sharded=plan.policy.optimizer is not None,
-                stays_whole=self.settings.phases is not None,
+                stays_whole=self.settings.update_rule.keeps_gradients,
                 dtype=self.pool.dtype,
             )
         return GradShards(holders, plan.layout, reduction, pool=self.pool)
@@ -215,7 +215,9 @@ class SetMaker:
         values = [store.values_of(piece) for piece in pieces]
         lows = [None] * len(pieces)
         masters = None
-        if values and (values[0].dtype != torch.float32 or self.settings.keeps_masters):
+        if values and (
+            values[0].dtype != torch.float32 or self.settings.update_rule.keeps_masters
+        ):
             lows = values
             masters = huge_page_zeros(
                 sum(v.numel() for v in values), device=self.device

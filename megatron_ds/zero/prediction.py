@@ -37,7 +37,7 @@ from itertools import chain
 
 from ..mpu.group import Group, Traffic
 from .data_groups import Axes, Hierarchy, shard_of
-from .exchange import GradientExchange
+from .exchange import GradientExchange, Sent
 from .gathering import GatherUnit, LayerGathering
 from .offload import plan_sub_groups
 from .set_plan import SHARED, SetPlan
@@ -256,12 +256,14 @@ def predict_traffic(
     microbatches: int,
     reduce_each: bool,
     parameter_bytes: int,
+    further: Iterable[Sent] = (),
 ) -> Traffic:
     """What a step sends over the data-parallel ranks; nothing over groups of one.
 
     ranks: of each plan
     gathers: for each plan how often each of its units is gathered; empty if it has none
     reduce_each: sharded gradients are reduced after each micro-batch
+    further: messages besides, those of an `UpdateRule`
     """
     sent = Traffic()
 
@@ -299,4 +301,6 @@ def predict_traffic(
             numel = layout.buckets[stop - 1].stop - layout.buckets[first].start
             for nbytes in sends(numel):
                 add("all_gather", where.inner, count * nbytes, count * (stop - first))
+    for message in further:
+        add(*message)
     return sent

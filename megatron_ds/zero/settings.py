@@ -15,15 +15,14 @@ import torch
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
-from ..optim.onebit_phases import Phases
-from .compressed_exchange import SwitchedExchange
-from .exchange import FullPrecisionExchange, GradientExchange
+from .exchange import GradientExchange
 from .layout import ALIGN
 from .norm import LossScale, make_scaler
 from .number_blocks import Blocks
 from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
 from .unused import Rule
+from .update_rule import SUMMED, UpdateRule
 
 Axis = Literal[
     "dp", "inner"
@@ -135,7 +134,7 @@ class ZeroSettings:
         )
 
     def __post_init__(self):
-        self._check_phases()
+        self._check_update_rule()
         # Quantization needs the collectives of the stages that split weights and gradients.
         if self.weight_blocks and (
             self.policy.parameter is None or self.offload.parameters != "device"
@@ -171,40 +170,25 @@ class ZeroSettings:
                 )
 
     @property
-    def phases(self) -> Phases | None:
-        """What ranks exchange in place of gradients, if they do; the same for all parameter groups."""
-        return next((group.phases for group in self.param_groups if group.phases), None)
+    def update_rule(self) -> UpdateRule:
+        """What ranks exchange, and keep for it; the same for all parameter groups."""
+        declared = (group.update_rule for group in self.param_groups)
+        return next((rule for rule in declared if rule is not None), SUMMED)
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether fp32 weights have masters, because weights of ranks differ between exchanges."""
-        return self.phases is not None and self.phases.sums_locally
-
-    def _check_phases(self) -> None:
-        phases = self.phases
-        name = self.param_groups[0].name if self.param_groups else ""
-        if phases is None:
-            return
-        if other := next(
-            (group for group in self.param_groups if group.phases != phases), None
-        ):
-            raise ConfigError(
-                f"parameter groups {name!r} and {other.name!r} have optimizers that exchange different "
-                "things in place of gradients, at different steps. Use one 1-bit optimizer for all "
-                "parameters."
-            )
-        if self.policy.gradient is not None or self.offload.optimizer != DEVICE:
-            raise ConfigError(
-                "a 1-bit optimizer adds the whole gradient of each rank to what it compresses, but ZeRO "
-                "stages 2 and 3 and offloading keep parts of it. Use --zero-stage 0 or 1 without "
-                "--offload-optimizer, or another optimizer, such as adam."
-            )
-        if phases.sums_locally and self.policy.optimizer is not None:
-            raise ConfigError(
-                "zero_one_adam makes steps of its own on each rank between exchanges, for which every rank "
-                "needs all of the optimizer state, but ZeRO splits it. Use --zero-stage 0, or onebit_adam "
-                "with --zero-stage 1."
-            )
+    def _check_update_rule(self) -> None:
+        rule = self.update_rule
+        for group in self.param_groups:
+            if (group.update_rule or SUMMED) != rule:
+                raise ConfigError(
+                    f"parameter groups {self.param_groups[0].name!r} and {group.name!r} have optimizers that "
+                    "exchange different things in place of gradients, at different steps. Use one optimizer "
+                    "for all parameters."
+                )
+        rule.check(
+            gradients_are_split=self.policy.gradient is not None
+            or self.offload.optimizer != DEVICE,
+            state_is_split=self.policy.optimizer is not None,
+        )
 
     @property
     def align(self) -> int:
@@ -230,8 +214,9 @@ class ZeroSettings:
         if self.gradient_blocks is not None:
             first = replace(self.gradient_blocks, bits=FIRST_HOP_BITS)
             return QuantizedExchange(self.gradient_blocks, first, device)
-        kind = FullPrecisionExchange if self.phases is None else SwitchedExchange
-        return kind(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
+        return self.update_rule.exchange(
+            self.grad_dtype, device, self.sent_dtype, self.sent_divisor
+        )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -15,9 +15,9 @@ from megatron_ds.batch.documents import (
     document_starts,
 )
 from megatron_ds.config import DataConfig
-from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
+from megatron_ds.extensions.data_efficiency.seqlen_curriculum import fold, truncate
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu.blocked_attention import BLOCK, blocked_attention
 from megatron_ds.training.samples import warn_without_ends

@@ -14,22 +14,22 @@ import torch
 from megatron_ds.commands.analyze_data import main
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_batch_size
-from megatron_ds.data.curriculum.difficulty_analysis import (
-    map_shard,
-    percentiles,
-    reduce_metric,
-)
-from megatron_ds.data.curriculum.difficulty_metrics import (
-    ListFile,
-    MetricSpec,
-    parse_metric,
-)
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.samples.bert_data import BERT_DATA
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.training.samples import make_order
+from megatron_ds.extensions.data_efficiency.difficulty_analysis import (
+    map_shard,
+    percentiles,
+    reduce_metric,
+)
+from megatron_ds.extensions.data_efficiency.difficulty_metrics import (
+    ListFile,
+    MetricSpec,
+    parse_metric,
+)
+from megatron_ds.extensions.data_efficiency.sample_order import make_order
 from tests.harness.documents import ROOT
 from tests.harness.sentences import write_sentences
 from tests.harness.warm import warm_python

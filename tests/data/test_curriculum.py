@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config.options.data_efficiency_options import read_metric
-from megatron_ds.data.curriculum.curriculum_order import (
+from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.gpt_data import GPTCollator
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.data_efficiency.curriculum_order import (
     CurriculumOrder,
     Phase,
     _floor_sum,
     order_by_difficulty,
     shuffled,
 )
-from megatron_ds.data.curriculum.difficulty_metrics import write_metric
-from megatron_ds.data.loading.loader import Loader
-from megatron_ds.data.samples.gpt_data import GPTCollator
-from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.data_efficiency.data_efficiency_options import read_metric
+from megatron_ds.extensions.data_efficiency.difficulty_metrics import write_metric
 from megatron_ds.progress.ramps import BatchSize
 
 pytestmark = pytest.mark.plan

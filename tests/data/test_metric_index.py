@@ -6,14 +6,14 @@ import os
 import numpy as np
 import pytest
 
-from megatron_ds.data.curriculum.difficulty_metrics import (
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.data_efficiency.difficulty_metrics import (
     ListFile,
     fitting_dtype,
     write_list_file,
     write_metric,
     write_total,
 )
-from megatron_ds.errors import DataError
 
 pytestmark = pytest.mark.plan
 

@@ -8,12 +8,12 @@ import pytest
 
 from megatron_ds.commands import preprocess_data
 from megatron_ds.compat.conversion.files.torch_file import read_torch_file
-from megatron_ds.data.curriculum.difficulty_metrics import ListFile
 from megatron_ds.data.loading.cache import CacheEntry, DamagedEntry, sums_of
 from megatron_ds.data.text import indexed
 from megatron_ds.data.text.corpus_record import read_record
 from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.errors import CheckpointError, DataError
+from megatron_ds.extensions.data_efficiency.difficulty_metrics import ListFile
 from megatron_ds.ops.gpu.kernel_cache import FORMAT, CompiledKernel, KernelCache
 
 pytestmark = pytest.mark.plan

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.batch.batch import Batch
-from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
+from megatron_ds.extensions.data_efficiency.seqlen_curriculum import fold, truncate
 
 pytestmark = pytest.mark.plan
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.curriculum.seqlen_curriculum import truncate
+from megatron_ds.extensions.data_efficiency.seqlen_curriculum import truncate
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.moe import experts as experts_module
 from megatron_ds.moe import mixture

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import torch
 
 from megatron_ds.batch.ledger import Ledger
-from megatron_ds.models import MODELS, build_stage, run_layers, with_random_ltd
+from megatron_ds.extensions.data_efficiency.random_ltd import with_random_ltd
+from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.mpu.context import ParallelContext, Precision, Recompute
 from megatron_ds.mpu.group import solo
 

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from megatron_ds.optim.onebit_phases import Exchange
+from megatron_ds.extensions.onebit.phases import Exchange
 
 
 class SimulatedMean:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ds.config.options.attention_options import AttentionOptions
 from megatron_ds.config.options.moe_options import MoEOptions
-from megatron_ds.config.options.sparse_options import SparseOptions
+from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
 
 PADDING = (
     5.0  # what `load_logical` leaves in padded vocabulary rows: any use of them shows

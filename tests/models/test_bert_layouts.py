@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ds.data.curriculum.seqlen_curriculum import truncate
+from megatron_ds.extensions.data_efficiency.seqlen_curriculum import truncate
 from megatron_ds.models import attention
 from megatron_ds.ops.keyed_random import random_subset
 from tests.harness.bert_runs import random_bert_batch, run_bert

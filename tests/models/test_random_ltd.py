@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ds.errors import LayoutError
-from megatron_ds.models.random_ltd import RandomLTD
+from megatron_ds.extensions.data_efficiency.random_ltd import RandomLTD
 from megatron_ds.mpu.group import solo
 from megatron_ds.ops.dropout import KeepMask, apply_mask, dropout, sample_keys
 from megatron_ds.ops.keyed_random import random_subset

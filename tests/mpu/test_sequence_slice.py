@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_ds.errors import LayoutError
+from megatron_ds.extensions.data_efficiency.random_ltd import RandomLTD
 from megatron_ds.models import MODELS
 from megatron_ds.models.attention import CoreAttention, Rotary
 from megatron_ds.models.block import MLP
 from megatron_ds.models.layer import HiddenDropout
-from megatron_ds.models.random_ltd import RandomLTD
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import coordinates_of

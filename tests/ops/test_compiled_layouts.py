@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, Seen
 from megatron_ds.ops.block_layout import BlockLayout
@@ -12,7 +13,6 @@ from megatron_ds.ops.cpu import compiled_attention
 from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring
-from megatron_ds.ops.sparse_layouts import keyed, layout
 from tests.harness.instruction_sets import instruction_set  # noqa: F401
 from tests.ops.test_sparse_layouts import options
 from tests.ops.test_windows import draw, outcome

@@ -15,6 +15,7 @@ import torch.nn.attention.flex_attention as of_torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
 from megatron_ds.ops import core_attention, kernel_table
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
@@ -24,7 +25,6 @@ from megatron_ds.ops.dropout import KeepMask, sample_keys
 from megatron_ds.ops.gpu import flex_attention, flex_check, score_tiles
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.scoring import PLAIN, Scoring
-from megatron_ds.ops.sparse_layouts import keyed, layout
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.ops.test_sparse_layouts import CASES, options
 from tests.ops.test_windows import assert_near, draw, outcome

@@ -8,15 +8,20 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents, document_numbers
-from megatron_ds.config.options.sparse_options import SparseOptions
-from megatron_ds.models.block import block_flops, sparse_layout
+from megatron_ds.extensions.sparse_layouts.layer_layouts import LAYOUTS
+from megatron_ds.extensions.sparse_layouts.sparse_layouts import (
+    block_layout,
+    keyed,
+    layout,
+)
+from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
+from megatron_ds.models.block import block_flops
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu.query_tiles import block_tiles
 from megatron_ds.ops.cpu.tiled_attention import Visible, tiled_attention
 from megatron_ds.ops.scoring import Scoring
-from megatron_ds.ops.sparse_layouts import block_layout, keyed, layout
 from tests.harness.plain_gpt import TinyConfig
 from tests.ops.test_windows import assert_near, draw, outcome
 
@@ -223,18 +228,18 @@ def test_random_blocks_are_functions_of_seed_layer_and_head():
         sparse_layout_per_head=True,
     )
     name = "decoder.layers.1"
-    ours = sparse_layout(config, name, 7, True)
+    ours = LAYOUTS.of_layer(config, name, 7, True)
     block_layout.cache_clear()
-    assert np.array_equal(sparse_layout(config, name, 7, True).seen, ours.seen)
+    assert np.array_equal(LAYOUTS.of_layer(config, name, 7, True).seen, ours.seen)
     assert not np.array_equal(
-        sparse_layout(config, "decoder.layers.2", 7, True).seen, ours.seen
+        LAYOUTS.of_layer(config, "decoder.layers.2", 7, True).seen, ours.seen
     )
-    assert not np.array_equal(sparse_layout(config, name, 8, True).seen, ours.seen)
+    assert not np.array_equal(LAYOUTS.of_layer(config, name, 8, True).seen, ours.seen)
     assert not np.array_equal(ours.seen[0], ours.seen[1])
     halves = [ours.of_heads(range(first, first + 2)).seen for first in (0, 2)]
     assert np.array_equal(np.concatenate(halves), ours.seen)
     same = replace(config, sparse_layout_per_head=False)
-    assert sparse_layout(same, name, 7, True).is_alike
+    assert LAYOUTS.of_layer(same, name, 7, True).is_alike
     counts = [keyed(50, seed)(0, 20, 50, 1)[0] for seed in range(400)]
     assert len(set(counts)) > 45  # every block is drawn
 

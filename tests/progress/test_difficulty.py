@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.progress.difficulty import Rise, make_difficulty
+from megatron_ds.extensions.data_efficiency.difficulty import Rise, make_difficulty
 
 pytestmark = pytest.mark.plan
 

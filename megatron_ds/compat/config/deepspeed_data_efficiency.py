@@ -12,13 +12,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...config.options.data_efficiency_options import METRIC_KEYS, RESHAPE, TRUNCATE
 from ...config.options.option import Option, coerce, json_key, shown
 from ...config.run import all_options
 from ...config.sources.config_files import JsonDocument
 from ...config.sources.reading import attempt
+from ...plugins import missing_wings, plugged
 from ...registry import did_you_mean
 
+TRUNCATE = "seqlen_truncate"
+RESHAPE = "seqlen_reshape"
 LEGACY = "curriculum_learning"
 SAMPLING = "data_efficiency.data_sampling"
 METRICS = f"{SAMPLING}.curriculum_learning.curriculum_metrics"
@@ -100,8 +102,9 @@ def translate_curriculum(document: JsonDocument) -> None:
         _legacy(document, legacy)
     if not document.take("data_efficiency.enabled"):
         return
-    document.copy("data_efficiency.seed", "curriculum.data_efficiency_seed")
-    if document.take(f"{SAMPLING}.enabled"):
+    if plugged("metric keys") is not None:
+        document.copy("data_efficiency.seed", "curriculum.data_efficiency_seed")
+    if document.take(f"{SAMPLING}.enabled") and _is_installed(document, SAMPLING):
         document.copy(f"{SAMPLING}.num_workers", "data.num_workers")
         if document.take(f"{SAMPLING}.curriculum_learning.enabled"):
             _metrics(document)
@@ -115,7 +118,7 @@ def _legacy(document: JsonDocument, block: Any) -> None:
         {"enabled", "curriculum_type", "schedule_config", *LENGTHS},
     ):
         return
-    if block.get("enabled") is True:
+    if block.get("enabled") is True and _is_installed(document, LEGACY):
         kind = block.get("curriculum_type", "seqlen")
         if kind != "seqlen":
             document.refuse(
@@ -141,7 +144,7 @@ def _metrics(document: JsonDocument) -> None:
     texts = []
     for name, block in metrics.items():
         key = f"{METRICS}.{name}"
-        if not _is_block(document, key, block, METRIC_KEYS - {"name"}):
+        if not _is_block(document, key, block, plugged("metric keys") - {"name"}):
             continue
         if name in (TRUNCATE, RESHAPE):
             _lengths(document, key, name, block)
@@ -183,6 +186,17 @@ def _lengths(
                 document.give(path, value, inner)
 
 
+def _is_installed(document: JsonDocument, key: str) -> bool:
+    """Whether there are curricula and random-LTD here. If not, a problem is added."""
+    if plugged("metric keys") is None:
+        document.refuse(
+            f'{document.path}: "{key}" is enabled, which this package does not have.'
+            f"{missing_wings()}"
+        )
+        return False
+    return True
+
+
 def _is_block(document: JsonDocument, key: str, block: Any, known: set[str]) -> bool:
     """Whether it is a block with known keys. If not, a problem is added."""
     if not isinstance(block, dict):
@@ -208,7 +222,7 @@ def random_ltd_is_off(keys: Mapping[str, Any]) -> bool:
 def translate_random_ltd(document: JsonDocument) -> None:
     """Enable random-LTD, and check the keys that describe the model."""
     on = [document.take(switch) for switch in SWITCHES]
-    if not all(on):
+    if not all(on) or not _is_installed(document, LTD):
         return
     document.give("random_ltd.random_ltd", True, SWITCHES[-1])
     for key in RANDOM_LTD_KEYS:

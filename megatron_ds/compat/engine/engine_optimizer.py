@@ -27,10 +27,10 @@ from ...config.options.training_options import DEEPSPEED_STYLES
 from ...config.training_schedule import make_beta1, make_learning_rate
 from ...errors import ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
-from ...optim.onebit_phases import Phases
 from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
+from ...zero.update_rule import UpdateRule
 from .module_specs import named_parameters
 
 Group = dict[str, Any]
@@ -49,7 +49,7 @@ class InnerOptimizers:
     client  the user's own optimizer, None where the JSON's is used
     needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, and steps in halves, or `for_each`
                                  (optim/optimizers.py)
-    phases  what its ranks exchange in place of gradients; None: gradients
+    update_rule  what its ranks exchange (zero/update_rule.py); None: the sum of gradients
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class InnerOptimizers:
         client: torch.optim.Optimizer | None = None,
         needs_norms: bool = False,
         needs_matrices: bool = False,
-        phases: Phases | None = None,
+        update_rule: UpdateRule | None = None,
     ):
         self.kind = kind
         self.groups = groups
@@ -68,8 +68,8 @@ class InnerOptimizers:
         self._make = make
         self.needs_norms = needs_norms
         self.needs_matrices = needs_matrices
-        self.phases = phases
-        self.steps_in_halves = needs_norms and phases is None
+        self.update_rule = update_rule
+        self.steps_in_halves = needs_norms and update_rule is None
         self._pairs: list[tuple[Group, Group]] = []  # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ class InnerOptimizers:
             members[group_of[tensor.spec.name]].append(tensor)
         # Norms, matrices, exchanges are collective: a rank without parts of any parameter has empty groups.
         is_collective = (
-            self.needs_norms or self.needs_matrices or self.phases is not None
+            self.needs_norms or self.needs_matrices or self.update_rule is not None
         )
         present = range(len(self.groups)) if is_collective else sorted(members)
         optimizer = self._make(
@@ -234,7 +234,7 @@ def registered_optimizer(
         entry,
         needs_norms=entry.needs_norms,
         needs_matrices=entry.needs_matrices,
-        phases=entry.phases,
+        update_rule=entry.update_rule,
     )
 
 

@@ -212,7 +212,7 @@ class Gradients:
 
     def _check(self, parameter: nn.Parameter) -> None:
         """Raises MegatronDSError where the buffers do not hold the gradient of one rank, or the mean."""
-        if self._engine.zero.compressed:
+        if self._engine.zero.settings.update_rule.keeps_gradients:
             raise MegatronDSError(
                 f"the gradient of {parameter.spec.name}: a 1-bit optimizer exchanges "
                 "compressed momentum, and no rank has the mean of the gradients. Read and "

@@ -7,12 +7,11 @@ from .attention_options import AttentionOptions
 from .layer_pattern import MOST_LAYERS
 from .moe_options import MoEOptions
 from .need import need
-from .option import option
-from .sparse_options import SparseOptions
+from .option import option, plugged_options
 
 
 @dataclass(frozen=True)
-class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
+class ModelConfig(AttentionOptions, plugged_options("attention options"), MoEOptions):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")

@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError
+from ...plugins import plugged
 from ...registry import did_you_mean
 from .need import Need
 
@@ -303,3 +304,16 @@ def _str(raw: Any) -> str | None:
 
 
 _CONVERT = {int: _int, float: _float, bool: _bool, str: _str}
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A part of a section without fields."""
+
+
+def plugged_options(plugin: str, otherwise: type = NoOptions) -> type:
+    """The dataclass of the options of a wing: a section, or a base class of one.
+
+    otherwise: the class if the wing is not installed
+    """
+    return plugged(plugin) or otherwise

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .muon_options import MuonConfig
 from .need import need
-from .onebit_options import OneBitOptions
-from .option import DTYPE_NAMES, option
+from .option import DTYPE_NAMES, option, plugged_options
 
 # DeepSpeed's schedulers, which count steps.
 DEEPSPEED_STYLES = (
@@ -33,7 +32,7 @@ DECOUPLED_RATE = "decoupled"
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(MuonConfig, OneBitOptions):
+class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """

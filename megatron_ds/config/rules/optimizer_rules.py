@@ -7,9 +7,6 @@ from ..optimizer_facts import FACTS, MOMENTS, OptimizerFacts, facts_of
 from ..run import RunConfig
 from .group_rules import group_rules
 
-FROZEN = ("onebit_adam", "onebit_lamb")
-ZERO_ONE = "zero_one_adam"
-
 
 def _own_paths(optimizers: Iterable[OptimizerFacts]) -> dict[str, None]:
     """Paths of the options that only these optimizers have, in the order of the optimizers."""
@@ -36,7 +33,6 @@ def optimizer_options(config: RunConfig) -> Iterator[str]:
         f"{', '.join(map(flag, own))}. Remove it.",
     )
     # Rules of single optimizers.
-    yield from _one_bit(config)
     yield from _adam_variants(config) if facts.name == "adam" else ()
     yield from _muon_parts(config) if facts.name == "muon" else ()
     if config.optimizer.lamb_min_coeff > config.optimizer.lamb_max_coeff:
@@ -72,53 +68,3 @@ def _muon_parts(config: RunConfig) -> Iterator[str]:
         yield "[muon_coefficient_type] has coefficients of 5 iterations, but [muon_num_ns_steps]. Use 5."
     if o.muon_per_head and not o.muon_split_qkv:
         yield "[muon_per_head] divides what [muon_split_qkv] leaves in one. Remove one of them."
-
-
-def _one_bit(config: RunConfig) -> Iterator[str]:
-    """Between exchanges gradients are those of each rank, so nothing may ask for their sum. (ZeRO: see
-    `zero/settings.py`.)"""
-    # Numbers of the optimizers.
-    o = config.optimizer
-    train = config.train
-    if o.factor_min > o.factor_max:
-        yield "[factor_min] is above [factor_max]: no factor is between them. Lower the minimum."
-    if o.optimizer not in (*FROZEN, ZERO_ONE):
-        return
-    # Features that need the sum of the gradients.
-    for path in ("profiler.grad_noise_scale", "logging.log_num_zeros_in_grad"):
-        yield from given(
-            config,
-            [path],
-            "needs the gradient of the global batch, but with [optimizer] "
-            "ranks exchange signs, not gradients. Remove it, or use another "
-            "optimizer.",
-        )
-    if config.parallel.expert_model_parallel_size > 1:
-        yield (
-            "[expert_model_parallel_size] with [optimizer]: one scale is sent for each parameter, and "
-            "here the experts of one are on several ranks. Use --expert-model-parallel-size 1."
-        )
-    # The steps in which ranks exchange.
-    if o.optimizer == ZERO_ONE:
-        yield from given(
-            config,
-            ["train.check_weight_hash_across_dp_replicas_interval"],
-            "compares weights of data-parallel ranks, but with [optimizer] they differ between "
-            "exchanges. Remove it, or set --local-step-clipper 1 and compare checkpoints.",
-        )
-    elif (
-        train.train_iters
-        and o.freeze_step >= train.train_iters
-        and not _is_of_engine(config)
-    ):
-        yield (
-            f"[freeze_step] is not below [train_iters]: the run would end before it compresses anything. "
-            f"Use {flag('optimizer.freeze_step')} {max(1, train.train_iters * 15 // 100)} to "
-            f"{max(1, train.train_iters // 4)}, 15 to 25 % of the steps."
-        )
-
-
-def _is_of_engine(config: RunConfig) -> bool:
-    """Whether the program decides how long it trains."""
-    source = config.sources.get("train.train_iters")
-    return source is not None and source.kind == "script"

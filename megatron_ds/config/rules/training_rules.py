@@ -259,7 +259,7 @@ def _in_unit(config: RunConfig, name: str, other: str, unit: str) -> str:
         "iters": size and in_samples and -(-in_samples // size),
     }[unit]
     shown = (
-        f" {converted}" if converted and not config.curriculum.curriculum_type else ""
+        f" {converted}" if converted and not config.curriculum.changes_lengths else ""
     )
     return f" Use {flag(f'optimizer.{name}_{unit}')}{shown}."
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...plugins import missing_wings
 from ..messages import value_text
 from ..options.option import Option, coerce
 from ..run import RENAMED, SECTIONS, Source, all_options
@@ -194,7 +195,7 @@ class FileEntry:
             )
         raise ConfigError(
             f"{self.where}: unknown key "
-            f"{self.name!r}{self._near() or '. All keys are in docs/reference/flags.md.'}"
+            f"{self.name!r}{self._near() or '. All keys are in docs/reference/flags.md.'}{missing_wings()}"
         )
 
     def probably_meant(self) -> set[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...errors import ConfigError
+from ...plugins import missing_wings
 from ...registry import did_you_mean
 from ..messages import either, needed, value_text
 from ..options.option import Option
@@ -341,7 +342,7 @@ def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
         if name not in names:
             raise ConfigError(
                 f"the saved configuration has {section}.{name}, which does not exist in this "
-                f"version{did_you_mean(name, names) or '.'} It was written by another version."
+                f"version{did_you_mean(name, names) or '.'} It was written by another version.{missing_wings()}"
             )
     return {
         name: tuple(value) if isinstance(value, list) else value

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from ...errors import ConfigError
+from ...plugins import missing_wings
 from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words
@@ -316,7 +317,11 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
         near = near_flag(
             flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING]
         )
-        _refuse(line, f"unknown flag {typed}{near or '.'} All flags: --help.", near)
+        _refuse(
+            line,
+            f"unknown flag {typed}{near or '.'} All flags: --help.{missing_wings()}",
+            near,
+        )
     elif answer.accepts(value):
         line.without_effect[flag] = answer.note
     else:

@@ -108,7 +108,7 @@ def fit_default_split(
     """
     # Only the default split of a blend may be changed.
     data = config.data
-    is_fixed = data.split is not None or bool(config.curriculum.curriculum_metrics)
+    is_fixed = data.split is not None or config.curriculum.orders_samples
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
     flag, words = read_sources(data).whole

@@ -1,0 +1,37 @@
+"""The order of the training samples of a run whose curriculum has metrics."""
+
+from pathlib import Path
+
+from ...config import RunConfig
+from ...config.training_schedule import stated_batch_size
+from ...data.loading.cache import default_cache
+from ...models import MODELS
+from ...planning.training_length import planned_steps
+from .curriculum_order import CurriculumOrder, order_by_difficulty
+from .data_efficiency_options import read_metric
+from .difficulty_analysis import identity
+
+
+def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
+    """The order of the training samples, `total` an epoch; None without metrics. Raises DataError."""
+    curriculum = config.curriculum
+    data = config.data
+    if not curriculum.curriculum_metrics:
+        return None
+    metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
+    cache = (
+        curriculum.curriculum_cluster_path
+        or data.data_cache_path
+        or default_cache(metrics[0].index_to_sample_path)
+    )
+    # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
+    batch_size = stated_batch_size(config)
+    return order_by_difficulty(
+        metrics,
+        total,
+        seed=curriculum.data_efficiency_seed,
+        steps=planned_steps(config, batch_size),
+        batch_at=batch_size.at,
+        cache=Path(cache),
+        identity=identity(config, MODELS[config.model.model].data, total),
+    )

@@ -1,0 +1,93 @@
+"""Batches of shorter sequences, for a curriculum over sequence lengths.
+
+    truncate    a b c d e f g h    length 3     a b c          the rest is not used
+    fold                                        a b c
+                                                d e f          s // length rows; the rest is not used
+
+Labels are still the next tokens, so the last label of a row is the token after it. Rows of one sample are
+separate sequences: they do not attend to each other, and the positions of each row count from 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ...batch.batch import Batch
+from ...batch.documents import cut_boundaries
+from .data_efficiency_options import LengthCurriculum
+
+MOST_SAMPLES = (
+    1 << 40
+)  # the later rows of a sample have larger ids, so that their dropout differs
+
+
+def shortening(lengths: LengthCurriculum) -> Callable[[Batch, int], Batch]:
+    """The function (batch, length) → batch of a curriculum."""
+    return fold if lengths.folds else truncate
+
+
+def truncate(batch: Batch, length: int) -> Batch:
+    """The first `length` positions of each sample; the batch itself if it is no longer."""
+    if length >= batch.seq_length:
+        return batch
+    return _cut(
+        batch, length, 1, lambda t: t[:, :length], lambda m: m[..., :length, :length]
+    )
+
+
+def fold(batch: Batch, length: int) -> Batch:
+    """Rows of `length` positions, those of one sample in order; the batch itself if it is no longer."""
+    if length >= batch.seq_length:
+        return batch
+    count = batch.seq_length // length
+
+    def rows(t: torch.Tensor) -> torch.Tensor:
+        return t[:, : count * length].reshape(-1, length)
+
+    def diagonal(mask: torch.Tensor) -> torch.Tensor:
+        blocks = [
+            mask[..., i : i + length, i : i + length]
+            for i in range(0, count * length, length)
+        ]
+        return torch.stack(blocks, 1).flatten(0, 1)
+
+    # Each piece is a sample of its own, with its own dropout.
+    pieces = [piece * MOST_SAMPLES for piece in range(count)]
+    ids = tuple(i + piece for i in batch.sample_ids for piece in pieces)
+    folded = replace(
+        _cut(batch, length, count, rows, diagonal),
+        sample_ids=ids,
+        rows_per_sample=batch.rows_per_sample * count,
+    )
+    return replace(folded, position_ids=_from_zero(folded.position_ids))
+
+
+def _cut(
+    batch: Batch, length: int, count: int, rows: Callable, mask: Callable
+) -> Batch:
+    """Applies `rows`, which makes `count` rows of each, to the fields [b, s], and `mask` to those
+    [b, 1, s, s]."""
+    cut = {}
+    if batch.boundaries is not None:
+        cut["boundaries"] = cut_boundaries(batch.boundaries, length, count)
+    for name, value in batch.tensors().items():
+        if value.dim() == 2:
+            alike = (
+                value.stride(0) == 0
+            )  # a row that is expanded over all samples stays expanded
+            cut[name] = rows(value) if alike else rows(value).contiguous()
+        elif value.dim() == 4:
+            cut[name] = mask(value).contiguous()
+    return replace(batch, **cut)
+
+
+def _from_zero(positions: torch.Tensor) -> torch.Tensor:
+    """Positions [b, c] of rows cut from longer ones, from the start of the row or document."""
+    counted = torch.arange(positions.shape[1], device=positions.device)
+    within = (
+        positions - positions[:, :1] == counted
+    )  # up to the first document that begins inside the row
+    within = within.long().cumprod(1).bool()
+    started = torch.where(within, counted, positions)
+    return counted.expand_as(started) if bool((started == counted).all()) else started

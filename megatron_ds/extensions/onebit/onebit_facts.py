@@ -1,0 +1,48 @@
+"""The rows of `config/optimizer_facts.py` for these optimizers."""
+
+from ...config.optimizer_facts import MOMENTS, NORMS, OptimizerFacts
+
+# DeepSpeed's choice of a transport has no effect here.
+ONE_BIT = MOMENTS | {"cuda_aware": (), "comm_backend_name": ()}
+
+
+def _same(*names: str) -> dict[str, tuple[str, ...]]:
+    """Keys that are fields of the same name."""
+    return {name: (name,) for name in names}
+
+
+FACTS = (
+    OptimizerFacts(
+        "onebit_adam",
+        ("OneBitAdam",),
+        ONE_BIT | _same("freeze_step"),
+        ("exp_avg", "exp_avg_sq"),
+    ),
+    OptimizerFacts(
+        "zero_one_adam",
+        ("ZeroOneAdam",),
+        ONE_BIT
+        | _same(
+            "var_freeze_step",
+            "var_update_scaler",
+            "local_step_scaler",
+            "local_step_clipper",
+        ),
+        ("exp_avg", "exp_avg_sq", "local_sum"),
+    ),
+    OptimizerFacts(
+        "onebit_lamb",
+        ("OneBitLamb",),
+        ONE_BIT
+        | {"max_coeff": ("lamb_max_coeff",), "min_coeff": ("lamb_min_coeff",)}
+        | _same(
+            "freeze_step",
+            "coeff_beta",
+            "factor_max",
+            "factor_min",
+            "factor_threshold",
+        ),
+        ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"),
+        depends=NORMS,
+    ),
+)

@@ -1,0 +1,39 @@
+"""`AttentionLayouts`: which blocks of keys the blocks of queries of a layer see, where options restrict them.
+
+The layouts are those of extensions/sparse_layouts. Without it, attention has no layout.
+"""
+
+from ..config.options.model_options import ModelConfig
+from ..ops.block_layout import BlockLayout
+from ..plugins import plugged
+
+
+class AttentionLayouts:
+    """The interface, and a package without layouts.
+
+    fields  names of the options, of `ModelConfig`, that describe a layout
+    """
+
+    fields: tuple[str, ...] = ()
+
+    def of_layer(
+        self, config: ModelConfig, name: str, seed: int, causal: bool
+    ) -> BlockLayout | None:
+        """The layout of the heads of a layer, for the longest sequence; None: tokens see all keys."""
+        return None
+
+    def block_length(self, config: ModelConfig) -> int:
+        """Tokens of a block: the length of a sequence is a multiple of it."""
+        return 1
+
+    def least_length(self, config: ModelConfig) -> int:
+        """The shortest sequence that has all blocks that the options name."""
+        return 1
+
+
+NONE = AttentionLayouts()
+
+
+def attention_layouts() -> AttentionLayouts:
+    """The layouts that are installed."""
+    return plugged("attention layouts") or NONE

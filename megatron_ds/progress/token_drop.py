@@ -1,0 +1,41 @@
+"""`TokenDrop`: the tokens that blocks keep where some of them process a part of each sequence."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Difficulty(Protocol):
+    """An integer as a function of the step, which never falls.
+
+    maximum  the last and largest one
+    """
+
+    maximum: int
+
+    def at(self, step: int) -> int:
+        """The value of a step. The schedule defines whether steps count from 0 or from 1."""
+
+
+@dataclass(frozen=True)
+class TokenDrop:
+    """The blocks that drop tokens, of `num_blocks` in all, and the tokens of a sequence that they keep.
+
+    Steps count from 0 here, as DeepSpeed's do: the first step of a run uses `kept_at(0)`, which is
+    `Progress.step`.
+    """
+
+    blocks: tuple[int, ...]
+    num_blocks: int
+    kept: Difficulty
+
+    def kept_at(self, step: int, length: int | None = None) -> int:
+        """Tokens of a sequence that the blocks keep. length: of the sequence, if it is shortened."""
+        kept = self.kept.at(step)
+        return kept if length is None else min(kept, length)
+
+    def layer_tokens(self, step: int, length: int) -> int:
+        """Tokens of one sequence, summed over the blocks that process them."""
+        return (
+            len(self.blocks) * self.kept_at(step, length)
+            + (self.num_blocks - len(self.blocks)) * length
+        )
