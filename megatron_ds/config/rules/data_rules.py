@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..messages import given
-from ..run import RunConfig, all_options
+from ..run import RunConfig
 
 SHORTEST = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each segment
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config.options.model_options import ModelConfig
+from ...config.options.need import need
 from ...config.options.option import option
 from ...config.options.sample_choice import Curriculum, TokenDropping
 from ...errors import ConfigError
@@ -181,6 +182,7 @@ class RandomLTDConfig(TokenDropping):
         None,
         at_least=1,
         json=f"{_LTD}.total_layer_num",
+        needs=need("random_ltd.random_ltd"),
         help="Require this number of blocks: any other number of layers is an error.",
         avoid="Not needed: the number is known from the model.",
     )
@@ -188,6 +190,7 @@ class RandomLTDConfig(TokenDropping):
         (),
         at_least=0,
         json=f"{_LTD}.random_ltd_layer_id",
+        needs=need("random_ltd.random_ltd"),
         help="Numbers of the blocks that drop tokens, from 0. Default: all except the first and the last.",
     )
     random_ltd_min_tokens: int | None = option(
@@ -195,6 +198,7 @@ class RandomLTDConfig(TokenDropping):
         at_least=1,
         unit="tokens",
         json=f"{_LTD}.random_ltd_schedule.min_value",
+        needs=need("random_ltd.random_ltd"),
         help="Tokens of each sequence that these blocks keep in the first step.",
     )
     random_ltd_max_tokens: int | None = option(
@@ -202,6 +206,7 @@ class RandomLTDConfig(TokenDropping):
         at_least=1,
         unit="tokens",
         json=f"{_LTD}.random_ltd_schedule.max_value",
+        needs=need("random_ltd.random_ltd"),
         help="Tokens of each sequence that these blocks keep at the end. Default: the sequence length.",
         avoid="With fewer, the run never trains on the whole sequences that it is evaluated on.",
     )
@@ -210,6 +215,7 @@ class RandomLTDConfig(TokenDropping):
         at_least=1,
         unit="steps",
         json=f"{_LTD}.random_ltd_schedule.schedule_config.require_steps",
+        needs=need("random_ltd.random_ltd"),
         help="Steps over which the number of kept tokens grows linearly. Two thirds of the run is a good "
         "starting point.",
     )
@@ -218,6 +224,7 @@ class RandomLTDConfig(TokenDropping):
         at_least=1,
         unit="tokens",
         json=f"{_LTD}.random_ltd_schedule.schedule_config.seq_per_step",
+        needs=need("random_ltd.random_ltd"),
         help="The number of kept tokens is rounded down to a multiple of this.",
         avoid="Kernels are fastest with multiples of 64 on GPUs, of 8 on CPUs.",
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...config.messages import flag, given, neighbours
+from ...config.messages import flag, neighbours
 from ...config.rules.data_rules import is_number
 from ...config.run import RunConfig, all_options
 from ...config.sources.reading import attempt
@@ -157,16 +157,6 @@ def folding(config: RunConfig) -> Iterator[str]:
         )
 
 
-def random_ltd_is_on(config: RunConfig) -> Iterator[str]:
-    """The options of random-LTD have no effect without --random-ltd."""
-    if not config.random_ltd.random_ltd:
-        yield from given(
-            config,
-            [path for path in all_options() if path.startswith("random_ltd.")],
-            "has no effect without --random-ltd. Add --random-ltd, or remove it.",
-        )
-
-
 def kept_tokens(config: RunConfig) -> Iterator[str]:
     """The number of kept tokens begins above 0 and grows to at most the sequence length."""
     # Options that random-LTD needs.
@@ -254,7 +244,6 @@ DATA_EFFICIENCY_RULES = (
     lengths,
     samples,
     folding,
-    random_ltd_is_on,
     kept_tokens,
     dropping_blocks,
     divided_tokens,

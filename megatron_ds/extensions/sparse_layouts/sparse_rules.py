@@ -2,32 +2,9 @@
 
 from collections.abc import Iterator
 
-from ...config.messages import divisors, either, flag, given, neighbours
+from ...config.messages import divisors, either, flag, neighbours
 from ...config.run import RunConfig
-from .sparse_options import BI, OF_MODE, SPARSE_PATHS, UNI
-
-
-def sparse_options(config: RunConfig) -> Iterator[str]:
-    """Numbers of a layout need a mode that has them."""
-    model = config.model
-    others = SPARSE_PATHS[1:]
-    if model.sparse_attention is None:
-        yield from given(
-            config,
-            others,
-            "describes a sparse layout, but no mode is chosen. Add "
-            "--sparse-attention, or remove it.",
-        )
-        return
-    own = {
-        f"model.sparse_{name}"
-        for name in (*OF_MODE[model.sparse_attention], "block", "direction")
-    }
-    yield from given(
-        config,
-        [path for path in others if path not in own],
-        "has no effect with [sparse_attention]. Remove it.",
-    )
+from .sparse_options import BI, UNI
 
 
 def sparse_shapes(config: RunConfig) -> Iterator[str]:
@@ -122,4 +99,4 @@ def sparse_composition(config: RunConfig) -> Iterator[str]:
         yield "[sparse_attention] and [window_size] both choose the keys that a token sees. Give only one."
 
 
-SPARSE_RULES = (sparse_options, sparse_shapes, sparse_direction, sparse_composition)
+SPARSE_RULES = (sparse_shapes, sparse_direction, sparse_composition)
