@@ -264,7 +264,7 @@ def kernels_text(
 ) -> str:
     """The implementations that a device has for weights of a dtype, one line for the start of a run.
 
-    kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
+    kernels: attention c++, gelu c++; affine, layer_norm, product by torch
 
     used: names of the operations to be listed; None for all. gradients: their dtype; None: that of weights
     """
