@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_ds.compat.config.deepspeed_json import TRANSLATED  # noqa: E402
 from megatron_ds.compat.config.dialects import DIALECTS  # noqa: E402
 from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
+from megatron_ds.config.messages import needed  # noqa: E402
 from megatron_ds.config.options.option import Option  # noqa: E402
 from megatron_ds.config.run import SECTIONS, options_in  # noqa: E402
 from megatron_ds.config.sources.config_files import declared_keys  # noqa: E402
@@ -88,7 +89,7 @@ def flags_document() -> str:
         rows = [_row(option) for option in options_in(section)]
         parts += [
             f"\n## {TITLES[section]} (`{section}:`)\n",
-            *_table(("Flag", "Default", "Meaning", "Advice"), rows),
+            *_table(("Flag", "Default", "Meaning", "Needs", "Advice"), rows),
         ]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]
     parts += [
@@ -149,6 +150,9 @@ def _row(option: Option) -> tuple[str, ...]:
         flags,
         f"`{default}`" if default and not option.required else default,
         option.help,
+        " or ".join(f"`{flag}`" for flag in needed(option.needs))
+        if option.needs
+        else "",
         option.avoid,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..console import one_line
 from ..errors import ConfigError
 from ..mpu import grid
+from .options.need import Need
 from .options.option import Option
 from .run import RunConfig, all_options
 
@@ -106,6 +107,20 @@ def either(values: Sequence[Any]) -> str:
     last = texts.pop()
     first = ", ".join(texts)
     return f"{first} or {last}"
+
+
+def all_of(texts: Sequence[str]) -> str:
+    """`a, b and c`."""
+    *first, last = texts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def needed(wanted: Need) -> list[str]:
+    """The flags, with their values, one of which an option needs: ["--zero-stage 2 or 3"]."""
+    return [
+        f"{flag(path)} {either(values)}" if values else flag(path)
+        for path, values in wanted.choices
+    ]
 
 
 def _are_consecutive(values: Sequence[Any]) -> bool:

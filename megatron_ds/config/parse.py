@@ -22,6 +22,7 @@ from .rules.attention_rules import ATTENTION_RULES
 from .rules.data_rules import DATA_RULES
 from .rules.layout_rules import LAYOUT_RULES
 from .rules.moe_rules import MOE_RULES
+from .rules.need_rules import NEED_RULES
 from .rules.sparse_rules import SPARSE_RULES
 from .rules.training_rules import TRAINING_RULES
 from .run import RunConfig, Source, all_options
@@ -183,6 +184,7 @@ def check(
                   that mention one of them are left out
     """
     own = (
+        *NEED_RULES,
         *LAYOUT_RULES,
         *ATTENTION_RULES,
         *SPARSE_RULES,

@@ -21,7 +21,7 @@ therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` la
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,9 @@ OPERATIONS: dict[str, "Operation"] = {}
 Calls = dict[tuple["Operation", torch.dtype, int], None]
 """(operation, dtype of the first tensor, its last size), in the order of the calls."""
 
+Ran = dict[str, set[str]]
+"""Name of an operation → names of the implementations that ran."""
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -77,8 +80,7 @@ class Operation:
     """A function with several implementations; calling it runs the first that takes the arguments.
 
     in_torch: the implementation in torch's operations; the operation has its name and its docstring. The
-    first argument is a tensor, whose device and dtype count. dtype: that tensor's, assigned where it is not
-    that of a run's weights. of_gradients: assigned where it is that of the accumulated gradients
+    first argument is a tensor, whose device and dtype count.
     """
 
     def __init__(self, in_torch: Callable[..., Any]):
@@ -87,8 +89,6 @@ class Operation:
         self.in_torch = in_torch
         self.implementations = [Implementation("torch", in_torch)]
         self.examples: list[Callable[..., tuple]] = []
-        self.dtype: torch.dtype | None = None
-        self.of_gradients = False
         self.benchmark_sizes: tuple[tuple[int, int], ...] = BENCHMARK_SIZES
         OPERATIONS[self.name] = self
 
@@ -150,6 +150,8 @@ class Operation:
             if entry.suits(x, *arguments, **named):
                 reason = entry.fits(x, *arguments, **named)
                 if not reason:
+                    for ran in _RAN:
+                        ran.setdefault(self.name, set()).add(entry.name)
                     return entry.function
                 _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
@@ -176,6 +178,7 @@ def random_generator(device: torch.device, numbers: int) -> torch.Generator:
 
 
 _RECORDS: list[Calls] = []
+_RAN: list[Ran] = []
 
 
 @contextmanager
@@ -188,6 +191,17 @@ def calls_recorded() -> Iterator[Calls]:
         yield calls
     finally:
         _RECORDS[:] = [other for other in _RECORDS if other is not calls]
+
+
+@contextmanager
+def implementations_recorded() -> Iterator[Ran]:
+    """Collects which implementations of which operations run within the context, in all threads."""
+    ran: Ran = {}
+    _RAN.append(ran)
+    try:
+        yield ran
+    finally:
+        _RAN[:] = [other for other in _RAN if other is not ran]
 
 
 _MODE = [
@@ -256,30 +270,21 @@ def _log_once(operation: str, name: str, reason: str) -> None:
     )
 
 
-def kernels_text(
-    device: torch.device,
-    dtype: torch.dtype,
-    used: Iterable[str] | None = None,
-    gradients: torch.dtype | None = None,
-) -> str:
-    """The implementations that a device has for weights of a dtype, one line for the start of a run.
+def kernels_text(ran: Ran) -> str:
+    """The implementations of the operations of a step, in one line of the log.
 
-    kernels: attention c++, gelu c++; affine, layer_norm, product by torch
-
-    used: names of the operations to be listed; None for all. gradients: their dtype; None: that of weights
+    kernels: attention c++, gelu c++ or torch; affine, layer_norm, product by torch
     """
     own = []
     by_torch = []
-    for name in sorted(OPERATIONS if used is None else used):
-        operation = OPERATIONS[name]
-        first = (
-            (gradients or dtype) if operation.of_gradients else operation.dtype or dtype
-        )
-        entries = _candidates(operation, device.type, first, _MODE[0])[:-1]
-        (own if entries else by_torch).append(
-            f"{name} {' or '.join(e.name for e in entries)}".strip()
-        )
-    parts = [", ".join(own)] * bool(own) + [f"{', '.join(by_torch)} by torch"] * bool(
-        by_torch
-    )
+    for operation, names in sorted(ran.items()):
+        if names == {"torch"}:
+            by_torch.append(operation)
+        else:
+            own.append(f"{operation} {' or '.join(sorted(names))}")
+    parts = []
+    if own:
+        parts.append(", ".join(own))
+    if by_torch:
+        parts.append(f"{', '.join(by_torch)} by torch")
     return f"kernels: {'; '.join(parts)}"

@@ -197,9 +197,6 @@ def _takes_sum(
     return compiled_product.takes_target(out) and compiled_product.suits(a, b)
 
 
-add_product_.of_gradients = True
-
-
 @add_product_.implementation(
     "c++",
     devices=CPU,
@@ -250,9 +247,6 @@ def add_narrow_(
 ) -> torch.Tensor:
     """out += x, in place and without autograd; out = x with `overwrites`. `out` may be wider than x."""
     return out.copy_(x) if overwrites else out.add_(x)
-
-
-add_narrow_.of_gradients = True
 
 
 @add_narrow_.example

@@ -17,12 +17,10 @@ from ..errors import KernelError
 from ..ops.gpu.cuda_backend import reason_against
 from ..ops.gpu.gpu_kernel import Launches, compile_kernels, launches_recorded
 from ..ops.gpu.self_check import check_widths
-from ..ops.kernel_table import calls_recorded, kernels_text
+from ..ops.kernel_table import OPERATIONS, Calls, calls_recorded
 from ..planning.fake_stages import run_own_stages
-from ..planning.run_model import DTYPES
 from ..planning.run_plan import microbatches_of, plan_schedule
 from .build import Replica
-from .used_operations import used_operations
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +40,26 @@ def prepare_kernels(engine: Replica) -> str:
         or reason_against(mesh.device)
     ):
         return ""
-    used = used_operations(config, mesh.device.type)
-    kernels_text(
-        mesh.device,
-        DTYPES[config.optimizer.params_dtype],
-        used,  # chooses them, after checks
-        DTYPES[config.optimizer.gradient_dtype],
-    )
     plan = engine.plan
     schedule = plan_schedule(
         config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs()
     )
     with launches_recorded() as launches, calls_recorded() as calls:
         run_own_stages(config, mesh, plan, schedule[mesh.coordinate("pp")])
+    _choose(calls, config.optimizer.optimizer)
     compiled = _compiled(launches, mesh.device)
     check_widths(calls, mesh.device)
     return compiled
+
+
+def _choose(calls: Calls, optimizer: str) -> None:
+    """Choose the implementations of these calls and of the optimizer, each after its check."""
+    chosen = {(operation, dtype) for operation, dtype, _ in calls}
+    update = OPERATIONS.get({"adam": "adamw"}.get(optimizer, optimizer))
+    if update is not None:
+        chosen.add((update, torch.float32))
+    for operation, dtype in chosen:
+        operation.first_choice("cuda", dtype)
 
 
 def _compiled(launches: Launches, device: torch.device) -> str:

@@ -34,7 +34,6 @@ from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
 from ..config.options.data_efficiency_options import order_identity
 from ..config.options.training_options import CheckpointConfig
-from ..config.rules.data_rules import FIM
 from ..config.rules.optimizer_rules import FROZEN, ZERO_ONE
 from ..config.sources.config_text import to_dict
 from ..data.loading.blend import parse_split, read_sources
@@ -242,9 +241,7 @@ def _data_identity(config: RunConfig) -> dict:
     if config.curriculum.curriculum_metrics:
         identity["curriculum"] = order_identity(config.curriculum)
     if data.fim_data:
-        identity["fill_in_the_middle"] = [
-            getattr(data, path.partition(".")[2]) for path in FIM
-        ]
+        identity["fill_in_the_middle"] = data.fill_in_the_middle
     return identity | MODELS[config.model.model].data.identity(config)
 
 

@@ -15,14 +15,12 @@ from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
-from ..ops.kernel_table import kernels_text
 from ..pipeline.picture import draw
 from ..pipeline.simulate import simulate
 from ..planning.fake_stages import most_kept, run_own_stages
-from ..planning.run_model import DTYPES, describe_layers
+from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Replica
-from .used_operations import used_operations
 
 SHARES = {
     "flops": "FLOPs",
@@ -58,12 +56,6 @@ def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
             "",
             f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
             f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
-            kernels_text(
-                mesh.device,
-                DTYPES[config.optimizer.params_dtype],
-                used_operations(config, mesh.device.type),
-                DTYPES[config.optimizer.gradient_dtype],
-            ),
             *filter(None, (allocator_text(),)),
             _zero(engine),
             _memory(engine),

@@ -23,6 +23,7 @@ from ..config.training_schedule import (
 )
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
+from ..ops.kernel_table import implementations_recorded, kernels_text
 from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
@@ -137,12 +138,16 @@ class Trainer:
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
 
     def _loop(self) -> str:
+        # The first step differs in what it logs.
+        step_and_log = self._first_step
         while not self._is_finished():
-            outcome = self._step()
+            outcome = step_and_log()
+            step_and_log = self._step
             if outcome.stop:
                 return self._stop_reason()
             if self._has_tuned:
                 return "autotuning has measured its steps"
+            # What follows some steps: an evaluation, a comparison of replicas, a checkpoint.
             train = self.config.train
             step = self.progress.step
             if (
@@ -203,6 +208,14 @@ class Trainer:
         return stop_reason(all_gather_object(asked, self.engine.mesh.group("world")))
 
     # ------------------------------------------------------------------ one step
+    def _first_step(self) -> StepOutcome:
+        """A step after which the log names the kernels that rank 0 ran."""
+        with implementations_recorded() as ran:
+            outcome = self._step()
+        if self.engine.mesh.rank == 0:
+            logger.info("%s", kernels_text(ran))
+        return outcome
+
     def _step(self) -> StepOutcome:
         # Read
         begin = time.perf_counter()

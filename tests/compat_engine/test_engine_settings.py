@@ -93,7 +93,7 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Give only one"),
         (
             {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}},
-            "applies to ZeRO stage 3",
+            'has no effect without "zero_optimization.stage" 3',
         ),
         (
             {

@@ -178,7 +178,7 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
         ),
         (
             (PP, 2, "--pipeline-costs-path", "t.json"),
-            "applies to --pipeline-cut measured, but --pipeline-cut flops (default)",
+            "has no effect without --pipeline-cut measured",
         ),
         (
             (PP, 2, "--pipeline-memory-limit", 3),

@@ -2,18 +2,18 @@
 quantize, workers of 1-bit optimizers with other tokens, and the flag whose folder is missing."""
 
 import logging
+import re
+from unittest.mock import patch
 
 import pytest
-import torch
 
 from megatron_ds.commands import convert_checkpoint
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS, build_stage, stage_modules
 from megatron_ds.mpu.context import ParallelContext
-from megatron_ds.ops import product
-from megatron_ds.ops.cpu import compiled_addition, compiled_product
-from megatron_ds.ops.kernel_table import kernels_text
+from megatron_ds.ops.kernel_table import Operation, kernels_text
+from megatron_ds.training.pretrain import pretrain
 from megatron_ds.training.run_checkpoint import log_other_workers
 
 pytestmark = pytest.mark.plan
@@ -24,17 +24,34 @@ JOB = (
 ).split()
 
 
-@pytest.mark.skipif(
-    bool(compiled_product.reason_against(*compiled_product.NAMES))
-    or not compiled_addition.extension(),
-    reason="not compiled for this processor",
-)
-def test_sums_into_fp32_gradients_are_listed_by_their_own_dtype():
-    names = [product.add_product_.name, product.add_narrow_.name]
-    text = kernels_text(torch.device("cpu"), torch.bfloat16, names, torch.float32)
-    assert text == "kernels: add_narrow_ c++, add_product_ c++"
-    text = kernels_text(torch.device("cpu"), torch.bfloat16, names, torch.bfloat16)
-    assert text == "kernels: add_narrow_, add_product_ by torch"
+def test_the_log_names_the_kernels_that_ran():
+    """Some calls of an operation may run one implementation, others another."""
+    ran = {
+        "gelu": {"c++"},
+        "product": {"torch"},
+        "affine": {"torch"},
+        "norm": {"torch", "c++"},
+    }
+    text = kernels_text(ran)
+    assert text == "kernels: gelu c++, norm c++ or torch; affine, product by torch"
+
+
+def test_the_first_step_of_a_run_names_its_kernels(capfd):
+    """Operations in the log are those that the step called."""
+    called = set()
+    choose = Operation.choice
+
+    def choice(operation, *arguments, **named):
+        called.add(operation.name)
+        return choose(operation, *arguments, **named)
+
+    with patch.object(Operation, "choice", choice):
+        assert pretrain([*JOB, "--swiglu", "--eval-iters", "0"]) == 0
+    said = capfd.readouterr()
+    (line,) = re.findall(r"kernels: (.*)", said.out + said.err)
+    listed = {name.split()[0] for name in re.split("[,;] ", line)}
+    assert listed == called and {"swiglu", "product", "adamw"} <= listed
+    assert "gelu" not in listed
 
 
 QUANTIZED = (

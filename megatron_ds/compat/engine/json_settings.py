@@ -32,6 +32,7 @@ from torch import nn
 from ...config import RunConfig, Source
 from ...config.messages import problems_of
 from ...config.rules.layout_rules import LAYOUT_RULES
+from ...config.rules.need_rules import NEED_RULES
 from ...config.rules.optimizer_rules import optimizer_options
 from ...config.rules.training_rules import batch, learning_rate, number_format
 from ...config.run import all_options
@@ -279,7 +280,14 @@ def _missing(config: RunConfig) -> Iterator[str]:
 def _broken(config: RunConfig) -> Iterator[str]:
     """Problems by the rules of training scripts, except for the length of training, which is the user's."""
     config = config.with_values({"train.train_iters": 1}, Source("script", "default"))
-    rules = (batch, learning_rate, optimizer_options, number_format, *LAYOUT_RULES)
+    rules = (
+        *NEED_RULES,
+        batch,
+        learning_rate,
+        optimizer_options,
+        number_format,
+        *LAYOUT_RULES,
+    )
     yield from map(in_words_of_json, problems_of(rules, config))
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 from .layer_pattern import read_layer_pattern
+from .need import need
 from .option import option
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -28,6 +29,7 @@ class AttentionOptions:
     window_attn_skip_freq: str | None = option(
         None,
         strip="\"'",
+        needs=need("model.window_size"),
         help="Which layers have no window: N for every Nth layer; or a list with 1 for each layer with the "
         "window and 0 for each without, such as ([1]*3+[0])*6. Default: all layers have it.",
         avoid="In YAML, put a list in quotes.",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .need import need
 from .option import option
 
 ONE_CYCLE = "OneCycle"
@@ -9,7 +10,9 @@ RANGE_TEST = "LRRangeTest"
 
 
 def _of_scheduler(default=None, *, name: str, **more):
-    """An option whose JSON key is a parameter of the scheduler."""
+    """An option of one style, whose JSON key is a parameter of the scheduler."""
+    style = RANGE_TEST if "range_test" in name else ONE_CYCLE
+    more.setdefault("needs", need("optimizer.lr_decay_style", style))
     return option(default, json=f"scheduler.params.{name}", **more)
 
 
@@ -56,6 +59,7 @@ class CycleConfig:
         0.0,
         name="decay_lr_rate",
         at_least=0,
+        needs=need("cycle.decay_step_size"),
         help="After the cycle the learning rate is --min-lr / (1 + this rate for each --decay-step-size) "
         "(OneCycle).",
     )
@@ -75,6 +79,7 @@ class CycleConfig:
         0.0,
         name="decay_mom_rate",
         at_least=0,
+        needs=need("cycle.decay_step_size"),
         help="After the cycle beta1 is --cycle-max-mom × (1 + this rate for each --decay-step-size) "
         "(OneCycle).",
         avoid="It grows, as DeepSpeed's does; it must stay below 1.",

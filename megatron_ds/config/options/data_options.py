@@ -1,7 +1,9 @@
 """`DataConfig`: corpora, tokenizer, order of samples. `BertConfig`: how sentences become BERT's samples."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from .need import need
 from .option import option
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -134,35 +136,50 @@ class DataConfig:
         avoid="It is for code completion. A sample loses one token at its end for each special token.",
     )
     fim_rate: float = option(
-        0.5, at_least=0, at_most=1, help="Share of the documents that are rearranged."
+        0.5,
+        at_least=0,
+        at_most=1,
+        needs=need("data.fim_data"),
+        help="Share of the documents that are rearranged.",
     )
     fim_spm_rate: float = option(
         0.5,
         at_least=0,
         at_most=1,
+        needs=need("data.fim_data"),
         help="Share of those in which the suffix comes first.",
     )
     fim_split_sample: str | None = option(
         None,
+        needs=need("data.fim_data"),
         help="Token at which a document is cut into fragments, such as files, each rearranged separately.",
     )
     fim_fragment_rate: float | None = option(
         None,
         at_least=0,
         at_most=1,
+        needs=need("data.fim_split_sample"),
         help="Share of the fragments that are rearranged. Default: --fim-rate.",
     )
     fim_no_prefix: str | None = option(
-        None, help="Do not rearrange texts that begin with this."
+        None,
+        needs=need("data.fim_data"),
+        help="Do not rearrange texts that begin with this.",
     )
     fim_prefix_token: str = option(
-        "<fim_prefix>", help="Token before the prefix, or its id."
+        "<fim_prefix>",
+        needs=need("data.fim_data"),
+        help="Token before the prefix, or its id.",
     )
     fim_middle_token: str = option(
-        "<fim_middle>", help="Token before the middle, or its id."
+        "<fim_middle>",
+        needs=need("data.fim_data"),
+        help="Token before the middle, or its id.",
     )
     fim_suffix_token: str = option(
-        "<fim_suffix>", help="Token before the suffix, or its id."
+        "<fim_suffix>",
+        needs=need("data.fim_data"),
+        help="Token before the suffix, or its id.",
     )
     dataloader_type: str = option(
         "single",
@@ -194,6 +211,20 @@ class DataConfig:
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
 
     @property
+    def fill_in_the_middle(self) -> list[Any]:
+        """The options that change what --fim-data makes of a document."""
+        return [
+            self.fim_rate,
+            self.fim_spm_rate,
+            self.fim_split_sample,
+            self.fim_fragment_rate,
+            self.fim_no_prefix,
+            self.fim_prefix_token,
+            self.fim_middle_token,
+            self.fim_suffix_token,
+        ]
+
+    @property
     def is_divided_by_split(self) -> bool:
         """Whether the splits are ranges of the same corpora."""
         return bool(self.data_path or self.data_args_path)
@@ -204,16 +235,22 @@ class BertConfig:
     """For --model bert; the defaults are Megatron's."""
 
     mask_prob: float = option(
-        0.15, above=0, below=1, help="Share of the tokens that BERT predicts."
+        0.15,
+        above=0,
+        below=1,
+        needs=need("model.model", "bert"),
+        help="Share of the tokens that BERT predicts.",
     )
     mask_max_ngram: int = option(
         3,
         at_least=1,
         unit="words",
+        needs=need("model.model", "bert"),
         help="Longest run of masked words; shorter runs are more frequent. 1 masks single words.",
     )
     mask_whole_words: bool = option(
         True,
+        needs=need("model.model", "bert"),
         help="Mask all pieces of a word together.",
         avoid="The missing pieces of a partly visible word are easy to predict.",
     )
@@ -221,6 +258,7 @@ class BertConfig:
         0.1,
         at_least=0,
         at_most=1,
+        needs=need("model.model", "bert"),
         help="Share of BERT's samples that are shorter than the sequence length, so that it trains on short "
         "texts, too; 0: none.",
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .need import need
 from .option import option
 
 
@@ -114,6 +115,7 @@ class LoggingConfig:
         count=2,
         at_least=1,
         unit="steps",
+        needs=need("logging.trace"),
         help="FIRST LAST: the steps that --trace records, counted from the start of this process. Default: "
         "2 3.",
         avoid="The first step is slower than the others.",

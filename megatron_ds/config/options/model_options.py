@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .attention_options import AttentionOptions
 from .layer_pattern import MOST_LAYERS
 from .moe_options import MoEOptions
+from .need import need
 from .option import option
 from .sparse_options import SparseOptions
 
@@ -87,6 +88,7 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
     )
     rotary_interleaved: bool = option(
         False,
+        needs=need("model.position_embedding_type", "rope", "yarn"),
         help="Rotate neighbouring channels as pairs, instead of channel i with one half a head away "
         "(rope, yarn).",
         avoid="On GPUs several operations in place of one kernel.",
@@ -99,6 +101,7 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
     )
     use_rope_scaling: bool = option(
         False,
+        needs=need("model.position_embedding_type", "rope"),
         help="Scale the rotary frequencies as Llama 3.1 does for sequences longer than 8,192 tokens, "
         "or --original-max-position-embeddings (rope only).",
     )
@@ -106,11 +109,13 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
         8.0,
         at_least=1,
         least="which scales nothing",
+        needs=need("model.use_rope_scaling"),
         help="Factor by which --use-rope-scaling divides the low frequencies.",
     )
     rotary_ntk_factor: float | None = option(
         None,
         at_least=1,
+        needs=need("model.position_embedding_type", "rope"),
         help="Alpha of dynamic NTK scaling: the rotary base grows by "
         "(alpha · L / L_original − (alpha − 1))^(d / (d − 2)), where L is "
         "--max-position-embeddings, L_original is "
@@ -123,6 +128,9 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
         at_least=1,
         unit="tokens",
         flags=["--yarn-original-max-position-embeddings"],
+        needs=need("model.position_embedding_type", "yarn")
+        | need("model.rotary_ntk_factor")
+        | need("model.use_rope_scaling"),
         help="Longest sequence of the training before the rotary frequencies were scaled (yarn, "
         "--rotary-ntk-factor, --use-rope-scaling).",
     )
@@ -130,32 +138,38 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
         None,
         at_least=1,
         flags=["--rotary-scaling-factor"],
+        needs=need("model.position_embedding_type", "yarn"),
         help="Factor by which YaRN divides the low frequencies (yarn only). Default: "
         "--max-position-embeddings / --original-max-position-embeddings.",
     )
     yarn_beta_fast: float = option(
         32.0,
         above=0,
+        needs=need("model.position_embedding_type", "yarn"),
         help="beta_fast of YaRN: frequencies with more rotations than this over the original "
         "length are not scaled (yarn only).",
     )
     yarn_beta_slow: float = option(
         1.0,
         above=0,
+        needs=need("model.position_embedding_type", "yarn"),
         help="beta_slow of YaRN: frequencies with fewer rotations than this over the original "
         "length are divided by the whole factor (yarn only).",
     )
     yarn_mscale: float = option(
         1.0,
+        needs=need("model.position_embedding_type", "yarn"),
         help="mscale of YaRN: rotated queries and keys are multiplied by mscale(yarn_mscale) / "
         "mscale(yarn_mscale_all_dim), where mscale(w) = 1 + 0.1 · w · ln(factor) (yarn only).",
     )
     yarn_mscale_all_dim: float = option(
         0.0,
+        needs=need("model.position_embedding_type", "yarn"),
         help="mscale_all_dim of YaRN: weight in the denominator of that quotient (yarn only).",
     )
     yarn_correction_range_round_to_int: bool = option(
         True,
+        needs=need("model.position_embedding_type", "yarn"),
         help="Round the two bounds of the YaRN ramp to whole channel pairs (yarn only).",
     )
     normalization: str = option(
@@ -202,7 +216,9 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
         "cannot be loaded.",
     )
     apply_wd_to_qk_layernorm: bool = option(
-        False, help="Weight decay applies to the norms of --qk-layernorm, too."
+        False,
+        needs=need("model.qk_layernorm"),
+        help="Weight decay applies to the norms of --qk-layernorm, too.",
     )
     embed_layernorm: bool = option(
         False,
@@ -248,6 +264,7 @@ class ModelConfig(AttentionOptions, SparseOptions, MoEOptions):
     bert_binary_head: bool = option(
         True,
         switches={"--bert-no-binary-head": False},
+        needs=need("model.model", "bert"),
         help="BERT's samples are pairs of segments, and the model predicts whether they are in the right "
         "order (--model bert).",
         avoid="Without it a sample is one run of sentences.",

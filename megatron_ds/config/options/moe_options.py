@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from ...errors import ConfigError
 from .layer_pattern import read_layer_pattern
+from .need import need
 from .option import option
 
 BALANCING = (
@@ -22,6 +23,9 @@ CHOICES = (
     "expert_choice",
 )  # values above that replace the choice of the best experts of a token
 
+EXPERTS = need("model.num_experts")
+CAPACITY = need("model.moe_expert_capacity_factor")
+
 
 @dataclass(frozen=True)
 class MoEOptions:
@@ -36,6 +40,7 @@ class MoEOptions:
     moe_layer_freq: str = option(
         "1",
         strip="\"'",
+        needs=EXPERTS,
         help="Which layers have experts, counting from 0: N for layers 0, N, 2N, …; or one 0 or 1 for each "
         "layer as a list such as ([0]*1+[1]*23).",
         avoid="--expert-interval counts from 1 as in Megatron-DeepSpeed; give only one of the two. In YAML, "
@@ -44,65 +49,87 @@ class MoEOptions:
     expert_interval: int | None = option(
         None,
         at_least=1,
+        needs=EXPERTS,
         help="Layers N, 2N, … have experts, counting from 1, as in Megatron-DeepSpeed.",
     )
     moe_ffn_hidden_size: int | None = option(
-        None, at_least=1, help="Width inside an expert. Default: --ffn-hidden-size."
+        None,
+        at_least=1,
+        needs=EXPERTS,
+        help="Width inside an expert. Default: --ffn-hidden-size.",
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
         at_least=1,
+        needs=EXPERTS,
         help="Total width of the shared experts, which see every token. Default: none.",
     )
     moe_shared_expert_gate: bool = option(
         False,
+        needs=EXPERTS,
         help="Multiply the output of the shared experts by a sigmoid of the token.",
     )
     mlp_type: str = option(
         "standard",
         choices=("standard", "residual"),
+        needs=EXPERTS,
         help="residual: MoE layers also have a dense feed-forward, and a softmax of the token weighs the "
         "two (residual MoE, Rajbhandari et al. 2022).",
     )
 
     moe_router_topk: int = option(
-        2, at_least=1, flags=["--topk"], help="Number of experts of a token."
+        2,
+        at_least=1,
+        flags=["--topk"],
+        needs=EXPERTS,
+        help="Number of experts of a token.",
     )
     moe_router_score_function: str = option(
         "softmax",
         choices=("softmax", "sigmoid"),
+        needs=EXPERTS,
         help="How scores follow from the router's logits.",
     )
     moe_router_pre_softmax: bool = option(
         False,
+        needs=EXPERTS,
         help="Softmax over all experts before the choice, so that the weights of the chosen ones sum to "
         "less than 1. Default: over the chosen ones.",
     )
     moe_router_topk_scaling_factor: float | None = option(
-        None, above=0, help="Factor of all routing weights."
+        None, above=0, needs=EXPERTS, help="Factor of all routing weights."
     )
     moe_router_num_groups: int | None = option(
         None,
         at_least=1,
+        needs=EXPERTS,
         help="Divide the experts into this many groups and choose groups first.",
     )
     moe_router_group_topk: int | None = option(
-        None, at_least=1, help="Number of groups of a token."
+        None, at_least=1, needs=EXPERTS, help="Number of groups of a token."
     )
     moe_router_enable_expert_bias: bool = option(
         False,
+        needs=EXPERTS,
         help="Balance the load by a bias of each expert that affects the choice only, moved after each step "
         "(Wang et al. 2024, arXiv:2408.15664). Needs --moe-router-score-function sigmoid.",
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, at_least=0, help="By how much a step moves the bias of an expert."
+        1e-3,
+        at_least=0,
+        needs=need("model.moe_router_enable_expert_bias"),
+        help="By how much a step moves the bias of an expert.",
     )
     moe_router_dtype: str = option(
-        "fp32", choices=("fp32", "fp64"), help="Dtype in which the router computes."
+        "fp32",
+        choices=("fp32", "fp64"),
+        needs=EXPERTS,
+        help="Dtype in which the router computes.",
     )
     moe_router_noise: str = option(
         "none",
         choices=("none", "jitter", "gumbel"),
+        needs=EXPERTS,
         help="Noise in training. jitter: the router's input is multiplied by numbers close to 1; gumbel: "
         "noise is added to the scores that choose. Both depend on seed, layer and token only.",
     )
@@ -110,6 +137,7 @@ class MoEOptions:
         None,
         above=0,
         below=1,
+        needs=EXPERTS,
         help="Width of the jitter: the numbers are between 1 - width and 1 + width. Alone it selects "
         "--moe-router-noise jitter. Default: 0.01.",
     )
@@ -117,6 +145,7 @@ class MoEOptions:
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
         choices=BALANCING,
+        needs=EXPERTS,
         help="aux_loss: over the tokens of a micro-batch (Fedus et al. 2021); seq_aux_loss: of each "
         "sequence; global_aux_loss: with the load of the previous step; sinkhorn: the choice itself is "
         "balanced; expert_choice: each expert chooses its tokens (bidirectional models).",
@@ -125,12 +154,14 @@ class MoEOptions:
         (0.0,),
         at_least=0,
         flags=["--moe-loss-coeff"],
+        needs=EXPERTS,
         help="Weight of the load balancing loss, one for each --moe-router-load-balancing-type. Usual: 1e-2, "
         "with a bias 1e-4.",
     )
     moe_z_loss_coeff: float | None = option(
         None,
         at_least=0,
+        needs=EXPERTS,
         help="Weight of the z-loss, mean of logsumexp² of the logits (Zoph et al. 2022). Usual: 1e-3.",
     )
 
@@ -138,33 +169,45 @@ class MoEOptions:
         None,
         above=0,
         flags=["--moe-train-capacity-factor"],
+        needs=EXPERTS,
         help="An expert takes at most ceil(factor × k × tokens / experts) tokens, of each sequence. Default: "
         "no limit (dropless).",
     )
     moe_eval_capacity_factor: float | None = option(
-        None, above=0, help="The factor in evaluation. Default: no limit."
+        None,
+        above=0,
+        needs=CAPACITY,
+        help="The factor in evaluation. Default: no limit.",
     )
     moe_token_dropping: bool = option(
         True,
         switches={"--disable-moe-token-dropping": False},
+        needs=EXPERTS,
         help="Apply the capacity factors. Without them no token is dropped anyway.",
     )
     moe_min_capacity: int = option(
-        0, at_least=0, unit="tokens", help="The least capacity of an expert."
+        0,
+        at_least=0,
+        unit="tokens",
+        needs=CAPACITY,
+        help="The least capacity of an expert.",
     )
     moe_token_drop_policy: str = option(
         "probs",
         choices=("probs", "position"),
+        needs=CAPACITY,
         help="Which tokens an expert drops beyond its capacity: those of the least weight, or the last.",
     )
     moe_capacity_scope: str = option(
         "sequence",
         choices=("sequence", "micro-batch"),
+        needs=CAPACITY,
         help="Which tokens compete for an expert's capacity.",
         avoid="micro-batch makes the result depend on the micro-batch size.",
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
+        needs=CAPACITY,
         help="Every expert computes exactly its capacity of rows; empty ones are zero. Shapes and traffic "
         "then do not depend on the data.",
     )

@@ -26,6 +26,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...registry import did_you_mean
+from .need import Need
 
 DTYPE_NAMES = {
     "fp32": "float32",
@@ -60,6 +61,7 @@ class Option:
     least      what the value `at_least` means, for messages: "which is no limit"
     per_host   ranks may have different values: a path of one machine, or a setting that changes neither
                numbers nor communication; all other options are compared between ranks (compared_values.py)
+    needs      other options without which it has no effect
     """
 
     default: Any
@@ -85,6 +87,7 @@ class Option:
     at_most: float | None = None
     below: float | None = None
     per_host: bool = False
+    needs: Need | None = None
     section: str = ""
     name: str = ""
     kind: type = str

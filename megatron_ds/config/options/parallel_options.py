@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .need import need
 from .option import DTYPE_NAMES, option
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -12,6 +13,10 @@ CP_NAMES = {
     "ulysses_cp_algo": "a2a",
     "hybrid_cp_algo": "a2a+p2p",
 }
+
+OFFLOADED_TO_DISK = need("zero.offload_optimizer", "nvme") | need(
+    "zero.offload_param", "nvme"
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class ParallelConfig:
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (1,),
+        needs=need("parallel.cp_comm_type", "a2a+p2p"),
         help="For a2a+p2p: the number of neighbouring ranks, as on one node, that exchange tokens for heads, "
         "and the number of such runs, around which keys and values are passed. Their product is "
         "--context-parallel-size.",
@@ -61,6 +67,7 @@ class ParallelConfig:
         1,
         at_least=1,
         flags=["--moe-expert-parallel-size"],
+        needs=need("model.num_experts"),
         help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size.",
         avoid="It is not the number of experts: that is --num-experts.",
     )
@@ -149,6 +156,7 @@ class ParallelConfig:
     pipeline_costs_path: str | None = option(
         None,
         per_host=True,
+        needs=need("parallel.pipeline_cut", "measured"),
         help="File of measured times (--pipeline-cut measured): read if it matches this run, else written.",
     )
     pipeline_memory_limit: int | None = option(
@@ -198,6 +206,7 @@ class ZeroConfig:
     zero_accumulate: str = option(
         "sharded",
         choices=("sharded", "full"),
+        needs=need("zero.stage", 2, 3),
         help="How gradients of several micro-batches accumulate (stages 2 and 3). sharded: each micro-batch "
         "is reduced into the rank's shard; full: whole gradients are kept and reduced once per step.",
         avoid="full communicates less, but every rank holds all gradients during a step.",
@@ -208,6 +217,7 @@ class ZeroConfig:
         flag="--stage3-param-persistence-threshold",
         json="zero_optimization.stage3_param_persistence_threshold",
         unit="elements",
+        needs=need("zero.stage", 3),
         help="Parameters with fewer elements stay whole on every rank (stage 3). Default: the smallest "
         "parameters, together a thousandth of all.",
     )
@@ -217,6 +227,7 @@ class ZeroConfig:
         flag="--stage3-prefetch-bucket-size",
         json="zero_optimization.stage3_prefetch_bucket_size",
         unit="elements",
+        needs=need("zero.stage", 3),
         help="Elements that are gathered ahead of the current layer (stage 3). Default: one layer.",
         avoid="0 gathers each layer when it is needed, and waits for it.",
     )
@@ -225,6 +236,7 @@ class ZeroConfig:
         at_least=1,
         json="zero_optimization.zero_hpz_partition_size",
         unit="ranks",
+        needs=need("zero.stage", 3),
         help="Weights are split over groups of this many consecutive data-parallel ranks, such as those of "
         "one node, so that layers are gathered inside a group (stage 3). Gradients and optimizer state "
         "are split over all ranks. 1: off.",
@@ -233,6 +245,7 @@ class ZeroConfig:
     zero_quantized_weights: bool = option(
         False,
         json="zero_optimization.zero_quantized_weights",
+        needs=need("zero.stage", 3),
         help="Gather the weights of layers as 8-bit integers with a scale for each block (stage 3, qwZ of "
         "ZeRO++): half the bytes of 16 bits. All ranks compute with the rounded weights; master weights "
         "and checkpoints are not rounded.",
@@ -242,6 +255,7 @@ class ZeroConfig:
     zero_quantized_gradients: bool = option(
         False,
         json="zero_optimization.zero_quantized_gradients",
+        needs=need("zero.stage", 2, 3),
         help="Sum gradients by all-to-alls of integers with a scale for each block (stages 2 and 3, qgZ of "
         "ZeRO++): with 8 bits inside the groups of --zero-hpz-partition-size, then with 4 bits between "
         "them, a quarter of the bytes of 16 bits. Without groups, once, with 4 bits.",
@@ -251,6 +265,8 @@ class ZeroConfig:
         256,
         choices=(64, 128, 256, 512, 1024, 2048),
         unit="elements",
+        needs=need("zero.zero_quantized_weights")
+        | need("zero.zero_quantized_gradients"),
         help="Elements that share a scale, with --zero-quantized-weights and --zero-quantized-gradients. "
         "Parameters and shards are padded to a multiple of it.",
         avoid="Shorter blocks are more precise, but a scale has 4 bytes.",
@@ -268,6 +284,7 @@ class ZeroConfig:
             "1": "on",
             "0": "off",
         },
+        needs=need("zero.stage", 3),
         help="Gather the weights of a pipeline stage once per step, not once per layer, micro-batch and "
         "direction (stage 3). auto: if they fit into the memory of every rank with training state "
         "and activations. The flag without a value means on.",
@@ -329,6 +346,7 @@ class ZeroConfig:
         choices=("none", "cpu", "nvme"),
         switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
         json="zero_optimization.offload_optimizer.device",
+        needs=need("zero.stage", 1, 2, 3),
         help="Where master weights and optimizer state are kept (stages 1 to 3): on the device (none), in "
         "host memory, or on a disk. Offloaded state is updated by the host's CPU.",
         avoid="Each step moves gradients and weights, or the state, between device, host and disk.",
@@ -339,12 +357,14 @@ class ZeroConfig:
         at_most=1,
         flags=["--optimizer-offload-fraction"],
         json="zero_optimization.offload_optimizer.ratio",
+        needs=need("zero.offload_optimizer", "cpu", "nvme"),
         help="Share of the optimizer state that is offloaded; the device keeps and updates the rest.",
     )
     offload_param: str = option(
         "none",
         choices=("none", "cpu", "nvme"),
         json="zero_optimization.offload_param.device",
+        needs=need("zero.stage", 3),
         help="Where each rank's shard of the weights is kept (stage 3). Layers are copied to the device "
         "when they are used.",
     )
@@ -353,6 +373,7 @@ class ZeroConfig:
         per_host=True,
         flags=["--nvme-path"],
         json="zero_optimization.offload_optimizer.nvme_path",
+        needs=OFFLOADED_TO_DISK,
         help="Folder on a local disk for the scratch file of offloaded state. The file is deleted however "
         "the run ends.",
     )
@@ -360,6 +381,7 @@ class ZeroConfig:
         None,
         per_host=True,
         json="zero_optimization.offload_param.nvme_path",
+        needs=OFFLOADED_TO_DISK,
         help="Folder for the scratch file of offloaded weights. Default: --offload-nvme-path.",
     )
     sub_group_size: int = option(
@@ -367,6 +389,7 @@ class ZeroConfig:
         at_least=2048,
         json="zero_optimization.sub_group_size",
         unit="elements",
+        needs=need("zero.offload_optimizer", "cpu", "nvme"),
         help="Offloaded state is processed in groups of about this many elements.",
         avoid="With a disk, three groups are in memory at a time, at 12 to 16 bytes per element.",
     )
@@ -374,6 +397,7 @@ class ZeroConfig:
         "auto",
         per_host=True,
         choices=("auto", "io_uring", "threads"),
+        needs=OFFLOADED_TO_DISK,
         help="How the scratch file is read and written. auto: io_uring if the system allows it, else "
         "threads.",
     )
@@ -383,6 +407,7 @@ class ZeroConfig:
         at_least=4096,
         json="aio.block_size",
         unit="bytes",
+        needs=OFFLOADED_TO_DISK,
         help="Size of the blocks that are read and written.",
     )
     nvme_queue_depth: int = option(
@@ -390,6 +415,7 @@ class ZeroConfig:
         per_host=True,
         at_least=1,
         json="aio.queue_depth",
+        needs=OFFLOADED_TO_DISK,
         help="Blocks in flight at a time (--nvme-io io_uring).",
     )
     nvme_threads: int = option(
@@ -397,6 +423,7 @@ class ZeroConfig:
         per_host=True,
         at_least=1,
         json="aio.intra_op_parallelism",
+        needs=OFFLOADED_TO_DISK,
         help="Number of threads that read and write (--nvme-io threads).",
     )
 

@@ -3,6 +3,7 @@ the gradient noise scale."""
 
 from dataclasses import dataclass
 
+from .need import need
 from .option import option
 
 
@@ -20,18 +21,21 @@ class ProfilerConfig:
         json="flops_profiler.profile_step",
         at_least=0,
         unit="steps",
+        needs=need("profiler.flops_profiler"),
         help="Profile the step after this many.",
         avoid="The first steps are slower than the others.",
     )
     flops_profiler_detailed: bool = option(
         True,
         json="flops_profiler.detailed",
+        needs=need("profiler.flops_profiler"),
         help="A row for each layer; off: for each kind of layers.",
     )
     flops_profiler_output_file: str | None = option(
         None,
         per_host=True,
         json="flops_profiler.output_file",
+        needs=need("profiler.flops_profiler"),
         help="Write the profile to this file, not to the log.",
     )
     grad_noise_scale: bool = option(
@@ -45,6 +49,7 @@ class ProfilerConfig:
         10,
         at_least=1,
         unit="steps",
+        needs=need("profiler.grad_noise_scale"),
         help="Steps between measurements of --grad-noise-scale.",
     )
     autotuning: bool = option(
@@ -59,6 +64,7 @@ class ProfilerConfig:
         json="autotuning.start_profile_step",
         at_least=0,
         unit="steps",
+        needs=need("profiler.autotuning"),
         help="Measure the steps after this many.",
     )
     autotuning_end_step: int = option(
@@ -66,11 +72,13 @@ class ProfilerConfig:
         json="autotuning.end_profile_step",
         at_least=0,
         unit="steps",
+        needs=need("profiler.autotuning"),
         help="The run ends after one more step than this.",
     )
     autotuning_metric_path: str | None = option(
         None,
         per_host=True,
         json="autotuning.metric_path",
+        needs=need("profiler.autotuning"),
         help="File for the measured numbers. Default: autotuning_metric.json in the current folder.",
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .muon_options import MuonConfig
+from .need import need
 from .onebit_options import OneBitOptions
 from .option import DTYPE_NAMES, option
 
@@ -65,6 +66,7 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
     decoupled_min_lr: float | None = option(
         None,
         at_least=0,
+        needs=need("optimizer.decoupled_lr"),
         help="Learning rate of --decoupled-lr at the end of the decay. Default: --min-lr.",
     )
     weight_decay: float = option(
@@ -74,10 +76,16 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
         help="Weight decay of matrices; biases and normalization weights never decay.",
     )
     start_weight_decay: float | None = option(
-        None, at_least=0, help="Weight decay at the first step, if it changes."
+        None,
+        at_least=0,
+        needs=need("optimizer.weight_decay_incr_style", "linear", "cosine"),
+        help="Weight decay at the first step, if it changes.",
     )
     end_weight_decay: float | None = option(
-        None, at_least=0, help="Weight decay at the last step, if it changes."
+        None,
+        at_least=0,
+        needs=need("optimizer.weight_decay_incr_style", "linear", "cosine"),
+        help="Weight decay at the last step, if it changes.",
     )
     weight_decay_incr_style: str = option(
         "constant",
@@ -242,12 +250,14 @@ class OptimizerConfig(MuonConfig, OneBitOptions):
         None,
         at_least=1,
         unit="iterations",
+        needs=need("optimizer.lr_decay_style", "WSD"),
         help="Length of the final decay (WSD only).",
     )
     lr_wsd_decay_samples: int | None = option(
         None,
         at_least=1,
         unit="samples",
+        needs=need("optimizer.lr_decay_style", "WSD"),
         help="Length of the final decay in samples (WSD only).",
     )
     lr_wsd_decay_style: str = option(
@@ -464,6 +474,7 @@ class TrainConfig:
         None,
         choices=("uniform", "block"),
         flags=["--activations-checkpoint-method"],
+        needs=need("train.recompute_granularity", "full"),
         help="Which layers are fully recomputed: all (uniform) or the first --recompute-num-layers of each "
         "stage (block). Default: block if that number is given.",
     )
@@ -471,11 +482,13 @@ class TrainConfig:
         None,
         at_least=1,
         flags=["--activations-checkpoint-num-layers"],
+        needs=need("train.recompute_granularity", "full"),
         help="Layers of each stage that are recomputed. Default: all.",
     )
     checkpoint_in_cpu: bool = option(
         False,
         json="activation_checkpointing.cpu_checkpointing",
+        needs=need("train.recompute_granularity", "full"),
         help="Inputs of fully recomputed layers wait in host memory for their backward. The copies run "
         "beside the model. On a CPU they are there already.",
         avoid="A layer must compute longer than its input is copied: s·b·h elements each way.",
@@ -487,6 +500,7 @@ class TrainConfig:
             "--partition-activations": True,
         },
         json="activation_checkpointing.partition_activations",
+        needs=need("train.recompute_granularity", "full"),
         help="Each tensor-parallel rank keeps its part of the inputs of fully recomputed layers, which are "
         "gathered in backward. With --sequence-parallel they are divided in any case.",
         avoid="--sequence-parallel divides more activations, for fewer bytes sent.",
@@ -590,6 +604,7 @@ class CheckpointConfig:
     )
     overwrite_save: bool = option(
         False,
+        needs=need("checkpoint.save"),
         help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start "
         "here.",
         avoid="A script that restarts by itself would start from scratch each time: use --load there.",
@@ -636,6 +651,7 @@ class CheckpointConfig:
     )
     exit_on_missing_checkpoint: bool = option(
         False,
+        needs=need("checkpoint.load"),
         help="Exit with an error if --load holds no checkpoint, also when it is --save.",
         avoid="Leave it off in a script that starts and resumes with the same command.",
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..messages import flag, given
+from ..messages import flag
 from ..run import RunConfig
 
 
@@ -12,12 +12,6 @@ def windows(config: RunConfig) -> Iterator[str]:
     model = config.model
     window = config.model.window_size
     if window is None:
-        yield from given(
-            config,
-            ["model.window_attn_skip_freq"],
-            "chooses the layers without a window, but no layer has one. Add --window-size, or "
-            "remove it.",
-        )
         return
     # The window hides some tokens, but not all, and shows none of the future.
     left, right = window

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..messages import given
 from ..options.cycle_options import ONE_CYCLE, RANGE_TEST
-from ..run import RunConfig, options_in
+from ..run import RunConfig
 from ..training_schedule import make_beta1
 
 # Options of other styles. `lr_warmup_style` has its own rule.
@@ -21,18 +21,8 @@ SPANS = (
 
 
 def cycles(config: RunConfig) -> Iterator[str]:
-    """Each style has the options that it uses, and beta1 stays below 1."""
-    # Options of the other style.
+    """A style replaces the options of others, and beta1 stays below 1."""
     style = config.optimizer.lr_decay_style
-    for option in options_in("cycle"):
-        owner = RANGE_TEST if "range_test" in option.name else ONE_CYCLE
-        if style != owner:
-            yield from given(
-                config,
-                [option.path],
-                f"has no effect with [lr_decay_style]. Remove it, or use --lr-decay-style "
-                f"{owner}.",
-            )
     # Spans of training, which both styles replace by their own.
     if style in (ONE_CYCLE, RANGE_TEST):
         asked = [
@@ -71,12 +61,6 @@ def _momentum(config: RunConfig) -> Iterator[str]:
     steps = config.train.train_iters
     if cycle.cycle_min_mom > cycle.cycle_max_mom:
         yield "[cycle_min_mom] is above [cycle_max_mom]. Lower it."
-    if not cycle.decay_step_size:
-        yield from given(
-            config,
-            ("cycle.decay_lr_rate", "cycle.decay_mom_rate"),
-            "has no effect without --decay-step-size, its unit. Add it, or remove the rate.",
-        )
     beta1 = make_beta1(config) if steps and config.train.global_batch_size else None
     if beta1 is not None:
         beta1.at(steps - 2)  # of the last step; raises where it is too large

@@ -9,16 +9,6 @@ from ..options.data_efficiency_options import RESHAPE, length_difficulty, read_m
 from ..run import RunConfig, all_options
 from ..sources.reading import attempt
 
-FIM = (
-    "data.fim_rate",
-    "data.fim_spm_rate",
-    "data.fim_split_sample",
-    "data.fim_fragment_rate",
-    "data.fim_no_prefix",
-    "data.fim_prefix_token",
-    "data.fim_middle_token",
-    "data.fim_suffix_token",
-)
 SHORTEST = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each segment
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 OF_GPT = (
@@ -132,19 +122,8 @@ def _is_split(text: str) -> bool:
 def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
     """The other --fim options need --fim-data, and --fim-data needs documents."""
     data = config.data
-    if not data.fim_data:
-        yield from given(
-            config,
-            FIM,
-            "has no effect without --fim-data. Add --fim-data, or remove it.",
-        )
     if data.fim_data and data.mock_data:
         yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one of the two."
-    if data.fim_fragment_rate is not None and data.fim_split_sample is None:
-        yield (
-            "[fim_fragment_rate] without --fim-split-sample: documents are not cut into fragments. Add "
-            "--fim-split-sample TOKEN, or remove it."
-        )
 
 
 def packing(config: RunConfig) -> Iterator[str]:
@@ -159,22 +138,6 @@ def packing(config: RunConfig) -> Iterator[str]:
         yield (
             "--pack-documents with --fim-data: packed samples have no room for the special tokens. Remove "
             "one of the two; --reset-attention-mask also separates documents."
-        )
-
-
-def only_for_bert(config: RunConfig) -> Iterator[str]:
-    """Options of BERT's samples and heads have no effect on other models."""
-    of_bert = [
-        path
-        for path in all_options()
-        if path.startswith("bert.") or path == "model.bert_binary_head"
-    ]
-    if config.model.model != "bert":
-        yield from given(
-            config,
-            of_bert,
-            "applies to BERT, but [model]. Remove it, or train BERT with "
-            "pretrain_bert.py or --model bert.",
         )
 
 
@@ -422,7 +385,6 @@ DATA_RULES = (
     corpus,
     fill_in_the_middle,
     packing,
-    only_for_bert,
     not_for_bert,
     lengths,
     samples,

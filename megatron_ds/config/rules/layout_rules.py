@@ -14,14 +14,6 @@ PP = "--pipeline-model-parallel-size"
 CHUNKS = "parallel.num_virtual_stages_per_pipeline_rank"
 CHUNK_LAYERS = "parallel.num_layers_per_virtual_pipeline_stage"
 DIVISORS = ("zero.gradient_predivide_factor", "zero.prescale_gradients")
-DISK_OPTIONS = (
-    "zero.offload_nvme_path",
-    "zero.offload_param_nvme_path",
-    "zero.nvme_io",
-    "zero.nvme_block_size",
-    "zero.nvme_queue_depth",
-    "zero.nvme_threads",
-)
 
 
 def heads(config: RunConfig) -> Iterator[str]:
@@ -72,16 +64,6 @@ def feed_forward(config: RunConfig) -> Iterator[str]:
         )
 
 
-def norms(config: RunConfig) -> Iterator[str]:
-    """Options of norms that the model lacks would have no effect."""
-    if not config.model.qk_layernorm:
-        yield from given(
-            config,
-            ["model.apply_wd_to_qk_layernorm"],
-            "applies to the norms of queries and keys. Remove it, or add --qk-layernorm.",
-        )
-
-
 def context_parallel(config: RunConfig) -> Iterator[str]:
     """Ranks that split a sequence hold equal parts of it, or equal numbers of heads."""
     # One way of communication for each layer.
@@ -106,13 +88,7 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
         )
     # The two levels of a2a+p2p.
     sizes = parallel.hierarchical_context_parallel_sizes
-    if "a2a+p2p" not in kinds:
-        yield from given(
-            config,
-            ["parallel.hierarchical_context_parallel_sizes"],
-            "belongs to --cp-comm-type a2a+p2p. Remove it, or use a2a+p2p.",
-        )
-    elif len(sizes) != 2 or sizes[0] * sizes[1] != c:
+    if "a2a+p2p" in kinds and (len(sizes) != 2 or sizes[0] * sizes[1] != c):
         yield _two_levels(config)
     # Equal numbers of heads, where heads are divided.
     heads = model.num_attention_heads
@@ -161,30 +137,7 @@ def _parts(config: RunConfig) -> str:
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
-    """Options of a higher stage have no effect; hierarchical weights and gradient dtypes have limits."""
-    # Options of higher stages.
-    for least, stages, names in (
-        (2, "stages 2 and 3", ["zero_accumulate", "zero_quantized_gradients"]),
-        (
-            3,
-            "stage 3",
-            [
-                "param_persistence_threshold",
-                "prefetch_bucket_size",
-                "zero3_pin_stage",
-                "zero_hpz_partition_size",
-                "zero_quantized_weights",
-            ],
-        ),
-    ):
-        if config.zero.stage < least:
-            yield from given(
-                config,
-                [f"zero.{name}" for name in names],
-                f"applies to ZeRO {stages}, but "
-                "[stage]. Remove it, or use "
-                f"--zero-stage {least}.",
-            )
+    """Hierarchical weights and gradient dtypes have limits."""
     # Groups of hierarchical weights.
     h = config.zero.zero_hpz_partition_size
     n = config.data_parallel_size
@@ -212,14 +165,6 @@ def zero_options(config: RunConfig) -> Iterator[str]:
 def quantization(config: RunConfig) -> Iterator[str]:
     """ZeRO++: blocks need something that is quantized, on the device, in no other dtype."""
     zero = config.zero
-    if not zero.zero_quantized_weights and not zero.zero_quantized_gradients:
-        yield from given(
-            config,
-            ["zero.zero_quantization_block"],
-            "applies to quantized weights and "
-            "gradients, but nothing is quantized. Remove it, or use --zero-quantized-weights "
-            "or --zero-quantized-gradients.",
-        )
     if zero.zero_quantized_weights and zero.offload_param != "none":
         yield (
             "[zero_quantized_weights] needs the weights of a rank on its device, where they are encoded "
@@ -253,33 +198,8 @@ def communication(config: RunConfig) -> Iterator[str]:
 
 def offloading(config: RunConfig) -> Iterator[str]:
     """Offloading needs a ZeRO stage that splits what is offloaded; a disk needs a writable folder."""
-    # The stage splits what is offloaded.
     zero = config.zero
-    for path, least, what in (
-        ("zero.offload_optimizer", 1, "optimizer state"),
-        ("zero.offload_param", 3, "weights"),
-    ):
-        if config.get(path) != "none" and zero.stage < least:
-            yield (
-                f"[{path}] offloads {what}, which ZeRO splits from stage {least} on, but [stage]. Use "
-                f"--zero-stage {least}{'' if least == 3 else ', 2 or 3'}, or remove it."
-            )
-    # Options of offloading need it.
-    if zero.offload_optimizer == "none":
-        yield from given(
-            config,
-            ("zero.offload_optimizer_ratio", "zero.sub_group_size"),
-            "applies to offloaded optimizer state, but the optimizer is not offloaded. Remove "
-            "it, or use --offload-optimizer cpu.",
-        )
     folders = zero.disk_folders()
-    if not folders:
-        yield from given(
-            config,
-            DISK_OPTIONS,
-            "applies to offloading to a disk, but nothing is offloaded to "
-            "a disk. Remove it, or use --offload-optimizer nvme.",
-        )
     # Each folder of a disk is there and writable.
     for path, folder in folders.items():
         of_weights = (
@@ -551,11 +471,6 @@ def virtual_stages(config: RunConfig) -> Iterator[str]:
 def pipeline_tuning(config: RunConfig) -> Iterator[str]:
     """Options of a cut that is not used would have no effect."""
     parallel = config.parallel
-    if parallel.pipeline_costs_path is not None and parallel.pipeline_cut != "measured":
-        yield (
-            "[pipeline_costs_path] applies to --pipeline-cut measured, but [pipeline_cut]. Remove it, or "
-            "use --pipeline-cut measured."
-        )
     if parallel.pipeline_layout and not config.is_default("parallel.pipeline_cut"):
         yield "[pipeline_cut] and [pipeline_layout] both assign the layers to stages. Give only one."
 
@@ -589,7 +504,6 @@ LAYOUT_RULES = (
     heads,
     feed_forward,
     *POSITION_RULES,
-    norms,
     context_parallel,
     zero_options,
     quantization,

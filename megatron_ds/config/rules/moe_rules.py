@@ -5,7 +5,7 @@ from math import gcd
 
 from ...errors import ConfigError
 from ..messages import divisors, either, given
-from ..options.moe_options import CHOICES, MOE_PATHS
+from ..options.moe_options import CHOICES
 from ..run import RunConfig
 
 EP = "--expert-model-parallel-size"
@@ -14,32 +14,8 @@ TOPK = "--moe-router-topk"
 BIAS = "model.moe_router_enable_expert_bias"
 NUM_EXPERTS = "model.num_experts"
 GROUPS = ("model.moe_router_num_groups", "model.moe_router_group_topk")
-OF_CAPACITY = (
-    "model.moe_min_capacity",
-    "model.moe_token_drop_policy",
-    "model.moe_capacity_scope",
-    "model.moe_pad_expert_input_to_capacity",
-)
 MOST_EXPERTS = 1 << 16
-FACTORS = ("model.moe_expert_capacity_factor", "model.moe_eval_capacity_factor")
-
-
-def only_with_experts(config: RunConfig) -> Iterator[str]:
-    """Without experts, one problem with all options about them."""
-    if config.model.num_experts is not None:
-        return
-    paths = [
-        path
-        for path in (*MOE_PATHS, "parallel.expert_model_parallel_size")
-        if not config.is_default(path)
-    ]
-    if paths:
-        names = ", ".join(f"[{path}]" for path in paths)
-        many = len(paths) > 1
-        yield (
-            f"{names} appl{'y' if many else 'ies'} to layers with experts, but there are none. Give their "
-            f"number with --num-experts, or remove {'them' if many else 'it'}."
-        )
+CAPACITY_FACTOR = "model.moe_expert_capacity_factor"
 
 
 def sizes(config: RunConfig) -> Iterator[str]:
@@ -281,13 +257,6 @@ def balance(config: RunConfig) -> Iterator[str]:
             f"[{BIAS}] is added to the score of an expert, but with [moe_router_score_function] that "
             "score also depends on all others. Add --moe-router-score-function sigmoid."
         )
-    if not model.moe_router_enable_expert_bias:
-        yield from given(
-            config,
-            ["model.moe_router_bias_update_rate"],
-            "moves the bias of experts, but they have none. Remove it, or add "
-            "--moe-router-enable-expert-bias.",
-        )
 
 
 def balanced_choice(config: RunConfig) -> Iterator[str]:
@@ -297,7 +266,7 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
         return
     by_experts = config.model.moe_choice == "expert_choice"
     parallel = config.parallel
-    excluded = (*GROUPS, BIAS, *(FACTORS + OF_CAPACITY if by_experts else ()))
+    excluded = (*GROUPS, BIAS, *((CAPACITY_FACTOR,) if by_experts else ()))
     why = (
         "each expert takes an equal number of tokens, whatever the scores of others"
         if by_experts
@@ -344,29 +313,6 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
         )
 
 
-def capacity(config: RunConfig) -> Iterator[str]:
-    """Options of the capacity, the factor of evaluation among them, need the factor of training."""
-    model = config.model
-    factor = model.moe_expert_capacity_factor
-    in_evaluation = model.moe_eval_capacity_factor
-    if model.num_experts is None or model.moe_choice == "expert_choice":
-        return
-    if factor is None and in_evaluation is not None:
-        yield (
-            "[moe_eval_capacity_factor] without --moe-expert-capacity-factor: evaluation would drop "
-            "tokens, but training none. Add the other, or remove it."
-        )
-    elif factor is None:
-        yield from given(
-            config,
-            OF_CAPACITY,
-            "applies to experts with a capacity, but without a capacity "
-            "factor no token is dropped. Add --moe-expert-capacity-factor, "
-            "for instance 1.25 (Megatron-DeepSpeed's default is 1), or "
-            "remove it.",
-        )
-
-
 def _numbers(config: RunConfig) -> list[int]:
     """The numbers of experts of the layers, each once, rising; empty if `sizes`, `layers` or `missing` has
     reported them.
@@ -380,7 +326,6 @@ def _numbers(config: RunConfig) -> list[int]:
 
 
 MOE_RULES = (
-    only_with_experts,
     sizes,
     layers,
     distribution,
@@ -390,5 +335,4 @@ MOE_RULES = (
     groups,
     balance,
     balanced_choice,
-    capacity,
 )

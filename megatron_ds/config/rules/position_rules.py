@@ -3,22 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ..messages import given
 from ..run import RunConfig
-
-OF_YARN = (
-    "yarn_rotary_scaling_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
-)
-OF_ROPE = (
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rotary_ntk_factor",
-)
 
 
 def positions(config: RunConfig) -> Iterator[str]:
@@ -34,45 +19,16 @@ def positions(config: RunConfig) -> Iterator[str]:
 
 def rotary(config: RunConfig) -> Iterator[str]:
     """Options of rotary embeddings need them."""
-    # Options of scaled frequencies, with rope.
+    # A factor of 1 changes nothing.
     model = config.model
-    kind = model.position_embedding_type
-    names = [
-        name
-        for name in OF_ROPE
-        if name != "rotary_seq_len_interpolation_factor"
-        or model.rotary_seq_len_interpolation_factor != 1
-    ]  # 1 changes nothing
-    if kind == "yarn":
-        yield from given(
-            config,
-            _model(names),
-            "scales the frequencies of rope, and [position_embedding_type] scales them, too. "
-            "Remove it, or use --position-embedding-type rope.",
+    factor = model.rotary_seq_len_interpolation_factor
+    if factor not in (None, 1) and model.position_embedding_type != "rope":
+        yield (
+            "[rotary_seq_len_interpolation_factor] scales the frequencies of rope, but [position_embedding_type]. "
+            "Remove it, or use --position-embedding-type rope."
         )
-    elif kind != "rope":
-        yield from given(
-            config,
-            _model(["rotary_interleaved", *names]),
-            "applies to rotary embeddings, but [position_embedding_type]. Remove it, or use "
-            "--position-embedding-type rope.",
-        )
-    # Options of YaRN.
-    if kind != "yarn":
-        yield from given(
-            config,
-            _model(OF_YARN),
-            "applies to YaRN, but [position_embedding_type]. Remove "
-            "it, or use --position-embedding-type yarn.",
-        )
-    # The options of Llama 3's scaling.
-    if not model.use_rope_scaling:
-        yield from given(
-            config,
-            _model(["rope_scaling_factor"]),
-            "applies to --use-rope-scaling. Add it, or remove the factor.",
-        )
-    elif model.rotary_ntk_factor is not None:
+    # Two ways to scale.
+    if model.use_rope_scaling and model.rotary_ntk_factor is not None:
         yield "[use_rope_scaling] and [rotary_ntk_factor] both scale low frequencies. Give only one."
 
 
@@ -84,13 +40,6 @@ def original_length(config: RunConfig) -> Iterator[str]:
     is_yarn = model.position_embedding_type == "yarn"
     name = "[position_embedding_type]" if is_yarn else "[rotary_ntk_factor]"
     is_needed = is_yarn or model.rotary_ntk_factor is not None
-    if not is_needed and not model.use_rope_scaling:
-        yield from given(
-            config,
-            _model(["original_max_position_embeddings"]),
-            "is the length from which rotary frequencies are scaled, and nothing scales them. "
-            "Remove it, or add --position-embedding-type yarn.",
-        )
     # Frequencies that are scaled have a length.
     if not is_needed:
         return

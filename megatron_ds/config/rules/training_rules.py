@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from ..messages import divisors, either, flag, given, neighbours
+from ..messages import divisors, either, flag, neighbours
 from ..options.training_options import DEEPSPEED_STYLES
-from ..run import RunConfig, all_options, options_in
+from ..run import RunConfig, all_options
 from ..training_schedule import counts_tokens, parse_batch_steps
 from .cycle_rules import cycles
 from .optimizer_rules import optimizer_options
@@ -320,11 +320,6 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
                 f"[lr_wsd_decay_{unit}] and a warm-up of {warmup} are longer than [{decay_path}] "
                 f"together. Use at most {max(decay - warmup, 0)}."
             )
-    elif final and rate.lr_decay_style != "WSD":
-        yield (
-            f"[lr_wsd_decay_{unit}] has no effect with [lr_decay_style]. Remove it, or use "
-            "--lr-decay-style WSD."
-        )
     # The style of the warm-up is one that the style of the decay has.
     if rate.lr_warmup_style == "linear_from_one" and (
         tokens or rate.lr_decay_style in DEEPSPEED_STYLES
@@ -347,11 +342,6 @@ def _decoupled(config: RunConfig) -> Iterator[str]:
     """The learning rate of embeddings and output layers is the highest of its own."""
     rate = config.optimizer
     if rate.decoupled_lr is None:
-        yield from given(
-            config,
-            ["optimizer.decoupled_min_lr"],
-            "is the end of --decoupled-lr, which is not given. Add it, or remove the minimum.",
-        )
         return
     lowest = "decoupled_min_lr" if rate.decoupled_min_lr is not None else "min_lr"
     for name in (lowest, "lr_warmup_init"):
@@ -382,16 +372,11 @@ def _deepspeed_style(config: RunConfig) -> Iterator[str]:
 
 
 def weight_decay(config: RunConfig) -> Iterator[str]:
-    """A weight decay that changes has a first and a last value; a constant one has neither."""
+    """A weight decay that changes has a first and a last value."""
     optimizer = config.optimizer
     both = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
     ends = [f"[{path}]" for path in both if config.get(path) is not None]
-    if optimizer.weight_decay_incr_style == "constant" and ends:
-        yield (
-            f"{' and '.join(ends)} would have no effect: the weight decay is constant. Add "
-            "--weight-decay-incr-style linear or cosine, or give only --weight-decay."
-        )
-    elif optimizer.weight_decay_incr_style != "constant" and len(ends) < 2:
+    if optimizer.weight_decay_incr_style != "constant" and len(ends) < 2:
         yield (
             "[weight_decay_incr_style] needs the first and the last value. Give both --start-weight-decay "
             "and --end-weight-decay."
@@ -404,22 +389,6 @@ def number_format(config: RunConfig) -> Iterator[str]:
         yield "[fp16] and [bf16]: weights have one dtype. Give only one; bf16 needs no loss scaling."
     if config.optimizer.min_loss_scale > config.optimizer.initial_loss_scale:
         yield "[min_loss_scale] is above [initial_loss_scale], the first scale. Lower the minimum."
-
-
-def checkpoints(config: RunConfig) -> Iterator[str]:
-    """Options of saving and loading need a directory."""
-    if config.checkpoint.save is None:
-        yield from given(
-            config,
-            ["checkpoint.overwrite_save"],
-            "without --save: no directory is given. Add --save DIR, or remove it.",
-        )
-    if config.checkpoint.load is None:
-        yield from given(
-            config,
-            ["checkpoint.exit_on_missing_checkpoint"],
-            "without --load: no directory is given. Add --load DIR, or remove it.",
-        )
 
 
 def planning(config: RunConfig) -> Iterator[str]:
@@ -442,17 +411,6 @@ def planning(config: RunConfig) -> Iterator[str]:
 def recomputation(config: RunConfig) -> Iterator[str]:
     """The choice of layers applies to full recomputation."""
     train = config.train
-    for path in (
-        "train.recompute_method",
-        "train.recompute_num_layers",
-        "train.checkpoint_in_cpu",
-        "train.distribute_saved_activations",
-    ):
-        if not config.is_default(path) and train.recompute_granularity != "full":
-            yield (
-                f"[{path}] has no effect without --recompute-granularity full. Add it, or remove "
-                f"{flag(path)}."
-            )
     if train.recompute_method == "uniform" and (train.recompute_num_layers or 1) > 1:
         yield (
             "[recompute_num_layers] with --recompute-method uniform: layers are recomputed one by one. "
@@ -472,31 +430,15 @@ def tiles(config: RunConfig) -> Iterator[str]:
 
 
 def traces(config: RunConfig) -> Iterator[str]:
-    """The steps of a trace need its directory and are in order."""
+    """The steps of a trace are in order."""
     steps = config.logging.trace_steps
-    if steps and config.logging.trace is None:
-        yield "[trace_steps] without --trace: nothing is recorded. Add --trace DIR, or remove it."
-    elif steps and steps[0] > steps[1]:
+    if steps and steps[0] > steps[1]:
         yield "[trace_steps] ends before it begins. Give the first step, then the last."
 
 
 def profiles(config: RunConfig) -> Iterator[str]:
-    """Options of a profile need one, and an autotuner's run measures at least one step."""
-    # Options of a profile need it.
+    """An autotuner's run measures at least one step; the noise scale compares two batches."""
     wanted = config.profiler
-    for name in ("flops_profiler", "autotuning", "grad_noise_scale"):
-        others = [
-            option.path
-            for option in options_in("profiler")
-            if option.name.startswith(f"{name}_")
-        ]
-        if not getattr(wanted, name):
-            yield from given(
-                config,
-                others,
-                f"has no effect without --{name.replace('_', '-')}. Add it, or "
-                "remove this one.",
-            )
     # The noise scale compares two batches.
     size = config.train.global_batch_size
     if (
@@ -526,7 +468,6 @@ TRAINING_RULES = (
     weight_decay,
     optimizer_options,
     number_format,
-    checkpoints,
     recomputation,
     tiles,
     traces,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...registry import did_you_mean
-from ..messages import value_text
+from ..messages import either, needed, value_text
 from ..options.option import Option
 from ..run import RENAMED, SECTIONS, RunConfig, Source, all_options, options_in
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
@@ -203,11 +203,13 @@ def invocation(option: Option) -> str:
 
 
 def explanation(option: Option) -> str:
-    """Help, default, and when not to use it."""
+    """Help, default, the options that it needs, and when not to use it."""
     text = option.help
     default = default_text(option)
     if default and "Default:" not in text:
         text += f" Default: {default}."
+    if option.needs:
+        text += f" Needs {either(needed(option.needs))}."
     return f"{text} {option.avoid}".rstrip()
 
 

@@ -1,19 +1,18 @@
-"""Tensors in safetensors files, read one at a time. All sizes in a header are compared with the file first.
+"""Tensors in safetensors files, read one at a time.
 
-8 bytes   length of the header
-header    JSON: name → {"dtype", "shape", "data_offsets": [begin, end]}, offsets from its end
-rest      the tensors, without gaps or overlaps
+The safetensors library reads the header, and compares all sizes in it with the file. The tensors themselves are
+read by offset: the library maps the whole file, whose pages would then count as memory of this process.
 """
 
 import json
-import math
-import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ....checkpoint.folder import read_regular
 from ....checkpoint.safetensors_folder import CODES, INDEX, SINGLE
@@ -21,7 +20,6 @@ from ....errors import CheckpointError
 from ....host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
-MOST_HEADER = 100_000_000  # bytes, as in the safetensors library
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -84,92 +82,47 @@ def _is_file_name(text: object) -> bool:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """Name → tensor of one file. Raises CheckpointError when it is damaged."""
+    # The library checks that the entries of the header cover the file, without gaps or overlaps.
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MOST_HEADER, size - 8):
-                raise ValueError(f"its header has {length} bytes and the file {size}")
-            header = json.loads(file.read(length))
-        return _tensors_of(path, header, 8 + length, size)
-    except (OSError, ValueError, RecursionError) as error:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        size = path.stat().st_size
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is damaged or no safetensors file: {error}. Download or save it "
-            "again."
+            f"{path} is damaged or no safetensors file: {error}. Download or save it again."
         ) from error
 
-
-def _tensors_of(
-    path: Path, header: Any, start: int, size: int
-) -> dict[str, StoredTensor]:
-    """Raises ValueError for entries that do not cover the file."""
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a table")
+    # Offsets are those of the header's order, from the end of the file.
+    tensors = {name: _described(path, name, stored) for name, stored in slices.items()}
+    at = size - sum(tensor.nbytes for tensor in tensors.values())
     found = {}
-    intervals = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, (begin, end) = _entry(name, entry)
-        if math.prod(shape) * dtype.itemsize != end - begin:
-            raise ValueError(f"{name} {list(shape)} of {dtype} has {end - begin} bytes")
-        intervals.append((begin, end))
-        read = partial(_read, path, name, start + begin, shape, dtype)
-        found[name] = StoredTensor(shape, dtype, read, f"{path}: {name}")
-    # The tensors must fill the file without gaps or overlaps.
-    at = 0
-    for begin, end in sorted(intervals):
-        if begin != at:
-            raise ValueError(f"byte {at} after its header is in no tensor or in two")
-        at = end
-    if start + at != size:
-        raise ValueError(
-            f"its tensors end at byte {start + at}, and it has {size} bytes: it is truncated"
-        )
+    for name, tensor in tensors.items():
+        found[name] = replace(tensor, read=partial(_read, path, name, at, tensor))
+        at += tensor.nbytes
     return found
 
 
-def _entry(
-    name: str, entry: Any
-) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
-    # Sizes are limited before any of them is multiplied.
-    values = entry if isinstance(entry, dict) else {}
-    shape = values.get("shape")
-    offsets = values.get("data_offsets")
-    if (
-        not _is_list_of_counts(shape)
-        or not _is_list_of_counts(offsets)
-        or len(offsets) != 2
-        or len(shape) > 16
-    ):
-        raise ValueError(f"the entry of {name} is not one of a tensor")
-    code = values.get("dtype")
+def _described(path: Path, name: str, stored: Any) -> StoredTensor:
+    """A tensor that nothing reads yet. stored: of the library."""
+    code = stored.get_dtype()
     if code not in DTYPES:
-        raise ValueError(
-            f"{name} has the dtype {code!r}, and {', '.join(DTYPES)} are known"
+        raise CheckpointError(
+            f"{path}: {name} has the dtype {code}, and {', '.join(DTYPES)} are known."
         )
-    return DTYPES[code], tuple(shape), tuple(offsets)
+    shape = tuple(stored.get_shape())
+    return StoredTensor(shape, DTYPES[code], lambda: None, f"{path}: {name}")
 
 
-def _is_list_of_counts(value: object) -> bool:
-    if not isinstance(value, list):
-        return False
-    return all(type(number) is int and 0 <= number < 2**62 for number in value)
-
-
-def _read(
-    path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
+def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Tensor:
     try:
-        flat = read_range(path, offset, nbytes)
-        if len(flat) < nbytes:
+        flat = read_range(path, offset, stored.nbytes)
+        if len(flat) < stored.nbytes:
             raise OSError(f"it ends at byte {offset + len(flat)}")
     except OSError as error:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}.") from error
-    if flat.storage_offset() % dtype.itemsize:
+    if flat.storage_offset() % stored.dtype.itemsize:
         flat = flat.clone()
-    return flat.view(dtype).view(shape)
+    return flat.view(stored.dtype).view(stored.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:
