@@ -99,4 +99,3 @@ class KeyVisibility:
 
 
 CAUSAL_KEYS = KeyVisibility()
-ALL_KEYS = KeyVisibility(FULL)
