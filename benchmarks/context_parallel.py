@@ -47,10 +47,11 @@ from megatron_ds.host.allocator import set_allocator  # noqa: E402
 from megatron_ds.mpu.context import Part, SequenceSlice  # noqa: E402
 from megatron_ds.mpu.gloo import GlooTransport  # noqa: E402
 from megatron_ds.mpu.group import Group  # noqa: E402
-from megatron_ds.ops.attention_pattern import CAUSAL  # noqa: E402
-from megatron_ds.ops.attention_tiles import Runs, Seen  # noqa: E402
+from megatron_ds.ops.attention_tiles import Runs  # noqa: E402
 from megatron_ds.ops.core_attention import exchanged_attention  # noqa: E402
+from megatron_ds.ops.key_visibility import KeyVisibility  # noqa: E402
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients  # noqa: E402
+from megatron_ds.ops.scoring import Scoring  # noqa: E402
 
 HEADS, CHANNELS = 6, 64
 OURS = ("p2p", "all_gather", "a2a", "a2a-zigzag")
@@ -75,7 +76,7 @@ def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
     positions = tuple(Runs(part.runs(length)) for part in parts)
     if name in ("p2p", "all_gather"):
         shared = SharedKeys(group, Ring() if name == "p2p" else Gather(), positions)
-        return lambda q, k, v: shared(q, k, v, Seen(CAUSAL)), zigzag
+        return lambda q, k, v: shared(q, k, v, KeyVisibility()), zigzag
     if name.startswith("a2a"):
         return ulysses(group, parts[group.rank].order(length)), zigzag
     if name == "deepspeed":
@@ -93,7 +94,8 @@ def ulysses(group: Group, order: torch.Tensor | None) -> Attend:
             group,
             order,
         )
-        return exchanged_attention(*parts, ToTokens(group, order))
+        exchange = ToTokens(group, order)
+        return exchanged_attention(*parts, KeyVisibility(), exchange=exchange)
 
     return attend
 
@@ -380,7 +382,8 @@ def in_one_process(q, k, v, dout) -> list[torch.Tensor]:
 
 def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
     """What a ring of so many zigzag ranks computes, one rank after the other."""
-    length, scale, seen = q.shape[0], 1 / math.sqrt(CHANNELS), Seen(CAUSAL)
+    length = q.shape[0]
+    settings = KeyVisibility(), Scoring()
     parts = [SequenceSlice(Part(rank, ranks)) for rank in range(ranks)]
     runs, where = (
         [Runs(p.runs(length)) for p in parts],
@@ -390,15 +393,14 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
     totals = [torch.zeros(2, len(i), *k.shape[1:]) for i in where]
     for rank in range(ranks):
         order = [(rank - step) % ranks for step in range(ranks)]
-        partial = PartialAttention(q[where[rank]], runs[rank], seen, scale)
+        partial = PartialAttention(q[where[rank]], runs[rank], *settings)
         for owner in order:
             partial.add(k[where[owner]], v[where[owner]], runs[owner])
         result = partial.result()
         gradients = PartialGradients(
             q[where[rank]],
             runs[rank],
-            seen,
-            scale,
+            *settings,
             result,
             dout[where[rank]].flatten(2),
         )

@@ -21,7 +21,7 @@ from megatron_ds.config import parse
 from megatron_ds.host.allocator import set_allocator
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Ending, Sampling, generate
-from megatron_ds.mpu.context import ParallelContext, Precision
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
@@ -79,9 +79,7 @@ def model_of(workload: Workload, dtype: torch.dtype) -> torch.nn.ModuleList:
     )
     config = parse(flags.split())
     mesh = Mesh(Grid(), 0, lambda *_: None, torch.device("cpu"))
-    ctx = ParallelContext(
-        mesh, precision=Precision(dtype), device=mesh.device, seed=config.train.seed
-    )
+    ctx = ParallelContext(mesh, dtype=dtype, device=mesh.device, seed=config.train.seed)
     return build_stage(MODELS[config.model.model](config.model, ctx))
 
 

@@ -133,7 +133,7 @@ def our_config(shape: Shape, **changes):
 
 
 def our_context(rank: int, ranks: int):
-    from megatron_ds.mpu.context import ParallelContext, Precision
+    from megatron_ds.mpu.context import ParallelContext
     from megatron_ds.mpu.grid import Grid
     from megatron_ds.mpu.launch import connect_torch
     from megatron_ds.mpu.mesh import Mesh
@@ -142,7 +142,7 @@ def our_context(rank: int, ranks: int):
     mesh = (
         Mesh(Grid(dp=ranks, ep=ranks), rank, connect_torch, cpu) if ranks > 1 else None
     )
-    return ParallelContext(mesh, precision=Precision(torch.float32), device=cpu)
+    return ParallelContext(mesh, dtype=torch.float32, device=cpu)
 
 
 def our_batch(shape: Shape, ids: torch.Tensor | None = None):

@@ -28,6 +28,7 @@ from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
 from megatron_ds.host.allocator import set_allocator
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.core_attention import attention
+from megatron_ds.ops.key_visibility import KeyVisibility
 
 # Name in the table → options without their prefix, for blocks of 16 tokens.
 LAYOUTS = {
@@ -110,7 +111,9 @@ def measure(args: argparse.Namespace, block: int) -> None:
             options(block=block, **chosen), s, args.heads, causal
         )
     turns: dict[str, Callable[[], torch.Tensor]] = {
-        name: lambda pattern=pattern: attention(*tensors, pattern=pattern)
+        name: lambda pattern=pattern: attention(
+            *tensors, visible=KeyVisibility(pattern)
+        )
         for name, pattern in (patterns | {PLAIN: AttentionPattern(causal)}).items()
     }
     dout = torch.ones(s, 1, args.heads * args.channels, dtype=DTYPES[args.dtype])

@@ -343,7 +343,14 @@ CACHES_WITH_TENSORS = {
     "ops.gpu.flex_attention._pattern_tiles",
     "ops.gpu.flex_attention._pattern_mods",
 }
-MAY_HOLD_TENSORS = ("Tensor", "ScoreTiles", "MaskMod", "BlockMask", "Batch", "Routing")
+MAY_HOLD_TENSORS = (
+    "Tensor",
+    "VisibleBlocks",
+    "MaskMod",
+    "BlockMask",
+    "Batch",
+    "Routing",
+)
 
 
 def cached_functions(path: Path) -> list[ast.FunctionDef]:

@@ -50,14 +50,9 @@ mpu/agreement.py
 mpu/grid.py
 mpu/stuck_ranks.py
 ops/block_layout.py
-ops/cpu/blocked_attention.py
-ops/cpu/head_views.py
 ops/cpu/key_spans.py
-ops/cpu/query_tiles.py
-ops/cpu/tiled_attention.py
 ops/cpu/widened_products.py
 ops/gpu/packets.py
-ops/gpu/score_tiles.py
 ops/kernel_check.py
 ops/permute.py
 ops/quantize.py

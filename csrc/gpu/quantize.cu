@@ -1,17 +1,14 @@
-// Numbers in 8 or 4 bits: symmetric integers with an fp32 scale for each block of neighbours, and 8-bit
-// floating point with one scale.
+// Numbers in 8 or 4 bits: symmetric integers with an fp32 scale for each block of neighbours.
 //
 //   quantize     scale = max |x| of the block · (1/most)       most = 127 or 7
 //                code = x / scale, rounded to nearest even, in [-most, most]
 //   dequantize   y = code · scale, rounded once
-//   cast_fp8     x · scale, at most the largest finite number (e4m3 448, e5m2 57344), rounded to nearest even
 //
 // 4 bits: two codes in a byte, that of the number with the even index in the low half. A block of zeros, or
-// whose scale is 0 in fp32, has the codes 0; one with infinity or NaN the scale NaN and the codes 0. NaN
-// stays NaN in cast_fp8.
+// whose scale is 0 in fp32, has the codes 0; one with infinity or NaN the scale NaN and the codes 0.
 //
 // Launch: quantize: a warp a block of numbers, which it reads twice, the second time from caches; four warps.
-// Others: a thread has EACH neighbours, 16 bytes of floating-point numbers where lengths and addresses allow
+// dequantize: a thread has EACH neighbours, 16 bytes of floating-point numbers where lengths and addresses allow
 // it, and at least one byte of codes; blocks of 256 threads.
 // Traffic of a number with 16 bits: 3 bytes, with 4-bit codes 2.5, and 4 bytes a scale.
 // Limits: contiguous; WIDTH divides the length and the block, which is even; fewer than 2^31 threads and
@@ -87,32 +84,4 @@ void dequantize(const uint8_t* codes, const float* scales, T* y, int64_t n, int 
         }
         if (i + from < n) put(y + i + from, out);
     }
-}
-
-// MANTISSA: explicit bits: 3 for e4m3, 2 for e5m2.
-template <int MANTISSA> INLINE uint8_t fp8(float x) {
-    constexpr uint32_t LARGEST = MANTISSA == 3 ? 0x43e00000u : 0x47600000u;             // 448, 57344
-    constexpr int BIAS = MANTISSA == 3 ? 7 : 15, DROPPED = 23 - MANTISSA;
-    const uint32_t i = __float_as_uint(x), sign = i >> 24 & 0x80;
-    uint32_t size = i & 0x7fffffffu;
-    if (size > 0x7f800000u) return sign | 0x7f;
-    if (size > LARGEST) size = LARGEST;
-    if (size < uint32_t(128 - BIAS) << 23) {        // subnormal: adding 2^23 steps rounds to multiples of one
-        const uint32_t steps = uint32_t(128 - BIAS - MANTISSA + 23) << 23;
-        return sign | (__float_as_uint(__uint_as_float(size) + __uint_as_float(steps)) - steps);
-    }
-    size += (1u << (DROPPED - 1)) - 1 + (size >> DROPPED & 1);
-    return sign | ((size >> DROPPED) - (uint32_t(127 - BIAS) << MANTISSA));
-}
-
-template <class T, int WIDTH, int MANTISSA>
-__global__ __launch_bounds__(256)
-void cast_fp8(const T* x, const float* scale, uint8_t* y, int64_t n) {
-    const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * WIDTH;
-    if (i >= n) return;
-    const Vec<T, WIDTH> v = take<WIDTH>(x + i);
-    Vec<uint8_t, WIDTH> out;
-    #pragma unroll
-    for (int c = 0; c < WIDTH; ++c) out.at[c] = fp8<MANTISSA>(wide(v.at[c]) * *scale);
-    put(y + i, out);
 }

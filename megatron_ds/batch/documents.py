@@ -56,7 +56,6 @@ class Documents:
 
         tokens         a  b  E  c  d  e  E  f         E ends a document and belongs to it
         document_ids   0  0  0  1  1  1  1  2
-        starts         0  0  0  3  3  3  3  7
         positions      0  1  2  0  1  2  3  0
 
     ids         int64 [b, s], not decreasing along a sample
@@ -75,11 +74,6 @@ class Documents:
         is_on_cpu = self.ids.device.type == "cpu"
         has_values = not isinstance(self.ids, FakeTensor)
         return boundaries_of(self.ids) if is_on_cpu and has_values else None
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """Where the document of each position begins, int64 [b, s]."""
-        return document_starts(self.ids)
 
     @property
     def foreign(self) -> torch.Tensor:

@@ -25,7 +25,7 @@ from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Ending, Sampling, generate
 from megatron_ds.moe.balance import StepState
 from megatron_ds.mpu import launch as launching
-from megatron_ds.mpu.context import ParallelContext, Precision
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.launch import connect_torch
@@ -202,7 +202,7 @@ def load_model(
     """The whole model on this tensor-parallel rank, weights and bias of experts from the checkpoint."""
     ctx = ParallelContext(
         mesh,
-        precision=Precision(DTYPES[config.optimizer.params_dtype]),
+        dtype=DTYPES[config.optimizer.params_dtype],
         device=mesh.device,
         seed=config.train.seed,
     )

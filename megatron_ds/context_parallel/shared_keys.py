@@ -5,15 +5,16 @@ process keeps of the rank's tokens: q, k, v, the output and its log-sum-exp. In 
 more.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..mpu.group import Group
-from ..ops.attention_tiles import Runs, Seen
-from ..ops.partial_attention import PartialAttention, PartialGradients
+from ..ops.attention_tiles import Runs
+from ..ops.key_visibility import KeyVisibility
+from ..ops.partial_attention import Keep, PartialAttention, PartialGradients
+from ..ops.scoring import PLAIN, Scoring
 from .block_exchange import BlockExchange
 
 
@@ -33,30 +34,29 @@ class SharedKeys:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        seen: Seen,
-        scale: float | None = None,
-        sink: torch.Tensor | None = None,
+        visible: KeyVisibility,
+        scoring: Scoring = PLAIN,
+        keep: Keep | None = None,
     ) -> torch.Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens, sink [n] → [s, b, n * d]."""
-        return _Attention.apply(
-            q, k, v, sink, self, seen, scale or 1 / math.sqrt(q.shape[-1])
-        )
+        """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens → [s, b, n * d].
+
+        keep: what dropout keeps of a tile; None without dropout
+        """
+        return _Attention.apply(q, k, v, scoring.sink, self, visible, scoring, keep)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, shared, seen, scale):
+    def forward(ctx, q, k, v, sink, shared, visible, scoring, keep):
         own = torch.stack((k, v))
-        partial = PartialAttention(
-            q, shared.positions[shared.group.rank], seen, scale, sink
-        )
+        here = shared.positions[shared.group.rank]
+        partial = PartialAttention(q, here, visible, scoring, keep)
         for owner, (keys, values) in shared.exchange.forward(own, shared.group):
             partial.add(keys, values, shared.positions[owner])
         out, sums = partial.result()
         ctx.save_for_backward(q, own, sink, out, sums)
         ctx.shared = shared
-        ctx.seen = seen
-        ctx.scale = scale
+        ctx.settings = visible, scoring, keep
         return out
 
     @staticmethod
@@ -64,13 +64,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         q, own, sink, out, sums = ctx.saved_tensors
         shared = ctx.shared
+        visible, scoring, keep = ctx.settings
         partial = PartialGradients(
             q,
             shared.positions[shared.group.rank],
-            ctx.seen,
-            ctx.scale,
+            visible,
+            scoring,
             (out, sums),
             dout.contiguous(),
+            keep,
         )
 
         def add(owner, block, gradient):
@@ -78,4 +80,4 @@ class _Attention(torch.autograd.Function):
 
         dk, dv = shared.exchange.backward(own, shared.group, add).to(own.dtype)
         dsink = None if sink is None else partial.of_sink(sink)
-        return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None
+        return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None, None

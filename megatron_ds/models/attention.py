@@ -29,6 +29,7 @@ from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import OutputExchange, attention, exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
+from ..ops.key_visibility import KeyVisibility
 from ..ops.rotary import (
     apply_rotary,
     rotary_channels,
@@ -452,7 +453,7 @@ class CoreAttention(nn.Module):
     ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
-        pattern, mask = seen_keys(self.pattern.of_heads(self.heads(q)), batch)
+        visible = visible_keys(self.pattern.of_heads(self.heads(q)), batch)
         run = (
             attention
             if exchange is None
@@ -462,9 +463,7 @@ class CoreAttention(nn.Module):
             q,
             k,
             v,
-            pattern=pattern,
-            mask=mask,
-            documents=batch.documents,
+            visible,
             keep=self.keep_mask(q, k, p, batch) if p else None,
             scoring=Scoring(
                 sink=self.sink(self.heads(q), q.device),
@@ -495,16 +494,15 @@ class CoreAttention(nn.Module):
         )
 
 
-def seen_keys(
-    pattern: AttentionPattern, batch: Batch
-) -> tuple[AttentionPattern, torch.Tensor | None]:
-    """(pattern, mask) of the tokens that a batch holds, as `ops.core_attention.attention` takes them.
+def visible_keys(pattern: AttentionPattern, batch: Batch) -> KeyVisibility:
+    """Which keys the tokens of a batch see.
 
     Distances are those of the positions in whole sequences, also where only some of their tokens are present.
     """
     mask = batch.attention_mask
     if pattern.is_plain or batch.places is None:
-        return pattern, mask
+        return KeyVisibility(pattern, batch.documents, mask)
     index = batch.places.index.expand(batch.size, -1)
     hidden = pattern.mask(index, index)  # [b, n or 1, k, k]
-    return CAUSAL if pattern.causal else FULL, hidden if mask is None else hidden | mask
+    mask = hidden if mask is None else hidden | mask
+    return KeyVisibility(CAUSAL if pattern.causal else FULL, batch.documents, mask)

@@ -30,16 +30,18 @@ from ..context_parallel.shared_keys import SharedKeys
 from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo
 from ..ops.attention_pattern import CAUSAL, AttentionPattern
-from ..ops.attention_tiles import Keep, Runs, Seen, Tile
+from ..ops.attention_tiles import Runs, Tile
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.keep_tables import keep_masks, keep_scale
+from ..ops.partial_attention import Keep
+from ..ops.scoring import Scoring
 from .attention import (
     AttentionSink,
     CoreAttention,
     Heads,
     alibi_heads,
     alibi_of,
-    seen_keys,
+    visible_keys,
 )
 
 
@@ -105,18 +107,19 @@ class SharedKeysAttention(nn.Module):
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads = range(first, first + q.shape[2])
         whole = batch.whole
-        pattern, mask = seen_keys(self.pattern.of_heads(heads), whole)
         p = self.dropout if batch.training else 0.0
-        seen = Seen(
-            pattern,
-            whole.documents,
-            mask,
-            self._keep(heads, p, whole) if p else None,
-            alibi_of(self.alibi_heads, heads, whole, q.device),
+        scoring = Scoring(
+            sink=self.sink(heads, q.device),
+            alibi=alibi_of(self.alibi_heads, heads, whole, q.device),
         )
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
         out = SharedKeys(self.ring, self.exchange, positions)(
-            q, k, v, seen, sink=self.sink(heads, q.device)
+            q,
+            k,
+            v,
+            visible_keys(self.pattern.of_heads(heads), whole),
+            scoring,
+            self._keep(heads, p, whole) if p else None,
         )
         if ranks > 1:
             out = to_tokens(out.unflatten(2, (len(heads), -1)), self.run).flatten(2)

@@ -70,18 +70,12 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Precision:
-    """The recipe of formats that layers compute in. Today one format: that of parameters and activations."""
-
-    parameters: torch.dtype = torch.float32
-
-
-@dataclass(frozen=True)
 class ParallelContext:
     """The default is one process without peers, fp32, on the CPU.
 
     groups             None: every group has this rank alone
     sequence_parallel  between linear layers each tensor-parallel rank holds its part of the sequence
+    dtype              of parameters and activations
     device             of parameters; "meta" to build layers without memory
     seed               of dropout masks and token selection; initial weights have theirs in
                        `tensor_parallel.init`
@@ -96,7 +90,7 @@ class ParallelContext:
 
     groups: GroupSource | None = None
     sequence_parallel: bool = False
-    precision: Precision = field(default_factory=Precision)
+    dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
@@ -169,11 +163,6 @@ class ParallelContext:
     def partial_over(self) -> tuple[str, ...]:
         """`ParamSpec.partial_over` of parameters that are applied to hidden states between linear layers."""
         return ("tp",) if self.sequence_parallel else ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of parameters and activations."""
-        return self.precision.parameters
 
 
 def new_parameter(

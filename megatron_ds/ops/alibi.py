@@ -37,17 +37,6 @@ def alibi_bias(
     return distance.unsqueeze(-3) * -slopes[:, None, None]
 
 
-def add_alibi_(
-    scores: torch.Tensor,
-    slopes: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-) -> None:
-    """Adds `alibi_bias` to the scores fp32 [h, r, q, k] of some heads, in place. slopes: fp32 [h, r]"""
-    distance = (queries[:, None] - keys).abs().float()
-    scores.addcmul_(slopes[:, :, None, None], distance, value=-1)
-
-
 @dataclass(frozen=True, eq=False)
 class Alibi:
     """ALiBi of some heads, for `core_attention.attention`.

@@ -1,11 +1,11 @@
 """`AttentionPattern`: which keys a query sees, as a function of their positions in the sequence.
 
-Attention asks three questions of it, all answered from positions alone, without a device:
+Attention asks two questions of it, answered from positions alone, without a device:
 
     keys_of(queries)          the range of keys that a range of queries sees, so that others are skipped
-    sees_all(queries, keys)   whether each of the queries sees each of the keys, so that no mask is needed
-    hidden(queries, keys)     the mask, where neither holds
+    hidden(queries, keys)     the mask, where some of them are hidden
 
+Whether a mask is needed at all, `visible_blocks.visible_blocks` finds for many ranges at a time.
 A layout of blocks may hide more, of each head other keys; then `mask` has all that is hidden.
 """
 
@@ -79,15 +79,6 @@ class AttentionPattern:
             else min(keys.stop, queries.stop + self.after)
         )
         return range(first, max(first, stop))
-
-    def sees_all(self, queries: range, keys: range) -> bool:
-        """Whether every query sees every key; both are contiguous positions."""
-        if self.layout is not None and not self.layout.sees_all(queries, keys):
-            return False
-        is_before = self.left is None or keys.start >= queries.stop - 1 - self.left
-        return is_before and (
-            self.after is None or keys.stop - 1 <= queries.start + self.after
-        )
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
         """bool [..., q, k], True where a query does not see a key; None if nothing is hidden. Without layout.

@@ -1,33 +1,51 @@
 """Tiles of a matrix of attention scores: which parts of a block must be computed, and which need a mask.
 
 Queries and keys of a block are runs of positions, such as the two chunks that a context-parallel rank holds.
-`Seen.tiles` divides the block into tiles, of which hidden ones are left out, so a causal mask, a window or
-separate documents save the work that they hide:
+`tiles` divides the block into tiles, of which hidden ones are left out, so a causal mask, a window or separate
+documents save the work that they hide:
 
     queries | 0 1 2 3 | 12 13 14 15         keys 4 .. 11 of another rank, causal:
                                             0 .. 3    see nothing: no tile
                                             12 .. 15  see all of them: one tile without a mask
 
 Only numbers of the host decide: document ids on a GPU are not read. Without boundaries of documents
-(`data.documents`), ids mask elements and save no work.
+(`batch.documents`), ids mask elements and save no work.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
-import torch
+import numpy as np
 
-from .alibi import Alibi
-from .attention_pattern import AttentionPattern
+from .attention_pattern import FULL, AttentionPattern
+from .key_visibility import KeyVisibility
+from .visible_blocks import (
+    Boundaries,
+    Parts,
+    VisibleBlocks,
+    keys_seen,
+    visible_blocks,
+)
 
-# of a tile whose elements may be hidden
-ROWS = 512
-COLUMNS = 1024
-ROWS_OF_LAYOUT = 128  # of a tile of a block layout
-GAP = 64  # keys between two of its tiles, of which no query sees any
+
+@dataclass(frozen=True)
+class TileLimits:
+    """Most rows and columns of a tile whose elements may be hidden.
+
+    rows_of_layout  of a tile of a block layout
+    gap             keys between two tiles of a layout, of which no query sees any
+    """
+
+    rows: int = 512
+    columns: int = 1024
+    rows_of_layout: int = 128
+    gap: int = 64
+
+
+LIMITS = TileLimits()
 
 
 @dataclass(frozen=True)
@@ -53,215 +71,160 @@ class Tile:
 
     queries, keys  their positions
     is_whole       every query sees every key, so no mask is needed
+    is_triangle    nothing is hidden but later keys, of the same positions as the queries
     """
 
     rows: slice
     columns: slice
     queries: range
     keys: range
-    is_whole: bool
+    is_whole: bool = False
+    is_triangle: bool = False
+
+    @classmethod
+    def of(cls, queries: range, keys: range, **kind: bool) -> "Tile":
+        """A tile of tensors that hold all positions."""
+        rows, columns = (slice(run.start, run.stop) for run in (queries, keys))
+        return cls(rows, columns, queries, keys, **kind)
+
+    def placed(self, rows: int, columns: int) -> "Tile":
+        """The tile in tensors whose rows and columns are so many later than positions."""
+        return replace(
+            self,
+            rows=slice(self.rows.start + rows, self.rows.stop + rows),
+            columns=slice(self.columns.start + columns, self.columns.stop + columns),
+        )
 
 
-Keep = Callable[[Tile], tuple[torch.Tensor, float]]
+def tiles(
+    visible: KeyVisibility, queries: Runs, keys: Runs, has_bias: bool = False
+) -> Iterator[Tile]:
+    """The tiles of a block, by rows, then by columns; each element is in one tile at most.
+
+    has_bias: numbers are added to all scores, or drop out, so that no tile may be large
+    """
+    is_known = visible.is_known and not has_bias
+    for first_row, rows in queries:
+        for first_column, columns in keys:
+            plan = _Plan(visible.pattern, visible.boundaries, is_known, LIMITS)
+            for tile in _planned(plan, rows, columns):
+                yield tile.placed(first_row - rows.start, first_column - columns.start)
+
+
+def run_tiles(visible: KeyVisibility, queries: Runs, keys: Runs) -> Iterator[Tile]:
+    """Each run of queries × each run of keys of which they see some, for a kernel that leaves out the others
+    itself."""
+    pattern = visible.pattern
+    for first_row, rows in queries:
+        for first_column, columns in keys:
+            seen = keys_seen(pattern, visible.boundaries, rows, columns)
+            if len(seen) and _one_block(pattern, rows, seen).seen.any():
+                tile = Tile.of(rows, columns)
+                yield tile.placed(first_row - rows.start, first_column - columns.start)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Which keys a query sees.
+class _Plan:
+    """What decides the tiles of two runs of positions.
 
-    pattern    by positions, or by blocks of the heads that attend
-    documents  `data.documents.Documents` of the samples: a query sees keys of its own one only; None: of all
-    mask       bool [b or 1, n or 1, s or 1, s], True where a query does not see a key; None: nothing more
-    keep       tile → (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
-    alibi      added to the scores of the heads; None: nothing
+    is_known  pattern and boundaries are all that hides or needs numbers for elements
     """
 
     pattern: AttentionPattern
-    documents: Any = None
-    mask: torch.Tensor | None = None
-    keep: Keep | None = None
-    alibi: Alibi | None = None
+    boundaries: Boundaries | None
+    is_known: bool
+    limits: TileLimits
 
-    def tiles(self, queries: Runs, keys: Runs, by_runs: bool = False) -> Iterator[Tile]:
-        """The tiles of a block, by rows, then by columns; each element is in one tile at most.
-
-        by_runs: a tile is a run of queries and one of keys that some of them see, for a kernel that looks for
-        the keys itself
-        """
-        parts = self._whole_runs if by_runs else self._parts
-        for first_row, rows in queries:
-            for first_column, columns in keys:
-                for part, seen, is_whole in parts(rows, columns):
-                    yield Tile(
-                        _slice(part, rows, first_row),
-                        _slice(seen, columns, first_column),
-                        part,
-                        seen,
-                        is_whole,
-                    )
-
-    def hidden(
-        self, tile: Tile, device: torch.device | str = "cpu"
-    ) -> torch.Tensor | None:
-        """bool [b or 1, n or 1, rows, columns], True where a query does not see a key; None: nowhere."""
-        if tile.is_whole:
-            return None
-        q, k = (
-            torch.arange(r.start, r.stop, device=device)
-            for r in (tile.queries, tile.keys)
-        )
-        hidden = self.pattern.mask(q, k)
-        masks = [] if hidden is None else [hidden]
-        rows, columns = (slice(r.start, r.stop) for r in (tile.queries, tile.keys))
-        if self.documents is not None:
-            ids = self.documents.ids
-            masks.append((ids[:, rows, None] != ids[:, None, columns])[:, None])
-        if self.mask is not None:
-            masks.append(
-                self.mask[
-                    :, :, rows if self.mask.shape[2] > 1 else slice(None), columns
-                ]
-            )
-        for other in masks[1:]:
-            masks[0] = masks[0] | other
-        return masks[0] if masks else None
-
-    def _parts(
-        self, queries: range, keys: range
-    ) -> Iterator[tuple[range, range, bool]]:
-        """(queries, keys, whether no mask is needed) of the tiles of two runs."""
+    def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
+        """Their tiles, with rows and columns that count from position 0."""
         if self.pattern.layout is not None:
-            yield from self._parts_of_layout(queries, keys)
+            yield from self._grid(queries, keys)
             return
         for rows in self._sections(queries):
-            for columns in _halves(self._seen_by(rows, keys), rows.start):
-                if self.is_bare and self._sees_all(rows, columns):
-                    yield rows, columns, True
-                elif self.is_triangle(rows, columns):
-                    yield rows, columns, False
+            seen = keys_seen(self.pattern, self.boundaries, rows, keys)
+            for columns in _halves(seen, rows.start):
+                if self._is_whole(self.pattern, rows, columns):
+                    yield Tile.of(rows, columns, is_whole=True)
+                elif self._is_triangle(rows, columns):
+                    yield Tile.of(rows, columns, is_triangle=True)
                 else:
-                    for piece in _pieces(rows, ROWS):
-                        for part, is_whole in self._columns(
-                            piece, self._seen_by(piece, columns)
-                        ):
-                            yield piece, part, is_whole
+                    yield from self._grid(rows, columns)
 
     def _sections(self, queries: range) -> Iterator[range]:
-        """Parts of a run of queries: a document of at least ROWS positions is one, as it may need no mask.
-        So are all positions between two of these. Documents of several samples end wherever one of them
+        """Parts of a run of queries: a document of at least `limits.rows` positions is one, as it may need no
+        mask. So are all positions between two of these. Documents of several samples end wherever one of them
         does."""
         starts = {queries.start, queries.stop}
-        for sample in self._boundaries or () if self.is_bare else ():
-            starts.update(
-                sample[
-                    bisect_right(sample, queries.start) : bisect_left(
-                        sample, queries.stop
-                    )
-                ]
+        for sample in self.boundaries or () if self.is_known else ():
+            inside = (
+                bisect_right(sample, queries.start),
+                bisect_left(sample, queries.stop),
             )
+            starts.update(sample[slice(*inside)])
         first = queries.start
         for start, stop in pairwise(sorted(starts)):
-            if stop - start >= ROWS:
-                if first < start:
-                    yield range(first, start)
-                yield range(start, stop)
+            if stop - start >= self.limits.rows:
+                yield from filter(len, (range(first, start), range(start, stop)))
                 first = stop
-        if first < queries.stop:
-            yield range(first, queries.stop)
+        yield from filter(len, (range(first, queries.stop),))
 
-    def _whole_runs(
-        self, queries: range, keys: range
-    ) -> Iterator[tuple[range, range, bool]]:
-        seen = self._seen_by(queries, keys)
-        layout = self.pattern.layout
-        if len(seen) and (layout is None or any(layout.runs(queries, seen, GAP))):
-            yield queries, keys, False
+    def _is_whole(self, pattern: AttentionPattern, rows: range, columns: range) -> bool:
+        found = _one_block(pattern, rows, columns, self.boundaries)
+        return self.is_known and bool(found.whole.all())
 
-    def _parts_of_layout(
-        self, queries: range, keys: range
-    ) -> Iterator[tuple[range, range, bool]]:
-        for rows in _pieces(queries, ROWS_OF_LAYOUT):
-            for run in self.pattern.layout.runs(rows, self._seen_by(rows, keys), GAP):
-                for columns in _pieces(run, COLUMNS):
-                    yield rows, columns, self.is_bare and self._sees_all(rows, columns)
-
-    def _columns(self, queries: range, keys: range) -> Iterator[tuple[range, bool]]:
-        """Pieces of the keys, and whether all is seen; neighbours of which all is seen are joined."""
-        start = keys.start
-        for piece in _pieces(keys, COLUMNS):
-            if self.is_bare and self._sees_all(queries, piece):
-                continue
-            if start < piece.start:
-                yield range(start, piece.start), True
-            yield piece, False
-            start = piece.stop
-        if start < keys.stop:
-            yield range(start, keys.stop), True
-
-    def _seen_by(self, queries: range, keys: range) -> range:
-        """The keys from the first to the last one that any of the queries sees in any sample."""
-        seen = self.pattern.keys_of(queries, keys)
-        if not self._boundaries or not len(seen):
-            return seen
-        runs = []
-        for sample in self._boundaries:
-            before = bisect_right(sample, queries.start)
-            after = bisect_left(sample, queries.stop)
-            first = max(seen.start, sample[before - 1] if before > 0 else 0)
-            last = min(seen.stop, sample[after] if after < len(sample) else seen.stop)
-            if first < last:
-                runs.append((first, last))
+    def _is_triangle(self, rows: range, columns: range) -> bool:
+        """Whether a kernel with a causal mask of its own computes them."""
         return (
-            range(min(run[0] for run in runs), max(run[1] for run in runs))
-            if runs
-            else range(0)
-        )
-
-    def _sees_all(self, queries: range, keys: range) -> bool:
-        if self.mask is not None or not self.pattern.sees_all(queries, keys):
-            return False
-        return self._is_one_document(
-            min(queries.start, keys.start), max(queries.stop, keys.stop) - 1
-        )
-
-    def _is_one_document(self, first: int, last: int) -> bool:
-        """Whether all positions from `first` to `last` are known to be of one document in each sample."""
-        if self.documents is None:
-            return True
-        return self._boundaries is not None and all(
-            bisect_right(sample, first) == bisect_right(sample, last)
-            for sample in self._boundaries
-        )
-
-    @property
-    def _boundaries(self) -> tuple[tuple[int, ...], ...] | None:
-        """None without documents, and where theirs are unknown."""
-        return None if self.documents is None else self.documents.boundaries
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether a tile needs memory for a mask only, so that tiles without one may be large."""
-        return self.keep is None and self.alibi is None
-
-    @property
-    def is_of_runs(self) -> bool:
-        """Whether positions and documents of runs determine all that is hidden and added: there is no
-        dropout, and each sample hides the same keys from all its queries."""
-        has_places = self.alibi is not None and self.alibi.places is not None
-        is_padding = self.mask is None or self.mask.shape[1:3] == (1, 1)
-        return self.keep is None and not has_places and is_padding
-
-    def is_triangle(self, queries: range, keys: range) -> bool:
-        """Whether these are the same positions and nothing but later keys is hidden, so that a kernel with a
-        causal mask of its own computes the tile."""
-        return (
-            queries == keys
-            and self.is_bare
+            rows == columns
             and self.pattern.causal
             and self.pattern.is_plain
-            and self.mask is None
-            and self._is_one_document(queries.start, queries.stop - 1)
+            and self._is_whole(FULL, rows, columns)
         )
+
+    def _grid(self, queries: range, keys: range) -> Iterator[Tile]:
+        """Tiles of limited rows and columns."""
+        layout = self.pattern.layout
+        size = self.limits.rows if layout is None else self.limits.rows_of_layout
+        for rows in _pieces(queries, size):
+            seen = keys_seen(self.pattern, self.boundaries, rows, keys)
+            runs = [seen]
+            if layout is not None:
+                runs = layout.runs(rows, seen, self.limits.gap)
+            for run in filter(len, runs):
+                yield from self._strip(rows, run)
+
+    def _strip(self, rows: range, keys: range) -> Iterator[Tile]:
+        """Tiles of some rows; neighbours without a mask are one."""
+        columns = Parts.of(keys, self.limits.columns)
+        found = visible_blocks(
+            self.pattern, Parts.of(rows, len(rows)), columns, self.boundaries
+        )
+        is_seen = found.seen.any((0, 1))
+        is_whole = found.whole.all((0, 1)) & self.is_known
+        # A tile ends before the next one that it is not joined with.
+        joined = is_whole[1:] & is_whole[:-1]
+        firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
+        lasts = np.append(firsts[1:], len(is_whole)) - 1
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if is_seen[first]:
+                run = range(int(columns.starts[first]), int(columns.stops[last]))
+                yield Tile.of(rows, run, is_whole=bool(is_whole[first]))
+
+
+@lru_cache(maxsize=1024)
+def _planned(plan: _Plan, queries: range, keys: range) -> tuple[Tile, ...]:
+    """One plan for all layers."""
+    return tuple(plan.tiles(queries, keys))
+
+
+def _one_block(
+    pattern: AttentionPattern,
+    rows: range,
+    columns: range,
+    boundaries: Boundaries | None = None,
+) -> VisibleBlocks:
+    whole = (Parts.of(run, len(run)) for run in (rows, columns))
+    return visible_blocks(pattern, *whole, boundaries)
 
 
 def _halves(run: range, at: int) -> Iterator[range]:
@@ -273,8 +236,3 @@ def _halves(run: range, at: int) -> Iterator[range]:
 def _pieces(run: range, size: int) -> Iterator[range]:
     for start in range(run.start, run.stop, size):
         yield range(start, min(start + size, run.stop))
-
-
-def _slice(part: range, run: range, first: int) -> slice:
-    """The rows of `part` in a tensor whose row `first` is the first position of `run`."""
-    return slice(first + part.start - run.start, first + part.stop - run.start)

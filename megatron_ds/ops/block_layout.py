@@ -14,6 +14,9 @@ import torch
 from ..errors import LayoutError
 from .meta_tensors import has_memory
 
+# of some parts of a sequence: the first position of each, and the one past its last
+Ends = tuple[np.ndarray, np.ndarray]
+
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
@@ -62,15 +65,18 @@ class BlockLayout:
             for heads in same.values()
         ]
 
-    def up_to(self, positions: int) -> np.ndarray:
-        """bool [n, blocks, blocks] of a shorter sequence. Raises LayoutError if it is longer."""
-        blocks = self._blocks(range(positions))
-        return self.seen[:, blocks, blocks]
-
-    def sees_all(self, queries: range, keys: range) -> bool:
-        """Whether in each head all of these queries see all of these keys."""
-        rows, columns = (self._blocks(positions) for positions in (queries, keys))
-        return bool(self.seen[:, rows, columns].all())
+    def counts(self, queries: Ends, keys: Ends) -> tuple[np.ndarray, np.ndarray]:
+        """Seen blocks of keys in each part of the queries and of the keys, int [n, rows, columns], and all of
+        its blocks, [rows, columns]. Raises LayoutError for positions that the layout does not have."""
+        (above, below), (left, right) = (self._block_ends(t) for t in (queries, keys))
+        top = above.min()
+        first = left.min()
+        part = self.seen[:, top : below.max(), first : right.max()]
+        # sums over the blocks before each row and column
+        sums = np.pad(part, ((0, 0), (1, 0), (1, 0))).cumsum(1).cumsum(2)
+        of_rows = sums[:, below - top] - sums[:, above - top]
+        count = of_rows[:, :, right - first] - of_rows[:, :, left - first]
+        return count, np.outer(below - above, right - left)
 
     def runs(self, queries: range, keys: range, gap: int) -> Iterator[range]:
         """Parts of these keys that some of the queries see, in some of the heads; those with fewer than `gap`
@@ -108,7 +114,8 @@ class BlockLayout:
     def pairs(self, positions: int, is_causal: bool) -> float:
         """Pairs of a query and a key that it sees, the mean over heads; of blocks on the diagonal of a causal
         pattern half."""
-        seen = self.up_to(positions)
+        blocks = self._blocks(range(positions))
+        seen = self.seen[:, blocks, blocks]
         if is_causal:
             earlier = (
                 np.tril(seen, -1).sum() + np.trace(seen, axis1=1, axis2=2).sum() / 2
@@ -116,14 +123,23 @@ class BlockLayout:
             return float(earlier) * self.block**2 / len(seen)
         return float(seen.sum()) * self.block**2 / len(seen)
 
+    def _block_ends(self, parts: Ends) -> Ends:
+        """Number of the first block of each part, and the one past its last."""
+        starts, stops = parts
+        self._check(int(stops.max()))
+        return starts // self.block, -(-stops // self.block)
+
     def _blocks(self, positions: range) -> slice:
         """Numbers of their blocks. Raises LayoutError for positions that the layout does not have."""
-        if positions.stop > self.positions:
+        self._check(positions.stop)
+        return slice(positions.start // self.block, -(-positions.stop // self.block))
+
+    def _check(self, length: int) -> None:
+        if length > self.positions:
             raise LayoutError(
-                f"a sequence of {positions.stop} tokens does not fit a sparse layout of "
+                f"a sequence of {length} tokens does not fit a sparse layout of "
                 f"{self.positions}. Use a larger --max-position-embeddings."
             )
-        return slice(positions.start // self.block, -(-positions.stop // self.block))
 
     def _hidden_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._tensors:

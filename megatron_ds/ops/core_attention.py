@@ -4,30 +4,26 @@ Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; q
 head i // (n/g)), d channels. Queries may be fewer than keys: they are then the last ones (generation with a
 key-value cache).
 
-Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
-probabilities. On a CPU, cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AMX or AVX-512
-BF16. Elsewhere cpu/blocked_attention.py for causal attention of medium length and for narrow windows, where
-it is faster; cpu/tiled_attention.py for other windows, block layouts and sinks; and fp32 where the processor
-has no matrix products of the dtype. On a GPU with Triton, what torch's fused attention needs a mask of all
-scores for, or cannot do: gpu/flex_attention.py.
+Implementations: torch's fused attention, with a mask of all scores for what is not plain or causal;
+`reference_attention` with dropout or a sink, since these need the probabilities. On a CPU,
+cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AMX or AVX-512 BF16; and fp32 where the
+processor has no matrix products of the dtype. On a GPU with Triton, what torch's fused attention needs a mask
+for, or cannot do: gpu/flex_attention.py.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from .attention_pattern import CAUSAL, AttentionPattern
+from .attention_pattern import CAUSAL
 from .cpu import compiled_attention
-from .cpu.blocked_attention import blocked_attention, worth_blocking
-from .cpu.compiled_attention import Shown
-from .cpu.tiled_attention import Visible, tiled_attention, worth_tiling
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
 from .gpu import flex_attention, flex_check
-from .gpu.score_tiles import TILE
+from .gpu.flex_attention import TILE
 from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
-from .meta_tensors import has_memory
+from .key_visibility import CAUSAL_KEYS, KeyVisibility
 from .product import LOW
 from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
@@ -38,49 +34,31 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    documents: Any = None,
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
-    pattern    which keys a query sees
-    mask       bool [b or 1, n or 1, sq or 1, sk], True = may not attend; in addition to the pattern
-    documents  `data.documents.Documents` of the samples, with sq = sk: a query sees its own document only
-    keep       dropout of the probabilities, an `ops.dropout.KeepMask`. They are kept for backward, so
-               memory grows with sq * sk
-    scoring    scale of the scores, and what joins them in the softmax
+    visible  which keys a query sees; with documents sq = sk
+    keep     dropout of the probabilities, an `ops.dropout.KeepMask`. They are kept for backward, so memory
+             grows with sq * sk
+    scoring  scale of the scores, and what joins them in the softmax
     """
-    # Documents hide keys in the causal kernels only; elsewhere they join the mask.
-    needs_scores = keep is not None or scoring.sink is not None
-    is_bare = not needs_scores and mask is None and scoring.alibi is None
-    if documents is not None and not (is_bare and pattern == CAUSAL):
-        mask = _joined(mask, documents.foreign)
-        documents = None
-    mask = _joined(mask, _hidden(pattern, q.shape[0], k.shape[0], q.device))
-    if needs_scores:
-        return _reference(q, k, v, pattern.causal, mask, keep, scoring)
-    sq = q.shape[0]
-    sk = k.shape[0]
+    if keep is not None or scoring.sink is not None:
+        return reference_attention(q, k, v, visible, keep=keep, scoring=scoring)
     queries, keys, values = (
         t.permute(1, 2, 0, 3) for t in (q, k, v)
     )  # [b, n or g, s, d], views
     # A causal pattern alone is an option of torch's kernels; anything else is a mask or a bias.
-    plain_causal = (
-        pattern.causal and is_bare and mask is None and documents is None and sq == sk
+    is_causal = (
+        visible.is_plain
+        and visible.pattern.causal
+        and scoring.alibi is None
+        and q.shape[0] == k.shape[0]
     )
-    allowed = (
-        None if documents is None else documents.bias(q.dtype)
-    )  # added to the scores; None: all
-    if documents is None and not plain_causal:
-        hidden = forbidden(sq, sk, pattern.causal, mask, q.device)
-        allowed = None if hidden is None else ~hidden
-        if scoring.alibi is not None:
-            bias = scoring.alibi.bias(range(sk - sq, sk), range(sk)).to(q.dtype)
-            allowed = bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
+    allowed = None if is_causal else _allowed(q, k, visible, scoring)
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
     # torch chooses a fused kernel.
@@ -89,11 +67,39 @@ def attention(
         keys,
         values,
         attn_mask=allowed,
-        is_causal=plain_causal,
+        is_causal=is_causal,
         scale=scoring.scale,  # [b, n, sq, d]
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return _merge_heads(out)
+
+
+def _allowed(
+    q: torch.Tensor, k: torch.Tensor, visible: KeyVisibility, scoring: Scoring
+) -> torch.Tensor | None:
+    """The mask of torch's attention: bool, True where a query sees a key; or numbers to be added to scores."""
+    is_bare = visible.mask is None and scoring.alibi is None
+    if visible.documents is not None and is_bare and visible.pattern == CAUSAL:
+        return visible.documents.bias(q.dtype)  # one for all layers
+    hidden = _hidden(q, k, visible)
+    if scoring.alibi is None:
+        return None if hidden is None else ~hidden
+    bias = scoring.alibi.bias(*_positions(q, k)).to(q.dtype)
+    return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
+
+
+def _positions(q: torch.Tensor, k: torch.Tensor) -> tuple[range, range]:
+    """Positions of the queries, which are the last ones, and of the keys."""
+    sk = k.shape[0]
+    return range(sk - q.shape[0], sk), range(sk)
+
+
+def _hidden(
+    q: torch.Tensor, k: torch.Tensor, visible: KeyVisibility
+) -> torch.Tensor | None:
+    """bool, True where a query does not see a key; None: nowhere, as of a single causal query."""
+    mask = visible.hidden_besides_later(*_positions(q, k), q.device)
+    return forbidden(q.shape[0], k.shape[0], visible.pattern.causal, mask, q.device)
 
 
 attention.benchmark_sizes = ((4096, 128),)  # heads of 128 channels
@@ -115,28 +121,23 @@ def _suits_compiled(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    documents: Any = None,
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> bool:
-    is_known = (
-        keep is None
-        and _is_padding(mask)
-        and (scoring.alibi is None or scoring.alibi.places is None)
-    )
+    is_known = keep is None and visible.hides_by_key and not scoring.has_places
+    # Documents and padding are of keys.
     has_all_rows = (
-        mask is None and documents is None or q.shape[0] <= k.shape[0]
-    )  # of the ids of keys
+        visible.mask is None and visible.documents is None or q.shape[0] <= k.shape[0]
+    )
     return (
         is_known
         and has_all_rows
         and q.dtype == k.dtype == v.dtype
         and k.shape == v.shape
         and not is_widened(q)
-        and compiled_attention.suits(q, k, pattern)
+        and compiled_attention.suits(q, k, visible.pattern)
     )
 
 
@@ -158,165 +159,62 @@ def _compiled(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
+    keep: None = None,
     scoring: Scoring = PLAIN,
-    **shown: Any,
 ) -> torch.Tensor:
-    return compiled_attention.compiled_attention(
-        q, k, v, _shown(q, k, **shown), scoring
-    )
-
-
-def _shown(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    documents: Any = None,
-    **_: None,
-) -> Shown:
-    ids = documents.ids if documents is not None and has_memory(q) else None
-    sk = k.shape[0]
-    return Shown.of(
-        pattern, range(sk - q.shape[0], sk), range(sk), ids, _padding(mask, q)
-    )
-
-
-def _is_padding(mask: torch.Tensor | None) -> bool:
-    """Whether a mask hides the same keys from all queries of a sample."""
-    return mask is None or mask.shape[1:3] == (1, 1)
-
-
-def _padding(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """bool [b, sk] of such a mask."""
-    return None if mask is None else mask[:, 0, 0].expand(q.shape[1], -1)
-
-
-def _suits_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
-    **_: Any,
-) -> bool:
-    others = (mask, keep, scoring.sink, pattern.layout)
-    is_whole = scoring.alibi is None or scoring.alibi.places is None
-    return (
-        is_whole
-        and all(other is None for other in others)
-        and worth_blocking(q, k, pattern)
-    )
-
-
-@attention.implementation("blocked", devices=CPU, suits=_suits_blocks)
-def _blocked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    documents: Any = None,
-    scoring: Scoring = PLAIN,
-    **_: None,
-) -> torch.Tensor:
-    whole = (
-        documents if has_memory(q) else None
-    )  # a plan counts what one document keeps: the most
-    slopes = None if scoring.alibi is None else scoring.alibi.slopes
-    return blocked_attention(
-        q, k, v, scoring.scale_of(q.shape[-1]), whole, pattern, slopes
-    )
-
-
-def _suits_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
-    **_: Any,
-) -> bool:
-    if (
-        q.shape[0] != k.shape[0]
-        or q.dtype == torch.float64
-        or keep is not None
-        or not _is_padding(mask)
-    ):
-        return False
-    has_bias = (
-        scoring.sink is not None
-        or scoring.alibi is not None
-        and scoring.alibi.places is None
-    )
-    return has_bias or worth_tiling(k.shape[0], pattern)
-
-
-@attention.implementation("tiled", devices=CPU, suits=_suits_tiles)
-def _tiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    documents: Any = None,
-    scoring: Scoring = PLAIN,
-    **_: None,
-) -> torch.Tensor:
-    visible = Visible(pattern, documents if has_memory(q) else None, _padding(mask, q))
-    return tiled_attention(q, k, v, visible, scoring)
+    block = compiled_attention.ScoreBlock(visible, *_positions(q, k))
+    return compiled_attention.compiled_attention(q, k, v, block, scoring)
 
 
 @attention.implementation(
     "fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q)
 )
 def _in_fp32(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
+    *,
+    keep: KeepMask | None = None,
+    scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
-    return attention(q.float(), k.float(), v.float(), **settings).to(q.dtype)
+    wide = (t.float() for t in (q, k, v))
+    return attention(*wide, visible, keep=keep, scoring=scoring).to(q.dtype)
 
 
 def _suits_flex(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
-    pattern: AttentionPattern = CAUSAL,
-    documents: Any = None,
+    keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
-    **_: Any,
 ) -> bool:
     if (
         q.shape[0] != k.shape[0] or q.shape[0] <= TILE
     ):  # one tile: nothing can be skipped
         return False
-    others = (documents, scoring.sink, scoring.alibi)
-    return not pattern.is_plain or any(other is not None for other in others)
+    others = (visible.documents, scoring.sink, scoring.alibi)
+    return not visible.pattern.is_plain or any(other is not None for other in others)
 
 
 def _fits_flex(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
-    mask: torch.Tensor | None = None,
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
-    **_: Any,
 ) -> str:
     if keep is not None:
         return "dropout of probabilities"
-    if not _is_padding(mask):
+    if not visible.hides_by_key:
         return "a mask that differs between queries or heads"
-    if scoring.alibi is not None and scoring.alibi.places is not None:
+    if scoring.has_places:
         return "ALiBi of tokens that are no neighbours"
     reason = flex_attention.fits(q, k, v)
     if reason or not q.is_cuda:  # a plan assumes that the check succeeds
@@ -338,14 +236,12 @@ def _flex(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
-    documents: Any = None,
+    keep: None = None,
     scoring: Scoring = PLAIN,
-    **_: None,
 ) -> torch.Tensor:
-    return flex_attention.flex_attention(q, k, v, pattern, documents, mask, scoring)
+    return flex_attention.flex_attention(q, k, v, visible, scoring)
 
 
 class OutputExchange(Protocol):
@@ -366,19 +262,20 @@ def exchanged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    exchange: OutputExchange,
+    visible: KeyVisibility,
     *,
+    exchange: OutputExchange,
+    keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
-    **settings: Any,
 ) -> torch.Tensor:
     """`attention` and an exchange of its output → [rows, b, heads * d]. The compiled kernel keeps no output:
     the exchange keeps its result."""
-    if attention.choice(q, k, v, scoring=scoring, **settings) is _compiled:
-        parts = compiled_attention.compiled_attention_not_kept(
-            q, k, v, _shown(q, k, **settings), scoring
-        )
+    settings = {"keep": keep, "scoring": scoring}
+    if attention.choice(q, k, v, visible, **settings) is _compiled:
+        block = compiled_attention.ScoreBlock(visible, *_positions(q, k))
+        parts = compiled_attention.compiled_attention_not_kept(q, k, v, block, scoring)
         return exchange.of_rows(*parts).flatten(2)
-    out = attention(q, k, v, scoring=scoring, **settings)
+    out = attention(q, k, v, visible, **settings)
     return exchange(out.unflatten(2, (q.shape[2], -1))).flatten(2)
 
 
@@ -386,27 +283,14 @@ def reference_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
     *,
-    pattern: AttentionPattern = CAUSAL,
-    mask: torch.Tensor | None = None,
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
     """`attention` in elementary operations, on any device; the softmax in fp32."""
-    mask = _joined(mask, _hidden(pattern, q.shape[0], k.shape[0], q.device))
-    return _reference(q, k, v, pattern.causal, mask, keep, scoring)
-
-
-def _reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    keep: KeepMask | None,
-    scoring: Scoring,
-) -> torch.Tensor:
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    mask = visible.hidden_besides_later(*_positions(q, k), q.device)
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
     keys, values = (
         t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v)
@@ -416,30 +300,10 @@ def _reference(
     )  # [b, g, n/g, sq, sk]
     scores = scores.reshape(b, n, sq, sk)
     if scoring.alibi is not None:
-        scores = (scores + scoring.alibi.bias(range(sk - sq, sk), range(sk))).to(
-            scores.dtype
-        )
-    p = masked_softmax(scores, mask, causal, 1.0, keep, scoring.sink)
+        scores = (scores + scoring.alibi.bias(*_positions(q, k))).to(scores.dtype)
+    p = masked_softmax(scores, mask, visible.pattern.causal, 1.0, keep, scoring.sink)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))
-
-
-def _hidden(
-    pattern: AttentionPattern, sq: int, sk: int, device: torch.device
-) -> torch.Tensor | None:
-    """bool [1, n or 1, sq, sk], True where a window or a layout hides a key; None: nothing."""
-    if pattern.is_plain:
-        return None
-    return pattern.mask(
-        torch.arange(sk - sq, sk, device=device), torch.arange(sk, device=device)
-    )
-
-
-def _joined(*masks: torch.Tensor | None) -> torch.Tensor | None:
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return None
-    return given[0] if len(given) == 1 else given[0] | given[1]
 
 
 class _PlannedAttention(torch.autograd.Function):

@@ -16,19 +16,19 @@ Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n)
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .alibi import Alibi
-from .attention_tiles import Runs, Seen, Tile
+from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
 from .cpu import compiled_attention
-from .cpu.compiled_attention import OfRows, Shown
-from .scoring import Scoring
+from .cpu.compiled_attention import OfRows, ScoreBlock
+from .key_visibility import KeyVisibility
+from .scoring import PLAIN, Scoring
 
 ALIGNED = 16  # columns of a bias in memory are a multiple of it, as torch pads them
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,49 +37,43 @@ _GPU = torch.ops.aten._scaled_dot_product_efficient_attention
 _GPU_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
 
+# (bool [b, n, rows, columns], scale of kept probabilities) of a tile
+Keep = Callable[[Tile], tuple[torch.Tensor, float]]
+
+
 class PartialAttention:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
-    queries [q, b, n, d]; positions: theirs; sink: [n], as in `scoring.Scoring`, or None
+    queries [q, b, n, d]; positions: theirs; visible: which keys they see; keep: what dropout keeps of a tile
     """
 
     def __init__(
         self,
         queries: torch.Tensor,
         positions: Runs,
-        seen: Seen,
-        scale: float,
-        sink: torch.Tensor | None = None,
+        visible: KeyVisibility,
+        scoring: Scoring = PLAIN,
+        keep: Keep | None = None,
     ):
-        self.queries = _heads(queries)
-        self.positions = positions
-        self.seen = seen
-        self.scale = scale
+        self.work = _Work(_heads(queries), positions, visible, scoring, keep)
         q, b, n, d = queries.shape
-        # In the memory order of the result, which is then no copy.
-        self.out = _heads(
-            queries.new_zeros(q, b, n, d, dtype=torch.float32)
-        )  # [b, n, q, d]
+        # [b, n, q, d], in the memory order of the result, which is then no copy
+        self.out = _heads(queries.new_zeros(q, b, n, d, dtype=torch.float32))
         self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
-        if sink is not None:
-            self.sums.copy_(sink[:, None])  # a key of that score, whose value is zero
+        if scoring.sink is not None:
+            # a key of that score, whose value is zero
+            self.sums.copy_(scoring.sink[:, None])
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, positions: Runs) -> None:
         """Attend to a block of keys and values [k, b, g, d], each key in one block only."""
-        keys = _heads(keys)
-        values = _heads(values)
-        by_runs = _has_kernel(self.queries, self.positions, positions, self.seen)
-        for tile in self.seen.tiles(self.positions, positions, by_runs):
-            operands = _Operands.of(
-                self.queries, keys, values, self.scale, tile, self.seen, by_runs
-            )
+        for tile, operands in self.work.tiles(keys, values, positions):
             out, sums = operands.kernel.forward(operands)
             _merge_(self.out[:, :, tile.rows], self.sums[:, :, tile.rows], out, sums)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out [q, b, n * d] in the dtype of the queries, 0 where a query sees no key; and the log-sum-exp
         fp32 [b, n, q]."""
-        out = self.out.to(self.queries.dtype)
+        out = self.out.to(self.work.queries.dtype)
         return out.permute(2, 0, 1, 3).flatten(2), self.sums
 
 
@@ -94,15 +88,13 @@ class PartialGradients:
         self,
         queries: torch.Tensor,
         positions: Runs,
-        seen: Seen,
-        scale: float,
+        visible: KeyVisibility,
+        scoring: Scoring,
         result: tuple[torch.Tensor, torch.Tensor],
         dout: torch.Tensor,
+        keep: Keep | None = None,
     ):
-        self.queries = _heads(queries)
-        self.positions = positions
-        self.seen = seen
-        self.scale = scale
+        self.work = _Work(_heads(queries), positions, visible, scoring, keep)
         self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
         self.sums = _finite(result[1])
         self._dots = None
@@ -129,17 +121,11 @@ class PartialGradients:
         dkv: torch.Tensor,
     ) -> None:
         """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""
-        keys = _heads(keys)
-        values = _heads(values)
         totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
-        by_runs = _has_kernel(self.queries, self.positions, positions, self.seen)
-        if by_runs and self._dots is None:
+        if self.work.has_kernel(positions) and self._dots is None:
             self._dots = compiled_attention.row_dots(_rows(self.dout), _rows(self.out))
         of_rows = self.dout, self.out, self.sums, self._dots
-        for tile in self.seen.tiles(self.positions, positions, by_runs):
-            operands = _Operands.of(
-                self.queries, keys, values, self.scale, tile, self.seen, by_runs
-            )
+        for tile, operands in self.work.tiles(keys, values, positions):
             final = _Final(
                 *(None if t is None else t[:, :, tile.rows] for t in of_rows)
             )
@@ -149,6 +135,72 @@ class PartialGradients:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """Queries [b, n, q, d] at their positions, and how they attend."""
+
+    queries: torch.Tensor
+    positions: Runs
+    visible: KeyVisibility
+    scoring: Scoring
+    keep: Keep | None
+
+    def has_kernel(self, keys: Runs) -> bool:
+        """Whether the compiled kernel takes the queries and keys of these positions: positions and documents of
+        keys then determine all that is hidden and added, and there is no dropout."""
+        if self.keep is not None or self.scoring.has_places:
+            return False
+        if self.queries.device.type != "cpu" or not self.visible.hides_by_key:
+            return False
+        if not attention.has("c++", "cpu", self.queries.dtype):
+            return False
+        runs = (*self.positions.ranges, *keys.ranges)
+        return compiled_attention.takes(self.queries, self.visible.pattern, runs)
+
+    def tiles(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: Runs
+    ) -> Iterator[tuple[Tile, "_Operands"]]:
+        """The tiles of a block of keys and values [k, b, g, d], and their tensors."""
+        keys = _heads(keys)
+        values = _heads(values)
+        # The compiled kernel takes the pattern itself.
+        if self.has_kernel(positions):
+            for tile in run_tiles(self.visible, self.positions, positions):
+                block = ScoreBlock(self.visible, tile.queries, tile.keys)
+                yield tile, replace(self._cut(tile, keys, values), block=block)
+            return
+        # Others take numbers that are added to the scores.
+        has_bias = self.keep is not None or self.scoring.alibi is not None
+        for tile in tiles(self.visible, self.positions, positions, has_bias):
+            yield (
+                tile,
+                replace(
+                    self._cut(tile, keys, values),
+                    bias=self._bias(tile),
+                    triangle=tile.is_triangle,
+                    keep=None if self.keep is None else self.keep(tile),
+                ),
+            )
+
+    def _cut(self, tile: Tile, keys: torch.Tensor, values: torch.Tensor) -> "_Operands":
+        return _Operands(
+            self.queries[:, :, tile.rows],
+            keys[:, :, tile.columns],
+            values[:, :, tile.columns],
+            self.scoring,
+        )
+
+    def _bias(self, tile: Tile) -> torch.Tensor | None:
+        """What is added to the scores of a tile, so that hidden keys have no probability."""
+        hidden = None
+        falling = None
+        if not (tile.is_whole or tile.is_triangle):
+            hidden = self.visible.hidden(tile.queries, tile.keys, self.queries.device)
+        if self.scoring.alibi is not None:
+            falling = self.scoring.alibi.bias(tile.queries, tile.keys)
+        return _bias(hidden, falling, self.queries.dtype)
+
+
 @dataclass(frozen=True)
 class _Operands:
     """The tensors of one tile: q [b, n, rows, d], k and v [b, g, columns, d].
@@ -156,70 +208,34 @@ class _Operands:
     bias      [b or 1, n or 1, rows, columns] to be added to the scores, -inf where hidden; None
     triangle  a causal mask of the tile itself is added
     keep      (bool [b, n, rows, columns], scale of kept probabilities); None without dropout
-    shown     what the compiled kernel is to compute, in place of a bias; None: another kernel
-    alibi     added to the scores by the compiled kernel
+    block     what the compiled kernel is to compute, in place of a bias; None: another kernel
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    scale: float
-    bias: torch.Tensor | None
-    triangle: bool
-    keep: tuple[torch.Tensor, float] | None
-    shown: Shown | None = None
-    alibi: Alibi | None = None
+    scoring: Scoring
+    bias: torch.Tensor | None = None
+    triangle: bool = False
+    keep: tuple[torch.Tensor, float] | None = None
+    block: ScoreBlock | None = None
 
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        tile: Tile,
-        seen: Seen,
-        by_runs: bool,
-    ) -> "_Operands":
-        # The compiled kernel takes the pattern itself.
-        if by_runs:
-            padding = (
-                None if seen.mask is None else seen.mask[:, 0, 0].expand(q.shape[0], -1)
-            )
-            ids = None if seen.documents is None else seen.documents.ids
-            shown = Shown.of(seen.pattern, tile.queries, tile.keys, ids, padding)
-            return cls(
-                q[:, :, tile.rows],
-                k[:, :, tile.columns],
-                v[:, :, tile.columns],
-                scale,
-                None,
-                False,
-                None,
-                shown,
-                seen.alibi,
-            )
-        # Other kernels take what is hidden as numbers added to the scores.
-        keep = None if seen.keep is None else seen.keep(tile)
-        triangle = not tile.is_whole and seen.is_triangle(tile.queries, tile.keys)
-        hidden = None if triangle else seen.hidden(tile, q.device)
-        falling = (
-            None if seen.alibi is None else seen.alibi.bias(tile.queries, tile.keys)
-        )
-        bias = _bias(hidden, falling, q.dtype)
-        return cls(
-            q[:, :, tile.rows],
-            k[:, :, tile.columns],
-            v[:, :, tile.columns],
-            scale,
-            bias,
-            triangle,
-            keep,
-        )
+    @property
+    def scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return self.scoring.scale_of(self.q.shape[-1])
+
+    @property
+    def bias_of_heads(self) -> torch.Tensor | None:
+        """The bias [b, n, rows, columns], a view."""
+        if self.bias is None:
+            return None
+        samples, heads = self.q.shape[:2]
+        return self.bias.expand(samples, heads, -1, -1)
 
     @property
     def kernel(self) -> "_Kernel":
-        if self.shown is not None:
+        if self.block is not None:
             return _COMPILED
         if self.keep is not None:
             return _ELEMENTARY
@@ -260,7 +276,15 @@ class _Kernel(NamedTuple):
 
 
 def _cpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _CPU(t.q, t.k, t.v, 0.0, t.triangle, attn_mask=t.bias, scale=t.scale)
+    out, sums = _CPU(
+        t.q,
+        t.k,
+        t.v,
+        0.0,
+        t.triangle,
+        attn_mask=t.bias,
+        scale=t.scale,
+    )
     return out, _with_empty_rows(sums, t.bias)
 
 
@@ -282,19 +306,24 @@ def _cpu_backward(
 
 
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
     out, sums, *_ = _GPU(
-        t.q, t.spread(t.k), t.spread(t.v), bias, True, 0.0, t.triangle, scale=t.scale
+        t.q,
+        t.spread(t.k),
+        t.spread(t.v),
+        t.bias_of_heads,
+        True,  # returns the sums
+        0.0,
+        t.triangle,
+        scale=t.scale,
     )
-    return out, _with_empty_rows(
-        sums[:, :, : t.q.shape[2]], t.bias
-    )  # torch pads the rows
+    # torch pads the rows.
+    sums = sums[:, :, : t.q.shape[2]]
+    return out, _with_empty_rows(sums, t.bias)
 
 
 def _gpu_backward(
     t: _Operands, final: _Final
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    bias = None if t.bias is None else t.bias.expand(*t.q.shape[:2], -1, -1)
     sums = F.pad(final.sums, (0, -final.sums.shape[2] % 32))
     unused = torch.zeros(
         (), dtype=torch.int64, device=t.q.device
@@ -304,7 +333,7 @@ def _gpu_backward(
         t.q,
         t.spread(t.k),
         t.spread(t.v),
-        bias,
+        t.bias_of_heads,
         final.out,
         sums,
         unused,
@@ -317,55 +346,53 @@ def _gpu_backward(
     return dq, t.joined(dk), t.joined(dv)
 
 
-def _has_kernel(queries: torch.Tensor, own: Runs, others: Runs, seen: Seen) -> bool:
-    """Whether the compiled kernel takes queries [b, n, q, d] and keys of these positions."""
-    if queries.device.type != "cpu" or not seen.is_of_runs:
-        return False
-    return attention.has("c++", "cpu", queries.dtype) and compiled_attention.takes(
-        queries, seen.pattern, (*own.ranges, *others.ranges)
-    )
-
-
 def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    scoring = Scoring(t.scale, alibi=t.alibi)
-    out, sums = compiled_attention.attend(
-        _rows(t.q), _rows(t.k), _rows(t.v), t.shown, scoring
-    )
+    tensors = map(_rows, (t.q, t.k, t.v))
+    out, sums = compiled_attention.attend(*tensors, t.block, _without_sink(t))
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
 
 
 def _compiled_backward(
     t: _Operands, final: _Final, totals: Sequence[torch.Tensor]
 ) -> None:
-    tensors = map(_rows, (t.q, t.k, t.v, final.dout))
-    scoring = Scoring(t.scale, alibi=t.alibi)
     compiled_attention.add_gradients_(
         [_rows(total) for total in totals],
-        *tensors,
+        *map(_rows, (t.q, t.k, t.v, final.dout)),
         OfRows(final.sums, final.dots),
-        t.shown,
-        scoring,
+        t.block,
+        _without_sink(t),
     )
+
+
+def _without_sink(t: _Operands) -> Scoring:
+    """The sink is no key of a tile: it is in the sums that tiles are merged into."""
+    return replace(t.scoring, sink=None)
 
 
 def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(t)
     sums = scores.logsumexp(-1)
-    return _kept(t, (scores - _finite(sums)[..., None]).exp()) @ t.spread(
-        t.v.float()
-    ), sums
+    p = (scores - _finite(sums)[..., None]).exp()
+    values = t.spread(t.v.float())
+    return _kept(t, p) @ values, sums
 
 
 def _elementary_backward(
     t: _Operands, final: _Final
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    p = (_scores(t) - final.sums[..., None]).exp()
     dout = final.dout.float()
-    dp = _kept(t, dout @ t.spread(t.v.float()).transpose(-1, -2))
-    ds = p * (dp - (dout * final.out.float()).sum(-1, keepdim=True)) * t.scale
+    keys = t.spread(t.k.float())
+    values = t.spread(t.v.float())
+    # The probabilities, from the sums over all keys.
+    p = (_scores(t) - final.sums[..., None]).exp()
+    dp = _kept(t, dout @ values.transpose(-1, -2))
+    dots = (dout * final.out.float()).sum(-1, keepdim=True)
+    ds = p * (dp - dots) * t.scale
+    # The gradients of the three factors.
+    dq = ds @ keys
     dk = ds.transpose(-1, -2) @ t.q.float()
     dv = _kept(t, p).transpose(-1, -2) @ dout
-    return ds @ t.spread(t.k.float()), t.joined(dk), t.joined(dv)
+    return dq, t.joined(dk), t.joined(dv)
 
 
 def _adding(backward: Callable) -> Callable:
@@ -410,7 +437,9 @@ def _bias(
 
 def _scores(t: _Operands) -> torch.Tensor:
     """fp32 [b, n, rows, columns], -inf where hidden."""
-    scores = t.q.float() * t.scale @ t.spread(t.k.float()).transpose(-1, -2)
+    queries = t.q.float() * t.scale
+    keys = t.spread(t.k.float())
+    scores = queries @ keys.transpose(-1, -2)
     return scores if t.bias is None else scores.add_(t.bias)
 
 

@@ -1,6 +1,6 @@
 """Numbers in fewer bits, for collectives that send less: symmetric 8-bit or 4-bit integers with a scale for
 each block of neighbours (Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023,
-arXiv:2306.10209, section 3), and 8-bit floating point (Micikevicius et al. 2022, arXiv:2209.05433).
+arXiv:2306.10209, section 3).
 
 Gathers of weights and reductions of gradients of ZeRO send them (zero/number_blocks.py).
 
@@ -72,22 +72,6 @@ def dequantize(
     return numbers.to(dtype) if out is None else out.copy_(numbers)
 
 
-@Operation
-def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x times the fp32 scale [1] → its bytes, uint8 of the shape of x: `.view(dtype)` are the numbers.
-
-    dtype: torch.float8_e4m3fn or torch.float8_e5m2. Numbers too large, and infinity, become the largest
-    finite number; NaN stays.
-    """
-    most = torch.finfo(dtype).max
-    return (
-        (x.detach().float() * scale.detach().float())
-        .clamp(-most, most)
-        .to(dtype)
-        .view(torch.uint8)
-    )
-
-
 for _operation, _kernel, _dtypes, _fits in (
     (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
     (
@@ -96,7 +80,6 @@ for _operation, _kernel, _dtypes, _fits in (
         (torch.float32,),
         quantize_kernels.fits_codes,
     ),
-    (cast_fp8, quantize_kernels.cast_fp8, FLOATS, quantize_kernels.fits_numbers),
 ):
     _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
 
@@ -136,19 +119,10 @@ def _narrow_example(
     return _dequantize_example(bits, rows, width, torch.bfloat16, device)
 
 
-def _cast_example(
-    fp8: torch.dtype, rows: int, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple:
-    (x,) = random_tensors(dtype, device, (rows, width))
-    return x.detach(), torch.full((1,), 150.0, device=device), fp8
-
-
 for _bits in (4, 8):
     quantize.example(partial(_quantize_example, _bits))
     dequantize.example(partial(_dequantize_example, _bits))
     dequantize.example(partial(_narrow_example, _bits))
-for _fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
-    cast_fp8.example(partial(_cast_example, _fp8))
 
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:

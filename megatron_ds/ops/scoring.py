@@ -21,6 +21,11 @@ class Scoring:
     sink: torch.Tensor | None = None
     alibi: Alibi | None = None
 
+    @property
+    def has_places(self) -> bool:
+        """Whether ALiBi has positions of its own, as of tokens that are no neighbours."""
+        return self.alibi is not None and self.alibi.places is not None
+
     def scale_of(self, channels: int) -> float:
         """The scale, for heads of d channels."""
         return self.scale or channels**-0.5

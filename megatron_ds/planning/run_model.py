@@ -10,7 +10,7 @@ from ..batch.batch import Batch
 from ..config import RunConfig
 from ..config.training_schedule import make_token_drop
 from ..models import MODELS, Layer
-from ..mpu.context import ParallelContext, Precision, Recompute, SequenceSlice
+from ..mpu.context import ParallelContext, Recompute, SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..plugins import plugged
@@ -27,12 +27,12 @@ DTYPES = {
 def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     """What the layers of a run need in addition to the sizes of the model. Collective over the world."""
     train = config.train
-    precision = Precision(DTYPES[config.optimizer.params_dtype])
+    dtype = DTYPES[config.optimizer.params_dtype]
     parallel = config.parallel
     ctx = ParallelContext(
         mesh,
         parallel.sequence_parallel,
-        precision,
+        dtype,
         mesh.device,
         train.seed,
         Recompute(

@@ -19,7 +19,8 @@ from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.extensions.data_efficiency.seqlen_curriculum import fold, truncate
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu.blocked_attention import BLOCK, blocked_attention
+from megatron_ds.ops.kernel_table import selected
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.training.samples import warn_without_ends
 
 pytestmark = pytest.mark.plan
@@ -159,13 +160,18 @@ def by_document(q, k, v, ids):
     return out
 
 
+def attend_without_kernels(q, k, v, documents):
+    with selected("torch"):
+        return attention(q, k, v, KeyVisibility(documents=documents))
+
+
 PATHS = {
-    "fused": attention,
-    "reference": lambda q, k, v, documents: reference_attention(
-        q, k, v, mask=documents.foreign
+    "chosen": lambda q, k, v, documents: attention(
+        q, k, v, KeyVisibility(documents=documents)
     ),
-    "blocked": lambda q, k, v, documents: blocked_attention(
-        q, k, v, q.shape[3] ** -0.5, documents
+    "torch": attend_without_kernels,
+    "reference": lambda q, k, v, documents: reference_attention(
+        q, k, v, KeyVisibility(documents=documents)
     ),
 }
 
@@ -174,10 +180,10 @@ PATHS = {
 @pytest.mark.parametrize(
     "b, s, n, g, mean",
     [
-        (1, 2 * BLOCK, 2, 2, 10),
-        (3, 2 * BLOCK + 7, 4, 2, 40),
-        (2, 3 * BLOCK, 2, 1, 1000),
-        (2, 5 * BLOCK - 1, 3, 3, 150),
+        (1, 128, 2, 2, 10),
+        (3, 135, 4, 2, 40),
+        (2, 192, 2, 1, 1000),
+        (2, 319, 3, 3, 150),
     ],
 )
 def test_attention_with_documents_equals_attention_to_each_of_them(
@@ -187,10 +193,10 @@ def test_attention_with_documents_equals_attention_to_each_of_them(
         torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(s)
     )
     q, k, v, dout = (
-        draw(s, b, n, 16),
-        draw(s, b, g, 16),
-        draw(s, b, g, 16),
-        draw(s, b, n * 16),
+        draw(s, b, n, 32),
+        draw(s, b, g, 32),
+        draw(s, b, g, 32),
+        draw(s, b, n * 32),
     )
     ids = random_ids(b, s, mean, seed=1)
     expected = [t.requires_grad_() for t in (q.clone(), k.clone(), v.clone())]
@@ -205,32 +211,6 @@ def test_attention_with_documents_equals_attention_to_each_of_them(
         torch.testing.assert_close(
             mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5
         )
-
-
-def test_blocks_of_several_samples_close_each_ones_own_documents(monkeypatch):
-    """All heads of all samples in one tile."""
-    from megatron_ds.ops.cpu import blocked_attention as module
-
-    ids = random_ids(3, 150, 20, seed=3)
-    q, k, v = (
-        torch.randn(150, 3, n, 32, generator=torch.Generator().manual_seed(n))
-        for n in (4, 2, 2)
-    )
-    monkeypatch.setattr(module, "TILE", 1)  # a head at a time
-    one_by_one = blocked_attention(q, k, v, 0.2, Documents(ids))
-    monkeypatch.setattr(module, "TILE", 1 << 30)
-    together = blocked_attention(q, k, v, 0.2, Documents(ids))
-    # products of other sizes round otherwise
-    torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)
-
-
-def test_short_documents_cost_less_than_one_long_sample():
-    kept = []
-    for ids in (torch.zeros(1, 512, dtype=torch.long), torch.arange(512)[None] // 32):
-        q, k, v = (torch.randn(512, 1, 2, 64, requires_grad=True) for _ in range(3))
-        out = blocked_attention(q, k, v, 0.1, Documents(ids))
-        kept.append(sum(t.numel() for t in out.grad_fn.saved_tensors) - 3 * q.numel())
-    assert kept[1] < kept[0] / 3
 
 
 def test_boundaries_of_documents_are_noted_before_ids_leave_the_cpu():

@@ -24,6 +24,7 @@ from megatron_ds.mpu.regions import gather_from_sequence_region
 from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
 from megatron_ds.ops.attention_pattern import FULL
 from megatron_ds.ops.core_attention import attention
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
 from tests.harness.plain_gpt import STYLES, gather_logical
@@ -48,7 +49,7 @@ class GatheredKeys(nn.Module):
         ]
         keys = torch.cat([part.index(batch.places.length) for part in parts])
         later = keys > batch.places.index[:, None]  # [s/cp, s]
-        return attention(q, k, v, pattern=FULL, mask=later[None, None])
+        return attention(q, k, v, visible=KeyVisibility(FULL, mask=later[None, None]))
 
 
 def context_parallel_gpt(config, ctx):

@@ -20,7 +20,7 @@ from megatron_ds.batch.ledger import DISCARDING, Entry, Ledger
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError, LedgerError
 from megatron_ds.models import MODELS, build_stage, gpt_loss, language_model
-from megatron_ds.mpu.context import ParallelContext, Precision
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
@@ -152,9 +152,7 @@ def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
     config = parse([*job, "--micro-batch-size", "1"])
     samples = mock_samples(config, 4 * BATCH, seed=1)
     model = build_stage(
-        MODELS["penalized gpt"](
-            config.model, ParallelContext(precision=Precision(dtypes[dtype]))
-        )
+        MODELS["penalized gpt"](config.model, ParallelContext(dtype=dtypes[dtype]))
     )
     initialize(model.parameters(), config.train.seed, {})
     masters = [p.detach().float().clone() for p in model.parameters()]

@@ -11,6 +11,7 @@ from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.gpu import flex_attention, flex_check
 from megatron_ds.ops.kernel_check import error_between
 from megatron_ds.ops.kernel_table import random_tensors
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import Scoring
 from tests.ops.test_flex_attention import (
     HEADS,
@@ -67,9 +68,7 @@ def test_kernels_equal_attention_written_out(
 
     def flex(q, k, v, sink):
         given = dict(
-            pattern=pattern,
-            documents=documents,
-            mask=padding,
+            visible=KeyVisibility(pattern, documents, padding),
             scoring=Scoring(None, sink, slopes),
         )
         assert attention.choice(q, k, v, **given) is core_attention._flex
@@ -77,7 +76,11 @@ def test_kernels_equal_attention_written_out(
 
     def expected(q, k, v, sink):
         return reference_attention(
-            q, k, v, pattern=FULL, mask=hidden, scoring=Scoring(None, sink, slopes)
+            q,
+            k,
+            v,
+            visible=KeyVisibility(FULL, mask=hidden),
+            scoring=Scoring(None, sink, slopes),
         )
 
     # of roundings of 700 terms in fp32, and of probabilities in 16 bits

@@ -19,8 +19,8 @@ needs.
 
 Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and
 v. So this is Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are:
-attention that keeps no scores where it is fused, half of them where it goes by blocks (CPU), and where its
-probabilities drop out six bytes or more of each, on GPUs two numbers.
+attention that keeps no scores where it is fused, and where its probabilities drop out six bytes or more of
+each, on GPUs two numbers.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,6 @@ import torch
 from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
 from megatron_ds.ops.cpu import compiled_attention, compiled_norms
-from megatron_ds.ops.cpu.blocked_attention import (
-    KERNELS,
-    is_worth_blocking,
-    rows_of_block,
-)
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
@@ -308,10 +303,8 @@ def _rotary_tables(work: Workload) -> int:
 
 def _document_bias(work: Workload, recompute: str | None) -> int:
     """What is added to the scores of documents that are kept apart, or with dropout their mask, shared by all
-    blocks of a stage. Compiled and blocked attention need none; the latter keeps less the more documents
-    there are: what is said of it is the most."""
-    by_blocks = _goes_by_blocks(work) and not work.model.attention_dropout
-    if not work.apart or recompute or by_blocks or _is_compiled(work):
+    blocks of a stage. Compiled attention needs none."""
+    if not work.apart or recompute or _is_compiled(work):
         return 0
     if work.model.attention_dropout:
         return work.tokens * work.positions if work.device == "cpu" else 0
@@ -328,15 +321,6 @@ def _is_compiled(work: Workload) -> bool:
         and model.head_dim in compiled_attention.CHANNELS
         and work.dtype in compiled_attention.NAMES
         and not compiled_attention.reason_against(work.dtype)
-    )
-
-
-def _goes_by_blocks(work: Workload) -> bool:
-    return (
-        work.device == "cpu"
-        and not _is_compiled(work)
-        and (work.dtype in KERNELS or _is_widened(work))
-        and is_worth_blocking(work.positions, work.model.head_dim)
     )
 
 
@@ -360,18 +344,6 @@ def _arguments(work: Workload) -> int:
 def _core(work: Workload) -> int:
     """What core attention keeps, its output apart."""
     causal = work.model.model != "bert"
-    if causal and not work.model.attention_dropout and _goes_by_blocks(work):
-        block = rows_of_block(torch.float32 if _is_widened(work) else work.dtype)
-        blocks = [
-            min(block, work.positions - at) for at in range(0, work.positions, block)
-        ]
-        seen = sum(
-            rows * min((i + 1) * block, work.positions) for i, rows in enumerate(blocks)
-        )
-        return (
-            work.scores // work.positions** 2 * seen * work.itemsize
-            + _blocked_arguments(work)
-        )
     own = None
     if _is_widened(work):  # then it works on copies in fp32
         work = replace(work, dtype=torch.float32)
@@ -405,23 +377,6 @@ def _core(work: Workload) -> int:
     ):  # values are copied
         arguments = work.query_bytes + 2 * work.key_bytes + _head_norms(work)
     return arguments + sums + copied + padding
-
-
-def _blocked_arguments(work: Workload) -> int:
-    """Copies in 16 bits that are multiplied as such, and the arguments themselves where they are widened. In
-    fp32 they are views, but for queries of one group, which lie between its keys and values, when there are
-    several samples."""
-    if _is_widened(work):
-        return _arguments(work)
-    if work.dtype != torch.float32:
-        return work.query_bytes + 2 * work.key_bytes
-    alone = (
-        work.query_bytes > work.key_bytes
-        and work.model.query_groups == work.tp
-        and work.samples > 1
-    )
-    turned = work.model.is_rotary or work.model.qk_layernorm
-    return _arguments(work) + (work.query_bytes if alone and not turned else 0)
 
 
 def _unfused_arguments(work: Workload, own: int | None) -> int:

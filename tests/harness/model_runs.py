@@ -8,7 +8,7 @@ import torch
 from megatron_ds.batch.ledger import Ledger
 from megatron_ds.extensions.data_efficiency.random_ltd import with_random_ltd
 from megatron_ds.models import MODELS, build_stage, run_layers
-from megatron_ds.mpu.context import ParallelContext, Precision, Recompute
+from megatron_ds.mpu.context import ParallelContext, Recompute
 from megatron_ds.mpu.group import solo
 
 from .plain_gpt import gather_logical, load_logical
@@ -39,7 +39,7 @@ def context_of(
     return ParallelContext(
         tp and TensorGroup(tp),
         sequence_parallel,
-        Precision(dtype),
+        dtype,
         torch.device(device),
         seed,
         Recompute(recompute_granularity, recompute_num_layers),

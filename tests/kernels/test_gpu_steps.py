@@ -18,8 +18,8 @@ from megatron_ds.config import parse
 from megatron_ds.context_parallel import block_exchange
 from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ops import attention_tiles, kernel_table
-from megatron_ds.ops.attention_tiles import Seen
+from megatron_ds.ops import attention_tiles, kernel_table, partial_attention
+from megatron_ds.ops.attention_tiles import TileLimits
 from megatron_ds.zero.arrival import Arrivals
 from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda, gpu
 from tests.harness.fake_nccl import FakeNccl, FakeWork
@@ -170,19 +170,19 @@ def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,tp=2,comm_type=all_gather"])
 def test_documents_save_the_same_tiles_on_a_gpu_as_on_a_cpu(layout, monkeypatch):
     """Their boundaries are known on the host, without a wait, and on ranks that do not read data."""
-    monkeypatch.setattr(attention_tiles, "ROWS", 3)
-    found, tiles = {"cuda": set(), "cpu": set()}, Seen.tiles
+    monkeypatch.setattr(attention_tiles, "LIMITS", TileLimits(rows=3))
+    found, tiles = {"cuda": set(), "cpu": set()}, partial_attention.tiles
     for device, of_device in found.items():
 
-        def recorded(seen, *arguments, of_device=of_device):
-            made = [*tiles(seen, *arguments)]
+        def recorded(visible, *arguments, of_device=of_device):
+            made = [*tiles(visible, *arguments)]
             of_device.update(
-                (seen.documents.boundaries, tile.queries, tile.keys, tile.is_whole)
+                (visible.boundaries, tile.queries, tile.keys, tile.is_whole)
                 for tile in made
             )
             return iter(made)
 
-        monkeypatch.setattr(Seen, "tiles", recorded)
+        monkeypatch.setattr(partial_attention, "tiles", recorded)
         assert not train(layout, device, more=DOCUMENTS).problems
     assert found["cuda"] == found["cpu"]
     assert any(boundaries[0] for boundaries, *_ in found["cuda"])

@@ -16,7 +16,6 @@ SIZES = [
     (1000, 256),
     (0, 64),
 ]  # numbers, block
-FP8 = tuple(kernels.MANTISSA)
 
 
 def randn(n, dtype):
@@ -54,8 +53,6 @@ def compiled():
             for n, block in SIZES:
                 for bits in (8, 4):
                     there_and_back(kernels, randn(n, dtype), bits, block)
-                for fp8 in FP8:
-                    kernels.cast_fp8(randn(n, dtype), torch.ones(1), fp8)
         for x in strided():
             for bits in (8, 4):
                 there_and_back(kernels, x, bits, 64)
@@ -118,50 +115,11 @@ def test_other_strides_and_addresses_are_taken(bits):
             )
 
 
-@pytest.mark.parametrize("fp8", FP8, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n, _", SIZES)
-def test_8_bit_floating_point_has_the_bits_of_torchs(n, _, dtype, fp8):
-    x, scale = randn(n, dtype), torch.tensor([3.7])
-    with emulated_gpu():
-        got = kernels.cast_fp8(x, scale, fp8)
-    assert same_bits(got, ops.cast_fp8.in_torch(x, scale, fp8))
-
-
-@pytest.mark.parametrize("fp8", FP8, ids=str)
-def test_every_8_bit_number_and_every_tie_between_two_is_rounded_to_even(fp8):
-    numbers = torch.arange(256, dtype=torch.uint8).view(fp8).float()
-    finite = numbers[numbers.isfinite()].sort().values
-    ties = (finite[1:] + finite[:-1]) / 2
-    up, down = (
-        ties.nextafter(torch.tensor(end)) for end in (float("inf"), -float("inf"))
-    )
-    x = torch.cat(
-        (
-            numbers,
-            ties,
-            up,
-            down,
-            torch.tensor([-0.0, 1e9, -1e9, 1e-30, 1e-45, float("nan")]),
-        )
-    )
-    with emulated_gpu():
-        got = kernels.cast_fp8(x, torch.ones(1), fp8)
-    assert same_bits(got, ops.cast_fp8.in_torch(x, torch.ones(1), fp8))
-    of, true = got.view(fp8).float(), numbers.isfinite()
-    assert torch.equal(of[:256][true], numbers[true])
-    assert of[-5] == finite.max() and of[-4] == finite.min() and of[-1].isnan()
-
-
 def test_tensors_without_memory_and_too_many_numbers():
     x = torch.empty(3, 70, dtype=torch.bfloat16, device="meta")
     codes, scales = ops.quantize(x, 4, 64)
     assert codes.shape == (105,) and scales.shape == (4,)
     assert ops.dequantize(scales, codes, 210, 4, 64, torch.float16).shape == (210,)
-    assert (
-        ops.cast_fp8(x, torch.empty(1, device="meta"), torch.float8_e5m2).shape
-        == x.shape
-    )
     many = torch.empty(2**31, dtype=torch.bfloat16, device="meta")
     assert "numbers" in kernels.fits_numbers(many) and "numbers" in kernels.fits_codes(
         x, many

@@ -10,7 +10,7 @@ from megatron_ds.moe.capacity import Capacity, limit
 from megatron_ds.moe.mixture import MixtureOfExperts
 from megatron_ds.moe.padded import PaddedDispatch
 from megatron_ds.mpu.columns import columns_of_rows, rows_of_columns
-from megatron_ds.mpu.context import ParallelContext, Precision
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.layout_runs import reference_of, run_layout
@@ -86,7 +86,7 @@ def test_a_layer_is_a_sum_over_kept_slots_whatever_empty_places_hold(
     ]
     config, ctx = (
         parse(job, world_size=1).model,
-        ParallelContext(precision=Precision(torch.float64)),
+        ParallelContext(dtype=torch.float64),
     )
     mlp = MixtureOfExperts(config, 4, "mlp", ctx, output_std=0.3)
     torch.manual_seed(5)

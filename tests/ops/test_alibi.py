@@ -1,6 +1,7 @@
 """ALiBi: slopes and bias against closed forms, attention against a bias that is written out."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,9 +11,9 @@ from megatron_ds.batch.documents import Documents
 from megatron_ds.ops.alibi import Alibi, alibi_bias, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import blocked_attention as blocked
-from megatron_ds.ops.cpu import tiled_attention as tiled
 from megatron_ds.ops.dropout import KeepMask, sample_keys
+from megatron_ds.ops.kernel_table import selected
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import Scoring
 from tests.harness.plain_gpt import plain_slopes
 
@@ -104,34 +105,13 @@ def test_attention_has_the_bias_of_the_distance(function, sq, sk, n, g, pattern)
         future(sq, sk) if pattern.causal else torch.zeros(1, sq, sk, dtype=torch.bool)
     )
     check(
-        partial(function, pattern=pattern, scoring=alibi_of(n)), q, k, v, dout, hidden
-    )
-
-
-@pytest.mark.parametrize("tile", [1, 1 << 20])  # 1: one key-value head at a time
-@pytest.mark.parametrize("s, n, g", [(128, 4, 4), (150, 6, 2), (129, 3, 1)])
-@pytest.mark.parametrize("apart", [False, True])
-def test_blocked_attention_adds_it_to_each_block(s, n, g, tile, apart, monkeypatch):
-    monkeypatch.setattr(blocked, "TILE", tile)
-    q, k, v, dout = drawn(s, s, 2, n, g, d=24)
-    ids = torch.arange(s).expand(2, s) // torch.tensor([[30], [77]])
-    documents, hidden = None, future(s, s)
-    if apart:
-        documents, hidden = Documents(ids), hidden | (ids[:, :, None] != ids[:, None])
-    called = []
-    monkeypatch.setattr(
-        "megatron_ds.ops.core_attention.blocked_attention",
-        lambda *given: (called.append(given), blocked.blocked_attention(*given))[1],
-    )
-    check(
-        partial(attention, scoring=alibi_of(n), documents=documents),
+        partial(function, visible=KeyVisibility(pattern), scoring=alibi_of(n)),
         q,
         k,
         v,
         dout,
         hidden,
     )
-    assert called
 
 
 @pytest.mark.parametrize(
@@ -145,22 +125,17 @@ def test_blocked_attention_adds_it_to_each_block(s, n, g, tile, apart, monkeypat
     ids=str,
 )
 @pytest.mark.parametrize("s, n, g", [(150, 6, 2), (300, 3, 1)])
-def test_tiled_attention_adds_it_to_each_tile(pattern, s, n, g, monkeypatch):
-    q, k, v, dout = drawn(s, s, 2, n, g, d=8)
-    called = []
-    monkeypatch.setattr(
-        "megatron_ds.ops.core_attention.tiled_attention",
-        lambda *given: (called.append(given), tiled.tiled_attention(*given))[1],
-    )
+def test_windows_leave_it_as_it_is(pattern, s, n, g):
+    q, k, v, dout = drawn(s, s, 2, n, g, d=32)
     here = torch.arange(s)
     outside = pattern.hidden(here, here)
     hidden = (
         torch.zeros(1, s, s, dtype=torch.bool) if outside is None else outside[None]
     )
-    check(
-        partial(attention, pattern=pattern, scoring=alibi_of(n)), q, k, v, dout, hidden
-    )
-    assert called
+    attend = partial(attention, visible=KeyVisibility(pattern), scoring=alibi_of(n))
+    check(attend, q, k, v, dout, hidden)
+    with selected("torch"):
+        check(attend, q, k, v, dout, hidden)
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, FULL], ids=["causal", "full"])
@@ -173,11 +148,11 @@ def test_documents_and_masks_hide_what_they_hide_without_it(pattern):
     hidden = (ids[:, :, None] != ids[:, None]) | (
         future(s, s) if pattern.causal else False
     )
-    attend = partial(
-        attention, pattern=pattern, scoring=alibi_of(n), documents=Documents(ids)
-    )
-    check(attend, q, k, v, dout, hidden)
-    check(partial(attend, mask=mask), q, k, v, dout, hidden | mask[:, 0])
+    visible = KeyVisibility(pattern, Documents(ids))
+    attend = partial(attention, scoring=alibi_of(n))
+    check(partial(attend, visible=visible), q, k, v, dout, hidden)
+    visible = replace(visible, mask=mask)
+    check(partial(attend, visible=visible), q, k, v, dout, hidden | mask[:, 0])
 
 
 def test_distances_are_those_of_the_places_of_the_tokens():

@@ -3,7 +3,6 @@ explicit softmax, and the golden values of a merge."""
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +12,12 @@ from megatron_ds.batch.documents import Documents
 from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
-from megatron_ds.ops.attention_tiles import Runs, Seen
+from megatron_ds.ops.attention_tiles import Runs, TileLimits, tiles
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.cpu import compiled_attention
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
+from megatron_ds.ops.scoring import Scoring
 from tests.harness.plain_gpt import plain_slopes
 
 pytestmark = pytest.mark.plan
@@ -45,10 +46,8 @@ PATTERNS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(attention_tiles, "ROWS", 4)
-    monkeypatch.setattr(attention_tiles, "COLUMNS", 5)
-    monkeypatch.setattr(attention_tiles, "ROWS_OF_LAYOUT", 5)
-    monkeypatch.setattr(attention_tiles, "GAP", 4)
+    limits = TileLimits(rows=4, columns=5, rows_of_layout=5, gap=4)
+    monkeypatch.setattr(attention_tiles, "LIMITS", limits)
 
 
 def documents():
@@ -68,21 +67,21 @@ def of_a_device(documents):
     )
 
 
-def seen_of(pattern, hides):
+def visible_of(pattern, hides):
     apart = of_a_device(documents()) if "unknown" in hides else documents()
-    return Seen(
+    return KeyVisibility(
         PATTERNS[pattern],
         apart if "documents" in hides else None,
         padding() if "padding" in hides else None,
     )
 
 
-def hidden_of(seen):
+def hidden_of(visible):
     """bool [b, 1 or n, s, s], from the definition."""
     here = torch.arange(LENGTH)
     far = here[None] - here[:, None]
     hidden = torch.zeros(SAMPLES, 1, LENGTH, LENGTH, dtype=torch.bool)
-    pattern = seen.pattern
+    pattern = visible.pattern
     if pattern.causal:
         hidden |= far > 0
     if pattern.left is not None:
@@ -95,9 +94,9 @@ def hidden_of(seen):
             :, here[:, None] // size, here // size
         ]
         hidden = hidden | ~shown
-    if seen.documents is not None:
-        hidden |= seen.documents.foreign
-    return hidden if seen.mask is None else hidden | seen.mask
+    if visible.documents is not None:
+        hidden |= visible.documents.foreign
+    return hidden if visible.mask is None else hidden | visible.mask
 
 
 HIDES = ("", "documents", "padding", "documents, padding", "unknown documents")
@@ -106,17 +105,17 @@ CASES = [*itertools.product(PATTERNS, HIDES)]
 
 @pytest.mark.parametrize("pattern, hides", CASES)
 def test_tiles_cover_each_visible_element_once_and_skip_hidden_blocks(pattern, hides):
-    seen = seen_of(pattern, hides)
-    hidden, count = hidden_of(seen), torch.zeros(LENGTH, LENGTH, dtype=torch.long)
+    visible = visible_of(pattern, hides)
+    hidden, count = hidden_of(visible), torch.zeros(LENGTH, LENGTH, dtype=torch.long)
     for queries, keys in itertools.product(ZIGZAG, ZIGZAG):
-        for tile in seen.tiles(queries, keys):
+        for tile in tiles(visible, queries, keys):
             rows, columns = (
                 [*itertools.chain(*runs.ranges)][part]
                 for runs, part in ((queries, tile.rows), (keys, tile.columns))
             )
             assert rows == [*tile.queries] and columns == [*tile.keys]
             there = hidden[:, :, rows][..., columns]
-            mask = seen.hidden(tile)
+            mask = None if tile.is_whole else visible.hidden(tile.queries, tile.keys)
             assert torch.equal(
                 there,
                 torch.zeros_like(there) if mask is None else mask.expand_as(there),
@@ -144,7 +143,7 @@ def drawn_boundaries(least, most):
         yield at
 
 
-def tiles_of_rank(seen, rank):
+def tiles_of_rank(visible, rank):
     """Over all keys, of a rank with two chunks."""
     chunk = TOKENS // (2 * RANKS)
     runs = [
@@ -156,20 +155,19 @@ def tiles_of_rank(seen, rank):
         )
         for i in range(RANKS)
     ]
-    return [tile for keys in runs for tile in seen.tiles(runs[rank], keys)]
+    return [tile for keys in runs for tile in tiles(visible, runs[rank], keys)]
 
 
 @pytest.fixture
 def large_tiles(small_tiles, monkeypatch):
-    for name, size in (("ROWS", 512), ("COLUMNS", 1024)):
-        monkeypatch.setattr(attention_tiles, name, size)
+    monkeypatch.setattr(attention_tiles, "LIMITS", TileLimits())
 
 
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_one_document_has_the_tiles_of_a_causal_mask(rank):
-    tiles = tiles_of_rank(Seen(CAUSAL, known()), rank)
-    assert len(tiles) == 17 and tiles == tiles_of_rank(Seen(CAUSAL), rank)
+    found = tiles_of_rank(KeyVisibility(CAUSAL, known()), rank)
+    assert len(found) == 17 and found == tiles_of_rank(KeyVisibility(CAUSAL), rank)
 
 
 @pytest.mark.usefixtures("large_tiles")
@@ -181,14 +179,12 @@ def test_long_documents_need_no_mask(pattern, rank):
     # A part of a document in a chunk may be shorter than ROWS; here, none is.
     chunk = TOKENS // (2 * RANKS)
     boundaries = tuple(at for at in boundaries if 512 <= at % chunk <= chunk - 512)
-    seen = Seen(pattern, known(*boundaries))
-    tiles, edges = tiles_of_rank(seen, rank), [0, *boundaries, TOKENS]
-    assert all(
-        tile.is_whole or seen.is_triangle(tile.queries, tile.keys) for tile in tiles
-    )
+    visible = KeyVisibility(pattern, known(*boundaries))
+    found, edges = tiles_of_rank(visible, rank), [0, *boundaries, TOKENS]
+    assert all(tile.is_whole or tile.is_triangle for tile in found)
     scores = sum(
         len(t.queries) * (len(t.keys) if t.is_whole else (len(t.keys) + 1) / 2)
-        for t in tiles
+        for t in found
     )
     own = (
         torch.arange(TOKENS)
@@ -205,12 +201,13 @@ def test_long_documents_need_no_mask(pattern, rank):
 def test_short_documents_share_tiles(pattern):
     """32 pieces of 512 queries see at most 30 keys before them, perhaps of another chunk."""
     assert (
-        len(tiles_of_rank(Seen(pattern, known(*drawn_boundaries(10, 30))), 3)) <= 2 * 32
+        len(tiles_of_rank(KeyVisibility(pattern, known(*drawn_boundaries(10, 30))), 3))
+        <= 2 * 32
     )
-    in_one = tiles_of_rank(Seen(pattern, known()), 3)
-    assert in_one == tiles_of_rank(Seen(pattern), 3) and len(in_one) <= 4 * 32
+    in_one = tiles_of_rank(KeyVisibility(pattern, known()), 3)
+    assert in_one == tiles_of_rank(KeyVisibility(pattern), 3) and len(in_one) <= 4 * 32
     assert len(in_one) < len(
-        tiles_of_rank(Seen(pattern, SimpleNamespace(boundaries=None)), 3)
+        tiles_of_rank(KeyVisibility(pattern, SimpleNamespace(boundaries=None)), 3)
     )
 
 
@@ -240,19 +237,25 @@ def explicit(q, k, v, dout, hidden, keep=1.0, bias=0.0):
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def partial(q, k, v, dout, seen):
+def partial(q, k, v, dout, visible, keep=None, **of_scores):
     """The same over two blocks of keys, for the queries of each of two ranks."""
-    scale = 1 / math.sqrt(q.shape[-1])
+    scoring = Scoring(**of_scores)
     results = [torch.zeros_like(t, dtype=torch.float32) for t in (q, q, k, v)]
     for queries in ZIGZAG:
         rows = [*itertools.chain(*queries.ranges)]
-        part = PartialAttention(q[rows], queries, seen, scale)
+        part = PartialAttention(q[rows], queries, visible, scoring, keep)
         blocks = [(keys, [*itertools.chain(*keys.ranges)]) for keys in ZIGZAG]
         for keys, columns in blocks:
             part.add(k[columns], v[columns], keys)
         out, sums = part.result()
         gradients = PartialGradients(
-            q[rows], queries, seen, scale, (out, sums), dout[rows].flatten(2)
+            q[rows],
+            queries,
+            visible,
+            scoring,
+            (out, sums),
+            dout[rows].flatten(2),
+            keep,
         )
         for keys, columns in blocks:
             dkv = torch.zeros(2, len(columns), SAMPLES, *k.shape[2:])
@@ -266,9 +269,9 @@ def partial(q, k, v, dout, seen):
 
 @pytest.mark.parametrize("pattern, hides", CASES)
 def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides):
-    seen, values = seen_of(pattern, hides), inputs()
+    visible, values = visible_of(pattern, hides), inputs()
     for ours, right in zip(
-        partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True
+        partial(*values, visible), explicit(*values, hidden_of(visible)), strict=True
     ):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
 
@@ -281,9 +284,9 @@ def test_partial_attention_over_blocks_is_attention_over_all_keys(pattern, hides
 def test_tiles_of_bf16_run_in_compiled_attention(pattern, monkeypatch):
     for name in ("_CPU", "_CPU_BACKWARD"):
         monkeypatch.setattr(partial_attention, name, None)
-    values, seen = inputs(torch.bfloat16, 32), seen_of(pattern, "")
+    values, visible = inputs(torch.bfloat16, 32), visible_of(pattern, "")
     for ours, right in zip(
-        partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True
+        partial(*values, visible), explicit(*values, hidden_of(visible)), strict=True
     ):
         torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2)
 
@@ -300,17 +303,19 @@ def test_alibi_is_added_tile_by_tile(pattern, hides, dropout):
     kept[:, :, ::3, 1::4] = not dropout
     part = lambda run: slice(run.start, run.stop)
     keep = lambda tile: (kept[:, :, part(tile.queries), part(tile.keys)], 1.5)
-    seen = replace(
-        seen_of(pattern, hides),
-        alibi=Alibi(alibi_slopes(HEADS)),
-        keep=keep if dropout else None,
-    )
+    visible = visible_of(pattern, hides)
+    added = {
+        "alibi": Alibi(alibi_slopes(HEADS)),
+        "keep": keep if dropout else None,
+    }
     bias = (
         -(here - here[:, None]).abs().double()
         * torch.tensor(plain_slopes(HEADS))[:, None, None].double()
     )
-    right = explicit(*inputs(), hidden_of(seen), kept * 1.5 if dropout else 1.0, bias)
-    for ours, true in zip(partial(*inputs(), seen), right, strict=True):
+    right = explicit(
+        *inputs(), hidden_of(visible), kept * 1.5 if dropout else 1.0, bias
+    )
+    for ours, true in zip(partial(*inputs(), visible, **added), right, strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)  # fp32
 
 
@@ -355,25 +360,25 @@ def test_dropout_keeps_the_probabilities_that_its_mask_keeps():
         ],
         1.5,
     )
-    seen, values = Seen(CAUSAL, documents(), keep=cut), inputs()
+    visible, values = KeyVisibility(CAUSAL, documents()), inputs()
     for ours, right in zip(
-        partial(*values, seen),
-        explicit(*values, hidden_of(seen), kept * 1.5),
+        partial(*values, visible, keep=cut),
+        explicit(*values, hidden_of(visible), kept * 1.5),
         strict=True,
     ):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=5e-6)
 
 
 def test_sixteen_bits_are_merged_in_fp32():
-    seen, values = Seen(CAUSAL), inputs(torch.bfloat16)
+    visible, values = KeyVisibility(CAUSAL), inputs(torch.bfloat16)
     for ours, right in zip(
-        partial(*values, seen), explicit(*values, hidden_of(seen)), strict=True
+        partial(*values, visible), explicit(*values, hidden_of(visible)), strict=True
     ):
         assert (ours - right).abs().max() < 0.02 * right.abs().max()
 
 
 def test_a_query_without_any_key_has_zero_output_and_gradients():
-    blind = Seen(FULL, mask=padding(0))
+    blind = KeyVisibility(FULL, mask=padding(0))
     assert not any(part.any() for part in partial(*inputs(), blind))
 
 
@@ -382,7 +387,7 @@ def test_the_golden_merge():
     q = torch.tensor([[1.0, 2], [0.5, -1]])[:, None, None]
     k = torch.tensor([[1.0, 0], [0, 1], [-1, 1], [2, 0.5]])[:, None, None]
     v = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None, None]
-    part = PartialAttention(q, Runs((range(2),)), Seen(FULL), 1 / math.sqrt(2))
+    part = PartialAttention(q, Runs((range(2),)), KeyVisibility(FULL))
     part.add(k[:2], v[:2], Runs((range(2),)))
     out, sums = part.result()
     right = torch.tensor([[0.330238, 0.669762], [0.742817, 0.257183]])
@@ -401,8 +406,8 @@ def test_the_golden_merge():
     gradients = PartialGradients(
         q,
         Runs((range(2),)),
-        Seen(FULL),
-        1 / math.sqrt(2),
+        KeyVisibility(FULL),
+        Scoring(),
         (out, sums),
         torch.tensor([[1.0, 0], [0.5, 1]])[:, None],
     )
@@ -433,10 +438,8 @@ def test_the_kernels_for_gpus_have_the_arguments_that_torch_takes():
         q,
         k,
         v,
-        0.5,
+        Scoring(0.5),
         torch.zeros(SAMPLES, 1, LENGTH, LENGTH, device="meta"),
-        False,
-        None,
     )
     out, sums = partial_attention._gpu_forward(operands)
     assert out.shape == q.shape and sums.shape == q.shape[:3]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from megatron_ds.ops.cpu import compiled_attention as module
 from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.kernel_table import selected
-from megatron_ds.ops.scoring import Scoring
+from megatron_ds.ops.key_visibility import KeyVisibility
+from megatron_ds.ops.scoring import PLAIN, Scoring
 from tests.harness.instruction_sets import SETS, instruction_set  # noqa: F401
 
 pytestmark = pytest.mark.plan
@@ -79,7 +81,7 @@ def test_probabilities_below_the_normal_numbers_are_zero_in_the_kernel_alone(dty
         q.requires_grad_(),
         k.requires_grad_(),
         v,
-        pattern=FULL,
+        visible=KeyVisibility(FULL),
         scoring=Scoring(scale=1.0),
     )
     assert out.grad_fn.name() == RUNS
@@ -104,7 +106,7 @@ def test_probabilities_below_the_normal_numbers_are_zero_in_the_kernel_alone(dty
 )
 def test_it_equals_the_formula_forward_and_backward(s, n, g, d, pattern, dtype):
     packed, heads = projected(s, n, g, d, dtype=dtype)
-    out = attention(*heads, pattern=pattern, scoring=Scoring(scale=0.2))
+    out = attention(*heads, visible=KeyVisibility(pattern), scoring=Scoring(scale=0.2))
     assert out.grad_fn.name() == RUNS and out.dtype == dtype
     expected = written_out(*heads, pattern.causal, 0.2)
     assert_near(
@@ -151,33 +153,30 @@ def test_queries_and_keys_of_different_lengths(sq, sk, pattern, dtype):
         for s in (sq, sk, sk + 1)
     ]
     q, k, v = leaves[0], leaves[1], leaves[2][:sk]
-    out = attention(q, k, v, pattern=pattern)
+    out = attention(q, k, v, visible=KeyVisibility(pattern))
     assert out.grad_fn.name() == RUNS
-    expected = reference_attention(*(t.double() for t in (q, k, v)), pattern=pattern)
+    expected = reference_attention(
+        *(t.double() for t in (q, k, v)), visible=KeyVisibility(pattern)
+    )
     assert_near(
         [out, *gradients(out, leaves)], [expected, *gradients(expected, leaves)]
     )
 
 
+PADDING = (torch.arange(200) >= 187).expand(2, 1, 1, 200)
+ALIBI = Scoring(alibi=Alibi(alibi_slopes(4)))
+# which keys are visible, and what joins their scores
 HIDING = {
-    "window": {"pattern": AttentionPattern(left=20)},
-    "window of both sides": {
-        "pattern": AttentionPattern(causal=False, left=70, right=3)
-    },
-    "padding": {
-        "pattern": FULL,
-        "mask": (torch.arange(200) >= 187).expand(2, 1, 1, 200),
-    },
-    "sink": {"scoring": Scoring(sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))},
-    "alibi": {"scoring": Scoring(alibi=Alibi(alibi_slopes(4)))},
-    "alibi of both sides": {
-        "pattern": FULL,
-        "scoring": Scoring(alibi=Alibi(alibi_slopes(4))),
-    },
-    "window and alibi": {
-        "pattern": AttentionPattern(left=33),
-        "scoring": Scoring(alibi=Alibi(alibi_slopes(4))),
-    },
+    "window": (KeyVisibility(AttentionPattern(left=20)), PLAIN),
+    "window of both sides": (
+        KeyVisibility(AttentionPattern(causal=False, left=70, right=3)),
+        PLAIN,
+    ),
+    "padding": (KeyVisibility(FULL, mask=PADDING), PLAIN),
+    "sink": (KeyVisibility(), Scoring(sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))),
+    "alibi": (KeyVisibility(), ALIBI),
+    "alibi of both sides": (KeyVisibility(FULL), ALIBI),
+    "window and alibi": (KeyVisibility(AttentionPattern(left=33)), ALIBI),
 }
 
 
@@ -185,16 +184,17 @@ HIDING = {
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", HIDING)
 def test_what_hides_keys_or_adds_to_scores(case, apart, dtype):
-    settings, (packed, heads) = HIDING[case], projected(200, 4, 2, 32, dtype=dtype)
-    documents = (
-        Documents(document_numbers(draw(2, 200).abs() < 0.02)) if apart else None
+    (visible, scoring), (packed, heads) = (
+        HIDING[case],
+        projected(200, 4, 2, 32, dtype=dtype),
     )
-    out = attention(*heads, documents=documents, **settings)
+    if apart:
+        documents = Documents(document_numbers(draw(2, 200).abs() < 0.02))
+        visible = replace(visible, documents=documents)
+    out = attention(*heads, visible, scoring=scoring)
     assert RUNS in _names(out.grad_fn)
-    given = settings.get("mask"), documents.foreign if apart else None
-    mask = None if given == (None, None) else sum(m for m in given if m is not None) > 0
     expected = reference_attention(
-        *(t.double() for t in heads), **{**settings, "mask": mask}
+        *(t.double() for t in heads), visible, scoring=scoring
     )
     assert_near(
         [out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])]
@@ -223,7 +223,7 @@ def test_numbers_within_a_head_may_lie_apart_and_rows_begin_anywhere(dtype):
 def test_keys_of_long_sequences_in_runs(g, d, pattern, dtype):
     packed, heads = projected(1030, 2, g, d, samples=1, dtype=dtype)
     out, expected = (
-        attention(*heads, pattern=pattern),
+        attention(*heads, visible=KeyVisibility(pattern)),
         written_out(*heads, pattern.causal, d**-0.5),
     )
     assert_near(
@@ -248,11 +248,11 @@ def test_bits_depend_neither_on_threads_nor_on_other_samples(
     results = []
     for threads in (1, 2, 5, 16):  # with many, heads are divided
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        out = attention(*heads, pattern=pattern)
+        out = attention(*heads, visible=KeyVisibility(pattern))
         results.append([out.detach(), *gradients(out, [packed])])
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
-    alone = attention(*(t[:, :1] for t in heads), pattern=pattern)
+    alone = attention(*(t[:, :1] for t in heads), visible=KeyVisibility(pattern))
     assert torch.equal(alone.detach(), results[0][0][:, :1])
 
 
@@ -266,19 +266,20 @@ def test_gradients_are_added_in_fp32_where_they_belong(
 ):
     """To sums of any strides, without rounding to the dtype of the tensors; what lies between them stays."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    scoring, shown = Scoring(0.125), module.Shown(CAUSAL, range(s), range(s))
+    scoring = Scoring(0.125)
+    block = module.ScoreBlock(KeyVisibility(), range(s), range(s))
     q, k, v, dout = (
         draw(s, 2, heads, 64, seed=i, dtype=dtype)
         for i, heads in enumerate((n, g, g, n))
     )
-    out, lse = module.attend(q, k, v, shown, scoring)
+    out, lse = module.attend(q, k, v, block, scoring)
     arguments = (
         q,
         k,
         v,
         dout,
         module.OfRows(lse, module.row_dots(dout, out)),
-        shown,
+        block,
         scoring,
     )
     wide = torch.full((2, s + 1, n + 2 * g + 1, 64), 7.0)
@@ -322,12 +323,17 @@ def test_what_is_kept_is_the_arguments_the_output_and_a_number_a_row(dtype):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mask": torch.zeros(1, 1, 160, 160, dtype=torch.bool)},
+        {"visible": KeyVisibility(mask=torch.zeros(1, 1, 160, 160, dtype=torch.bool))},
         {"d": 40},
         {"d": 288},
         {"dtype": torch.float64},
         {"scoring": Scoring(alibi=Alibi(alibi_slopes(2), torch.arange(160)))},
-        {"keys": 9, "pattern": FULL, "mask": torch.zeros(1, 1, 1, 9, dtype=torch.bool)},
+        {
+            "keys": 9,
+            "visible": KeyVisibility(
+                FULL, mask=torch.zeros(1, 1, 1, 9, dtype=torch.bool)
+            ),
+        },
     ],
 )
 def test_what_it_does_not_take_goes_another_way(settings):

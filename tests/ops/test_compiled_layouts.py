@@ -6,11 +6,12 @@ import torch
 from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
 from megatron_ds.ops.attention_pattern import AttentionPattern
-from megatron_ds.ops.attention_tiles import Runs, Seen
+from megatron_ds.ops.attention_tiles import Runs
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import compiled_attention
 from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring
 from tests.harness.instruction_sets import instruction_set  # noqa: F401
@@ -85,16 +86,18 @@ def test_output_and_gradients_equal_those_of_a_mask(
             q,
             k,
             v,
-            pattern=pattern,
-            documents=apart,
-            mask=padding,
+            visible=KeyVisibility(pattern, documents=apart, mask=padding),
             scoring=Scoring(None, sink),
         )
 
     def oracle(q, k, v, sink=None):
         hidden = apart.foreign | padding if hides else None
         return reference_attention(
-            q, k, v, pattern=pattern, mask=hidden, scoring=Scoring(None, sink)
+            q,
+            k,
+            v,
+            visible=KeyVisibility(pattern, mask=hidden),
+            scoring=Scoring(None, sink),
         )
 
     expected = outcome(oracle, *[t.double() for t in tensors])
@@ -109,7 +112,7 @@ def test_rows_that_see_nothing_are_zero_and_move_nothing():
     pattern = AttentionPattern(False, layout=BlockLayout.of(32, seen.numpy()))
     tensors = [draw(128, 1, 2, 32, seed=i) for i in range(3)]
     out, *gradients = outcome(
-        lambda q, k, v: attention(q, k, v, pattern=pattern), *tensors
+        lambda q, k, v: attention(q, k, v, visible=KeyVisibility(pattern)), *tensors
     )
     assert not out[64:96].any() and out[:64].all() and out[96:].all()
     assert all(not dx[64:96].any() and dx.isfinite().all() for dx in gradients)
@@ -125,7 +128,7 @@ def test_rows_that_see_nothing_are_zero_and_move_nothing():
 def test_any_number_of_threads_and_any_strides_give_the_same_bits(dtype):
     pattern = pattern_of("fixed", 16, 20, 3)
     packed = draw(320, 2, 3, 3, 32).to(dtype)  # as of one projection
-    call = lambda *tensors: attention(*tensors, pattern=pattern)
+    call = lambda *tensors: attention(*tensors, visible=KeyVisibility(pattern))
     one = outcome(call, *[packed[:, :, :, i].contiguous() for i in range(3)])
     before = torch.get_num_threads()
     try:
@@ -166,7 +169,10 @@ def test_ranks_that_share_keys_compute_what_one_does(
         if hides
         else None
     )
-    seen = Seen(pattern, apart if hides else None, padding)
+    settings = (
+        KeyVisibility(pattern, apart if hides else None, padding),
+        Scoring(32**-0.5),
+    )
     ways = []
     monkeypatch.setattr(
         compiled_attention,
@@ -180,12 +186,12 @@ def test_ranks_that_share_keys_compute_what_one_does(
             (keys, [i for run in keys.ranges for i in run])
             for keys in RUNS[pattern.causal]
         ]
-        partial = PartialAttention(q[rows], queries, seen, 32**-0.5)
+        partial = PartialAttention(q[rows], queries, *settings)
         for keys, columns in blocks:
             partial.add(k[columns], v[columns], keys)
         result = partial.result()
         parts = PartialGradients(
-            q[rows], queries, seen, 32**-0.5, result, dout[rows].flatten(2)
+            q[rows], queries, *settings, result, dout[rows].flatten(2)
         )
         for keys, columns in blocks:
             dkv = torch.zeros(2, *k[columns].shape)
@@ -197,7 +203,7 @@ def test_ranks_that_share_keys_compute_what_one_does(
         ours[0][rows], ours[1][rows] = result[0].view_as(q[rows]).float(), parts.dq
     hidden = apart.foreign | padding if hides else None
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out = reference_attention(*leaves, pattern=pattern, mask=hidden)
+    out = reference_attention(*leaves, visible=KeyVisibility(pattern, mask=hidden))
     theirs = (
         out.view(q.shape),
         *torch.autograd.grad(out, leaves, dout.double().flatten(2)),

@@ -7,6 +7,8 @@ tiles, forward only. Triton's kernels need a GPU: tests/gpu/test_flex_attention.
 
 import logging
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +24,9 @@ from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.dropout import KeepMask, sample_keys
-from megatron_ds.ops.gpu import flex_attention, flex_check, score_tiles
+from megatron_ds.ops.gpu import flex_attention, flex_check
 from megatron_ds.ops.kernel_table import selected
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import PLAIN, Scoring
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.ops.test_sparse_layouts import CASES, options
@@ -86,7 +89,7 @@ def by_tile(seen, with_tail):
 def test_tiles_are_those_of_the_elements(case, block, positions):
     pattern = pattern_of(case, block, positions) if isinstance(case, tuple) else case
     elements = by_tile(seen_by_element(pattern, positions), False)
-    tiles = score_tiles.of_pattern(pattern, positions)
+    tiles = flex_attention.tiles_of(pattern, positions)
     assert np.array_equal(tiles.seen, elements.any(axis=(3, 4)))
     assert np.array_equal(tiles.whole, elements.all(axis=(3, 4)))
 
@@ -154,9 +157,8 @@ def test_a_block_mask_shows_the_scores_of_the_pattern(
     pattern = pattern_of(case, block, positions) if isinstance(case, tuple) else case
     documents = documents_of(2, positions) if apart else None
     padding = padding_of(2, positions, 250) if padded else None
-    mask = flex_attention.block_mask(
-        pattern, positions, CPU, documents.ids if apart else None, padding
-    )
+    visible = KeyVisibility(pattern, documents, padding)
+    mask = flex_attention.block_mask(visible, positions, CPU)
     expected = np.broadcast_to(
         seen_by_element(pattern, positions), (2, HEADS, positions, positions)
     )
@@ -175,9 +177,8 @@ def test_a_block_mask_shows_the_scores_of_the_pattern(
 def test_tiles_of_other_documents_and_of_padding_are_not_computed():
     positions = 1024
     ids = torch.arange(positions).div(256, rounding_mode="floor").expand(1, -1)
-    mask = flex_attention.block_mask(
-        CAUSAL, positions, CPU, ids, padding_of(1, positions, 896)
-    )
+    visible = KeyVisibility(CAUSAL, Documents(ids), padding_of(1, positions, 896))
+    mask = flex_attention.block_mask(visible, positions, CPU)
     computed = mask.kv_num_blocks + mask.full_kv_num_blocks
     assert computed[0, 0].tolist() == [1, 2, 1, 2, 1, 2, 1, 1]  # of 8 rows of tiles
     assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
@@ -185,7 +186,7 @@ def test_tiles_of_other_documents_and_of_padding_are_not_computed():
 
 def test_few_tiles_of_a_layout_are_computed():
     pattern = pattern_of(("local", dict(num_sliding_window_blocks=5), True), 64, 16384)
-    mask = flex_attention.block_mask(pattern, 16384, CPU, None, None)
+    mask = flex_attention.block_mask(KeyVisibility(pattern), 16384, CPU)
     assert (
         mask.kv_num_blocks + mask.full_kv_num_blocks
     ).sum() == 2 * 128 - 1  # of 128 x 128 / 2
@@ -197,17 +198,11 @@ def test_masks_are_made_once():
         documents_of(2, 300),
         padding_of(2, 300, 280),
     )
-    for ids, hidden in (
-        (None, None),
-        (documents.ids, None),
-        (documents.ids, padding),
-        (None, padding),
-    ):
-        first, again = (
-            flex_attention.block_mask(pattern, 300, CPU, ids, hidden) for _ in range(2)
-        )
+    for given in ((), (documents,), (documents, padding), (None, padding)):
+        visible = KeyVisibility(pattern, *given)
+        first, again = (flex_attention.block_mask(visible, 300, CPU) for _ in range(2))
         assert first is again
-    assert flex_attention.block_mask(FULL, 300, CPU, None, None) is None
+    assert flex_attention.block_mask(KeyVisibility(FULL), 300, CPU) is None
 
 
 # --------------------------------------------------------------------------------------- results
@@ -262,15 +257,17 @@ def test_results_and_gradients_equal_attention_written_out(written_out, of, case
             q,
             k,
             v,
-            pattern=pattern,
-            documents=documents,
-            mask=padding,
+            visible=KeyVisibility(pattern, documents=documents, mask=padding),
             scoring=Scoring(0.3, b, slopes),
         )
 
     def oracle(q, k, v, b=None):
         return reference_attention(
-            q, k, v, pattern=FULL, mask=mask, scoring=Scoring(0.3, b, slopes)
+            q,
+            k,
+            v,
+            visible=KeyVisibility(FULL, mask=mask),
+            scoring=Scoring(0.3, b, slopes),
         )
 
     assert_near(
@@ -284,8 +281,12 @@ def test_compiled_code_that_skips_tiles_has_the_same_results():
     pattern = pattern_of(CASES[1], 32, s)  # layouts of heads
     q, k, v = (draw(s, 2, heads, 16, seed=heads) for heads in (HEADS, 2, 2))
     with torch.no_grad():
-        out = core_attention._flex(q, k, v, pattern=pattern, documents=documents)
-    expected = reference_attention(q, k, v, pattern=pattern, mask=documents.foreign)
+        out = core_attention._flex(
+            q, k, v, visible=KeyVisibility(pattern, documents=documents)
+        )
+    expected = reference_attention(
+        q, k, v, visible=KeyVisibility(pattern, mask=documents.foreign)
+    )
     torch.testing.assert_close(
         out, expected, rtol=0, atol=1e-5
     )  # sums in another order
@@ -303,7 +304,7 @@ def counter(without_refusal, monkeypatch):
 
 
 def test_layers_micro_batches_and_lengths_are_not_compiled_anew(counter):
-    def step(s, layer, **more):
+    def step(s, layer, documents=None, **more):
         pattern = pattern_of(
             ("bigbird", dict(num_random_blocks=2, layout_per_head=True), True),
             16,
@@ -311,7 +312,9 @@ def test_layers_micro_batches_and_lengths_are_not_compiled_anew(counter):
             layer,
         )
         q, k, v = (draw(s, 2, heads, 16).requires_grad_() for heads in (HEADS, 2, 2))
-        core_attention._flex(q, k, v, pattern=pattern, **more).sum().backward()
+        core_attention._flex(
+            q, k, v, KeyVisibility(pattern, documents), **more
+        ).sum().backward()
         return counter.frame_count
 
     assert [step(300, layer) for layer in range(3)] == [1, 1, 1]
@@ -350,7 +353,7 @@ def test_the_check_leaves_the_first_length_of_a_run_to_code_of_its_own(
     ):
         q, k, v = (draw(s, 2, heads, 16).requires_grad_() for heads in (HEADS, 2, 2))
         function(
-            q, k, v, pattern=AttentionPattern(left=20), scoring=PLAIN
+            q, k, v, visible=KeyVisibility(AttentionPattern(left=20)), scoring=PLAIN
         ).sum().backward()
         counts.append(counter.frame_count)
     flex_attention._compiled_for_check.cache_clear()
@@ -385,7 +388,9 @@ def test_a_plan_keeps_what_the_compiled_kernel_keeps(counter, sink):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: tensors.append(t) or t, lambda t: t
         ):
-            out = core_attention._flex(q, k, v, pattern=pattern, scoring=scoring)
+            out = core_attention._flex(
+                q, k, v, visible=KeyVisibility(pattern), scoring=scoring
+            )
         out.sum().backward()
         assert q.grad.shape == q.shape and k.grad.shape == v.grad.shape == k.shape
         return out.shape, [
@@ -435,31 +440,35 @@ def chosen(device, dtype=torch.bfloat16, s=256, d=16, sk=None, values=None, **mo
     )
 
 
-LOCAL = pattern_of(("local", dict(num_sliding_window_blocks=3), True), 16, 256)
+LOCAL = KeyVisibility(
+    pattern_of(("local", dict(num_sliding_window_blocks=3), True), 16, 256)
+)
 TAKEN = {
-    "layout": dict(pattern=LOCAL),
-    "window": dict(pattern=AttentionPattern(left=20)),
-    "documents": dict(documents=documents_of(2, 256)),
+    "layout": dict(visible=LOCAL),
+    "window": dict(visible=KeyVisibility(AttentionPattern(left=20))),
+    "documents": dict(visible=KeyVisibility(documents=documents_of(2, 256))),
     "sink": dict(scoring=Scoring(sink=torch.zeros(HEADS))),
     "alibi": dict(scoring=Scoring(alibi=Alibi(alibi_slopes(HEADS)))),
-    "padding": dict(pattern=LOCAL, mask=padding_of(2, 256, 99)),
-    "fp16": dict(dtype=torch.float16, pattern=LOCAL),
-    "80 channels": dict(pattern=LOCAL, d=80),
+    "padding": dict(visible=replace(LOCAL, mask=padding_of(2, 256, 99))),
+    "fp16": dict(dtype=torch.float16, visible=LOCAL),
+    "80 channels": dict(visible=LOCAL, d=80),
 }
 KEEP = KeepMask(
     0.1, sample_keys(1, "here", [0, 1]), range(HEADS), range(256), 256, device=CPU
 )
 REFUSED = {
     "plain": dict(),
-    "bidirectional": dict(pattern=FULL),
-    "one tile": dict(pattern=LOCAL, s=128),
-    "cached keys": dict(pattern=LOCAL, s=200, sk=256),
-    "dropout": dict(pattern=LOCAL, keep=KEEP),
-    "float64": dict(pattern=LOCAL, dtype=torch.float64),
-    "mixed": dict(pattern=LOCAL, values=torch.float32),
-    "8 channels": dict(pattern=LOCAL, d=8),
-    "512 channels": dict(pattern=LOCAL, d=512),
-    "mask": dict(pattern=LOCAL, mask=torch.zeros(2, 1, 256, 256, dtype=torch.bool)),
+    "bidirectional": dict(visible=KeyVisibility(FULL)),
+    "one tile": dict(visible=LOCAL, s=128),
+    "cached keys": dict(visible=LOCAL, s=200, sk=256),
+    "dropout": dict(visible=LOCAL, keep=KEEP),
+    "float64": dict(visible=LOCAL, dtype=torch.float64),
+    "mixed": dict(visible=LOCAL, values=torch.float32),
+    "8 channels": dict(visible=LOCAL, d=8),
+    "512 channels": dict(visible=LOCAL, d=512),
+    "mask": dict(
+        visible=replace(LOCAL, mask=torch.zeros(2, 1, 256, 256, dtype=torch.bool))
+    ),
     "places": dict(
         scoring=Scoring(alibi=Alibi(alibi_slopes(HEADS), torch.arange(256)))
     ),
@@ -475,7 +484,7 @@ def test_a_gpu_computes_patterns_by_flex_attention_and_others_as_before(
             names = {name: chosen(device, **more) for name, more in cases.items()}
             assert names == dict.fromkeys(cases, expected)
         with selected("torch"):
-            assert chosen(device, pattern=LOCAL) == "torch"
+            assert chosen(device, visible=LOCAL) == "torch"
     assert not any(chosen("cpu", **more) == "flex" for more in TAKEN.values())
 
 
@@ -484,9 +493,9 @@ def test_a_gpu_without_triton_computes_as_before_and_the_log_has_the_reason(
 ):
     monkeypatch.setattr(flex_attention, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO), fake_cuda(), FakeGpu():
-        assert [chosen("cuda", pattern=LOCAL) for _ in range(2)] == ["torch"] * 2
+        assert [chosen("cuda", visible=LOCAL) for _ in range(2)] == ["torch"] * 2
     assert caplog.text.count("FlexAttention is not used: Triton is not installed") == 1
-    assert chosen("meta", pattern=LOCAL) == "flex"  # a plan is made on another machine
+    assert chosen("meta", visible=LOCAL) == "flex"  # a plan is made on another machine
 
 
 def test_arguments_that_it_does_not_take_are_logged_with_the_reason(
@@ -518,15 +527,14 @@ def test_right_results_pass_the_check(written_out, forgetting, caplog, dtype):
 def test_wrong_results_and_failing_compilers_are_found(
     written_out, forgetting, caplog, wrong, dtype
 ):
-    def spoiled(q, k, v, pattern, scoring):
+    def spoiled(q, k, v, visible, scoring):
         if wrong == "compiler":
             raise RuntimeError("no C compiler found")
         if wrong == "pattern":
-            pattern = AttentionPattern(
-                layout=BlockLayout(32, pattern.layout.seen[:1])
-            )  # of one head
+            of_one_head = BlockLayout(32, visible.pattern.layout.seen[:1])
+            visible = KeyVisibility(AttentionPattern(layout=of_one_head))
         k = k if wrong == "pattern" else k + 0.1 * (k - k.detach())
-        return flex_attention.compiled_apart(q, k, v, pattern=pattern, scoring=scoring)
+        return flex_attention.compiled_apart(q, k, v, visible, scoring=scoring)
 
     reasons = {
         flex_check.reason_against(spoiled, reference_attention, dtype, CPU)
@@ -539,7 +547,7 @@ def test_wrong_results_and_failing_compilers_are_found(
 def test_a_gpu_on_which_the_check_fails_computes_as_before(with_triton, monkeypatch):
     monkeypatch.setattr(flex_check, "reason_against", lambda *_: "results are wrong")
     with fake_cuda(), FakeGpu():
-        assert chosen("cuda", pattern=LOCAL) == "torch"
+        assert chosen("cuda", visible=LOCAL) == "torch"
 
 
 def test_the_host_does_not_wait_while_masks_are_made():
@@ -549,6 +557,8 @@ def test_the_host_does_not_wait_while_masks_are_made():
             t.pin_memory().to("cuda", non_blocking=True)
             for t in (documents_of(2, 300).ids, padding_of(2, 300, 250))
         )
-        for given in ((None, None), (ids, None), (ids, padding)):
-            flex_attention.block_mask(pattern, 300, ids.device, *given)
+        apart = SimpleNamespace(ids=ids)
+        for given in ((), (apart,), (apart, padding)):
+            visible = KeyVisibility(pattern, *given)
+            flex_attention.block_mask(visible, 300, ids.device)
         assert gpu.order.waits == [] and not gpu.order.problems

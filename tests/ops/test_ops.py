@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from megatron_ds.ops.activation import ACTIVATIONS
 from megatron_ds.ops.attention_pattern import FULL
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import blocked_attention as blocked
-from megatron_ds.ops.cpu import widened_products as ops_product
 from megatron_ds.ops.dropout import KeepMask, sample_keys
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.norms import (
     NORMS,
     LayerNorm,
@@ -29,7 +28,6 @@ from megatron_ds.ops.rotary_scaling import (
     YarnScaling,
     ntk_base,
 )
-from megatron_ds.ops.scoring import Scoring
 from megatron_ds.tensor_parallel.cross_entropy import reference_cross_entropy
 
 pytestmark = pytest.mark.plan
@@ -320,117 +318,32 @@ def test_attention_equals_a_loop_over_queries_and_heads(sq, sk, n, g):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [1, 1 << 20])  # 1: one key-value head at a time
-@pytest.mark.parametrize("s", [1, 63, 64, 65, 150])
-@pytest.mark.parametrize("n, g", [(4, 4), (6, 2), (3, 1)])
-def test_blocked_attention_equals_the_reference(n, g, s, tile, monkeypatch):
-    monkeypatch.setattr(blocked, "TILE", tile)
-    packed = randn(s, 2, n + 2 * g, 5)
-    q, k, v = packed.split(
-        (n, g, g), dim=2
-    )  # strided, as a layer's projection gives them
-    out = blocked.blocked_attention(q, k, v, 0.3)
-    expected = reference_attention(q, k, v, scoring=Scoring(0.3))
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        gradients(out, packed), gradients(expected, packed), rtol=1e-4, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("has_products", [True, False], ids=["native", "widened"])
-@pytest.mark.parametrize("n, g", [(4, 4), (6, 2)])
-def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(
-    n, g, has_products, monkeypatch
-):
-    monkeypatch.setattr(
-        ops_product,
-        "has_products",
-        lambda dtype: dtype is torch.float32 or has_products,
-    )
-    s, d = 150, 16
-    packed = (3 * randn(s, 2, n + 2 * g, d).detach()).bfloat16()
-    weight = randn(s, 2, n * d, seed=1).detach().bfloat16()
-
-    def outcome(attend, x):
-        x = x.clone().requires_grad_()
-        y = attend(*x.split((n, g, g), dim=2))
-        return y.detach(), torch.autograd.grad(y, x, weight.to(y.dtype))[0]
-
-    def fused(q, k, v):
-        out = F.scaled_dot_product_attention(
-            *(t.permute(1, 2, 0, 3) for t in (q, k, v)),
-            is_causal=True,
-            scale=0.3,
-            enable_gqa=True,
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    exact = outcome(
-        lambda q, k, v: reference_attention(q, k, v, scoring=Scoring(0.3)),
-        packed.double(),
-    )
-    ours, torchs = (
-        outcome(lambda q, k, v: blocked.blocked_attention(q, k, v, 0.3), packed),
-        outcome(fused, packed),
-    )
-    for a, b, e in zip(ours, torchs, exact):
-        assert a.dtype == torch.bfloat16
-        assert 0 < (a - e).norm() < 1.3 * (b - e).norm() < 0.02 * e.norm()
-        assert (a - e).abs().max() < 2 * (b - e).abs().max()
-
-
-def test_second_derivatives_of_blocked_attention_are_refused():
-    q, k, v = (t.detach().requires_grad_() for t in qkv(128, 128, 1, 2, 2, 32))
-    (dq,) = torch.autograd.grad(
-        blocked.blocked_attention(q, k, v, 0.3).square().sum(), q, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
-
-
-def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
-    """Heads of 33 channels, which compiled attention does not take."""
-    called = []
-    monkeypatch.setattr(
-        "megatron_ds.ops.core_attention.blocked_attention",
-        lambda q, k, v, *rest: (
-            called.append(len(q)),
-            blocked.blocked_attention(q, k, v, *rest),
-        )[1],
-    )
-    # a machine without bf16
-    monkeypatch.setattr(
-        ops_product, "has_products", lambda dtype: dtype is torch.float32
-    )
-    for s in (64, 128, 264, 265):
-        q, k, v = qkv(s, s, 1, 2, 1, 33)
-        torch.testing.assert_close(
-            attention(q, k, v), reference_attention(q, k, v), rtol=1e-5, atol=1e-5
-        )
-        attention(q[-1:], k, v)  # fewer queries than keys
-        attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
-        attention(q, k, v, pattern=FULL)
-    assert called == [128, 128, 264, 264]  # in fp32, bf16 too
-
-
 def test_attention_obeys_an_explicit_mask_together_with_causality():
     q, k, v = qkv(6, 6, 2, 4, 2, 8)
     mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(3)) < 0.4
     mask.diagonal(dim1=-2, dim2=-1).fill_(False)
-    out = attention(q, k, v, mask=mask)
+    out = attention(q, k, v, visible=KeyVisibility(mask=mask))
     torch.testing.assert_close(
-        out, reference_attention(q, k, v, mask=mask), rtol=1e-5, atol=1e-5
+        out,
+        reference_attention(q, k, v, visible=KeyVisibility(mask=mask)),
+        rtol=1e-5,
+        atol=1e-5,
     )
     joined = mask | torch.ones(6, 6, dtype=torch.bool).triu(1)
-    torch.testing.assert_close(out, attention(q, k, v, mask=joined, pattern=FULL))
+    torch.testing.assert_close(
+        out, attention(q, k, v, visible=KeyVisibility(FULL, mask=joined))
+    )
     assert not torch.allclose(out, attention(q, k, v))
 
 
 def test_attention_without_causality_sees_the_future():
     q, k, v = qkv(6, 6, 2, 4, 4, 8)
-    out = attention(q, k, v, pattern=FULL)
+    out = attention(q, k, v, visible=KeyVisibility(FULL))
     torch.testing.assert_close(
-        out, reference_attention(q, k, v, pattern=FULL), rtol=1e-5, atol=1e-5
+        out,
+        reference_attention(q, k, v, visible=KeyVisibility(FULL)),
+        rtol=1e-5,
+        atol=1e-5,
     )
     torch.testing.assert_close(out[-1], attention(q, k, v)[-1])
     assert not torch.allclose(out[0], attention(q, k, v)[0])

@@ -8,6 +8,7 @@ from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.cpu import compiled_attention as module
 from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
+from megatron_ds.ops.key_visibility import KeyVisibility
 from tests.harness.instruction_sets import instruction_set  # noqa: F401
 from tests.ops.test_compiled_attention import (
     assert_near,
@@ -51,11 +52,10 @@ def test_with_memory_for_fewer_keys_it_computes_the_same(
     packed, heads = projected(s, 2, 2, 64, samples=1, dtype=dtype)
     monkeypatch.setattr(module, "_packed_keys", lambda *_: packed_keys)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    out = attention(*heads, pattern=pattern, documents=documents)
+    out = attention(*heads, visible=KeyVisibility(pattern, documents=documents))
     expected = reference_attention(
         *(t.double() for t in heads),
-        pattern=pattern,
-        mask=documents.foreign if apart else None,
+        visible=KeyVisibility(pattern, mask=documents.foreign if apart else None),
     )
     assert_near(
         [out, *gradients(out, [packed])], [expected, *gradients(expected, [packed])]
@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_threads(case, dtype, monkeypatch):
     results = []
     for threads in (1, 5, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        out = attention(*heads, pattern=PATTERNS[case])
+        out = attention(*heads, visible=KeyVisibility(PATTERNS[case]))
         results.append([out.detach(), *gradients(out, [packed])])
     assert all(
         torch.equal(*pair)

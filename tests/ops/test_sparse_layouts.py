@@ -19,8 +19,8 @@ from megatron_ds.models.block import block_flops
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu.query_tiles import block_tiles
-from megatron_ds.ops.cpu.tiled_attention import Visible, tiled_attention
+from megatron_ds.ops.kernel_table import selected
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import Scoring
 from tests.harness.plain_gpt import TinyConfig
 from tests.ops.test_windows import assert_near, draw, outcome
@@ -284,66 +284,51 @@ def test_block_sparse_attention_equals_a_mask(
     seen = np.kron(chosen.seen, np.ones((block, block), dtype=bool))  # by element
     hidden = ~torch.from_numpy(seen)[None] | closed[:, None, None]
     hidden = hidden | apart.foreign if documents else hidden
-    tensors = [draw(s, 2, n, 16), draw(s, 2, g, 16, seed=1), draw(s, 2, g, 16, seed=2)]
+    tensors = [draw(s, 2, n, 32), draw(s, 2, g, 32, seed=1), draw(s, 2, g, 32, seed=2)]
     tensors += [draw(n, seed=3)] * sink
+
+    mask = closed[:, None, None] if padding else None
 
     def oracle(q, k, v, b=None):
         return reference_attention(
             q,
             k,
             v,
-            pattern=AttentionPattern(causal),
-            mask=hidden,
+            visible=KeyVisibility(AttentionPattern(causal), mask=hidden),
             scoring=Scoring(None, b),
         )
-
-    def tiled(q, k, v, b=None):
-        visible = Visible(pattern, apart, closed if padding else None)
-        return tiled_attention(q, k, v, visible, Scoring(None, b))
 
     def called(q, k, v, b=None):
         return attention(
             q,
             k,
             v,
-            pattern=pattern,
-            documents=apart,
+            visible=KeyVisibility(pattern, apart, mask),
             scoring=Scoring(None, b),
-            mask=closed[:, None, None] if padding else None,
         )
 
     expected = outcome(oracle, *[t.double() for t in tensors])
-    assert_near(outcome(tiled, *tensors), expected)
     assert_near(outcome(called, *tensors), expected)
+    with selected("torch"):
+        assert_near(outcome(called, *tensors), expected)
 
 
 def test_lengths_that_are_no_multiple_and_single_queries_take_the_mask():
     chosen = BlockLayout.of(8, layout(options("fixed"), 16, 2, True, keyed(16)))
     pattern = AttentionPattern(layout=chosen)
     q, k, v = draw(70, 1, 2, 16), draw(70, 1, 2, 16, seed=1), draw(70, 1, 2, 16, seed=2)
-    whole = attention(q, k, v, pattern=pattern)
+    whole = attention(q, k, v, visible=KeyVisibility(pattern))
     torch.testing.assert_close(
-        whole, reference_attention(q, k, v, pattern=pattern), rtol=1e-5, atol=1e-5
+        whole,
+        reference_attention(q, k, v, visible=KeyVisibility(pattern)),
+        rtol=1e-5,
+        atol=1e-5,
     )
     for at in (5, 40, 69):
-        one = attention(q[at : at + 1], k[: at + 1], v[: at + 1], pattern=pattern)
+        one = attention(
+            q[at : at + 1], k[: at + 1], v[: at + 1], visible=KeyVisibility(pattern)
+        )
         torch.testing.assert_close(one, whole[at : at + 1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "mode, more",
-    [
-        ("fixed", {}),
-        ("local", dict(num_sliding_window_blocks=64)),
-        ("bslongformer", dict(num_sliding_window_blocks=64)),
-    ],
-)
-def test_tiles_work_on_few_scores_that_the_layout_hides(mode, more):
-    """Tiles of several blocks of queries see what any of them sees."""
-    chosen = BlockLayout.of(16, layout(options(mode, **more), 512, 1, True, keyed(512)))
-    pattern = AttentionPattern(layout=chosen)
-    scores = sum(tiles.scores for tiles in block_tiles(pattern, 8192, 1 << 18))
-    assert pattern.pairs(8192) < scores < 1.6 * pattern.pairs(8192)
 
 
 def test_flops_are_those_of_the_blocks():

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ds.batch.documents import Documents, document_numbers
 from megatron_ds.models.block import block_flops, patterns
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu.blocked_attention import blocked_attention
-from megatron_ds.ops.cpu.query_tiles import range_tiles
-from megatron_ds.ops.cpu.tiled_attention import Visible, tiled_attention
 from megatron_ds.ops.dropout import KeepMask, sample_keys
+from megatron_ds.ops.kernel_table import selected
+from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import Scoring
 from tests.harness.plain_gpt import TinyConfig
 
@@ -78,7 +76,7 @@ def assert_near(ours, expected):
 
 
 def inputs(s, n, g, with_sink):
-    tensors = [draw(s, 2, n, 16), draw(s, 2, g, 16, seed=1), draw(s, 2, g, 16, seed=2)]
+    tensors = [draw(s, 2, n, 32), draw(s, 2, g, 32, seed=1), draw(s, 2, g, 32, seed=2)]
     return tensors + [draw(n, seed=3)] * with_sink
 
 
@@ -93,7 +91,7 @@ def inputs(s, n, g, with_sink):
         (90, 2, 2, True, True),
     ],
 )
-def test_tiles_and_every_other_path_equal_attention_written_out(
+def test_every_path_equals_attention_written_out(
     s, n, g, documents, padding, pattern, sink
 ):
     ids = document_numbers(
@@ -109,56 +107,30 @@ def test_tiles_and_every_other_path_equal_attention_written_out(
         *[t.double() for t in tensors],
     )
 
-    def tiled(q, k, v, b=None):
-        return tiled_attention(
-            q,
-            k,
-            v,
-            Visible(pattern, apart, closed if padding else None),
-            Scoring(0.3, b),
-        )
-
     def chosen(q, k, v, b=None):
         return attention(
             q,
             k,
             v,
-            pattern=pattern,
-            mask=closed[:, None, None] if padding else None,
-            documents=apart,
+            visible=KeyVisibility(
+                pattern, apart, closed[:, None, None] if padding else None
+            ),
             scoring=Scoring(0.3, b),
         )
 
     def reference(q, k, v, b=None):
         return reference_attention(
-            q, k, v, pattern=pattern, mask=hidden, scoring=Scoring(0.3, b)
+            q,
+            k,
+            v,
+            visible=KeyVisibility(pattern, mask=hidden),
+            scoring=Scoring(0.3, b),
         )
 
-    assert_near(outcome(tiled, *tensors), expected)
     assert_near(outcome(reference, *tensors), expected)
     assert_near(outcome(chosen, *tensors), expected)
-
-
-@pytest.mark.parametrize("left", [0, 5, 64, 100, 400])
-@pytest.mark.parametrize("mean", [None, 60])
-def test_blocks_equal_attention_written_out(left, mean):
-    s, pattern = 300, AttentionPattern(left=left)
-    ids = document_numbers(
-        torch.rand(2, s, generator=torch.Generator().manual_seed(1)) < 1 / (mean or 1e9)
-    )
-    documents = Documents(ids) if mean else None
-    tensors = inputs(s, 4, 2, False)
-    expected = outcome(
-        lambda *t: written_out(*t, pattern=pattern, hidden=Documents(ids).foreign),
-        *[t.double() for t in tensors],
-    )
-    assert_near(
-        outcome(
-            lambda q, k, v: blocked_attention(q, k, v, 0.3, documents, pattern),
-            *tensors,
-        ),
-        expected,
-    )
+    with selected("torch"):
+        assert_near(outcome(chosen, *tensors), expected)
 
 
 def test_dropout_falls_on_probabilities_of_windows_and_sinks_as_on_others():
@@ -175,50 +147,17 @@ def test_dropout_falls_on_probabilities_of_windows_and_sinks_as_on_others():
     assert_near(
         outcome(
             lambda q, k, v, b: attention(
-                q, k, v, pattern=pattern, keep=keep, scoring=Scoring(0.3, b)
+                q,
+                k,
+                v,
+                visible=KeyVisibility(pattern),
+                keep=keep,
+                scoring=Scoring(0.3, b),
             ),
             *tensors,
         ),
         expected,
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_tiles_of_16_bit_numbers_round_their_results_only(dtype):
-    tensors = [t.to(dtype) for t in inputs(150, 4, 2, True)]
-    tiled = lambda q, k, v, b: tiled_attention(
-        q, k, v, Visible(AttentionPattern(left=30)), Scoring(0.3, b)
-    )
-    ours, exact = (
-        outcome(tiled, *tensors),
-        outcome(tiled, *[t.float() for t in tensors]),
-    )
-    assert torch.equal(ours[0], exact[0].to(dtype))
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert mine.dtype == dtype
-        # D is made of the rounded result
-        assert (mine - theirs).norm() < 4 * torch.finfo(dtype).eps * theirs.norm()
-
-
-def test_keys_outside_of_the_window_cost_nothing():
-    """Twice the window, twice the scores; twice the sequence, twice the scores."""
-
-    def scores(s, left):
-        return sum(tile.scores for tile in range_tiles(AttentionPattern(left=left), s))
-
-    assert scores(16384, 512) == pytest.approx(2 * scores(8192, 512), rel=0.05)
-    for left in (128, 512, 1024):
-        pairs = AttentionPattern(left=left).pairs(8192)
-        assert pairs < scores(8192, left) < 1.75 * pairs
-
-    def multiplications(pattern):
-        q = draw(2048, 1, 4, 64)
-        with FlopCounterMode(display=False) as counter:
-            tiled_attention(q, q, q, Visible(pattern))
-        return counter.get_total_flops() / 2
-
-    assert multiplications(AttentionPattern(left=64)) < 0.2 * multiplications(CAUSAL)
-    assert multiplications(CAUSAL) > 4 * 64 * 2048**2
 
 
 def test_each_layer_has_the_pattern_that_the_options_give_it():

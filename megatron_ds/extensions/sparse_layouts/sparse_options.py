@@ -155,5 +155,4 @@ class SparseOptions:
     )
 
 
-# The options of each mode, besides the mode, the block and the direction.
 SPARSE_FIELDS = tuple(field.name for field in fields(SparseOptions))

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ...host import load_compiled
 from ..attention_pattern import AttentionPattern
+from ..key_visibility import KeyVisibility
 from ..meta_tensors import has_memory
 from ..scoring import Scoring
 from .key_spans import UNIT, key_spans
@@ -100,80 +101,70 @@ def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> 
     )
 
 
-class Shown(NamedTuple):
-    """What a query sees.
+class ScoreBlock(NamedTuple):
+    """Scores to be computed: those of queries and keys at these positions, where the keys are visible."""
 
-    pattern        of positions, or a layout, perhaps causal
-    queries, keys  their positions
-    ids            int32 [b, queries] and [b, keys], padded to a multiple of `UNIT`: a query sees keys of its
-                   own id; None: of all
-    """
-
-    pattern: AttentionPattern
+    visible: KeyVisibility
     queries: range
     keys: range
-    ids: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        pattern: AttentionPattern,
-        queries: range,
-        keys: range,
-        documents: torch.Tensor | None,
-        padding: torch.Tensor | None,
-    ) -> "Shown":
-        """documents: int64 [b, s], their ids. padding: bool [b, s], True where no query
-        sees a key."""
-        if documents is None and padding is None:
-            return cls(pattern, queries, keys)
-        ids = (
-            torch.zeros_like(padding, dtype=torch.int32)
-            if documents is None
-            else documents.int()
-        )
+    def ids(self, samples: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """int32 [samples, queries] and [samples, keys], padded to a multiple of `UNIT`: a query sees keys of its
+        own id. None: of all."""
+        documents = self.visible.documents
+        mask = self.visible.mask
+        if documents is None and mask is None:
+            return None, None
+        padding = None if mask is None else mask[:, 0, 0].expand(samples, -1)
+        if documents is None:
+            ids = torch.zeros_like(padding, dtype=torch.int32)
+        else:
+            ids = documents.ids.int()
         of_keys = ids if padding is None else ids.masked_fill(padding, -1)
-        return cls(
-            pattern,
-            queries,
-            keys,
-            (
-                _padded(ids[:, queries.start : queries.stop]),
-                _padded(of_keys[:, keys.start : keys.stop]),
-            ),
+        return (
+            _padded(ids[:, self.queries.start : self.queries.stop]),
+            _padded(of_keys[:, self.keys.start : self.keys.stop]),
         )
 
 
 def compiled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: ScoreBlock,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d]; any strides. A query that sees no key gets
     zeros."""
-    return _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, True)[0]
+    return _CompiledAttention.apply(q, k, v, scoring.sink, block, scoring, True)[0]
 
 
 def compiled_attention_not_kept(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: ScoreBlock,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [sq, b, n, d], which backward does not keep, and the log-sum-exp fp32 [b, n, sq].
 
     Backward takes D = rowsum(dO ∘ O) as the gradient of the log-sum-exp: it is that of the caller.
     """
-    out, lse = _CompiledAttention.apply(q, k, v, scoring.sink, shown, scoring, False)
+    out, lse = _CompiledAttention.apply(q, k, v, scoring.sink, block, scoring, False)
     return out.unflatten(2, (q.shape[2], -1)), lse
 
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, shown, scoring, keeps_out):
+    def forward(ctx, q, k, v, sink, block, scoring, keeps_out):
         q, k, v = (_with_rows(t) for t in (q, k, v))
         if k.untyped_storage()._cdata != v.untyped_storage()._cdata:
             v = (
                 v.contiguous()
             )  # else what is kept were the whole projection, for its values
-        out, lse = attend(q, k, v, shown, scoring)
+        out, lse = attend(q, k, v, block, scoring)
         ctx.save_for_backward(q, k, v, sink, out if keeps_out else None, lse)
-        ctx.shown = shown
+        ctx.block = block
         ctx.scoring = scoring
         ctx.set_materialize_grads(False)
         return out.view(*q.shape[:2], -1), lse
@@ -185,7 +176,7 @@ class _CompiledAttention(torch.autograd.Function):
         dout = dout.reshape(q.shape)
         if out is not None:
             dots = row_dots(dout, out)
-        dq, dk, dv = gradients(q, k, v, dout, OfRows(lse, dots), ctx.shown, ctx.scoring)
+        dq, dk, dv = gradients(q, k, v, dout, OfRows(lse, dots), ctx.block, ctx.scoring)
         dsink = None
         if sink is not None:
             dsink = (
@@ -202,14 +193,18 @@ class OfRows(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Shown, scoring: Scoring
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: ScoreBlock,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [sq, b, n, d], k and v [sk, b, g, d] → out [sq, b, n, d], and the log-sum-exp fp32 [b, n, sq], +inf
     of a query that sees no key. Without gradients."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
     _run(
-        "forward", "forward", (*map(_with_rows, (q, k, v)), out), (lse,), shown, scoring
+        "forward", "forward", (*map(_with_rows, (q, k, v)), out), (lse,), block, scoring
     )
     return out, lse
 
@@ -236,7 +231,7 @@ def gradients(
     v: torch.Tensor,
     dout: torch.Tensor,
     rows: OfRows,
-    shown: Shown,
+    block: ScoreBlock,
     scoring: Scoring,
 ) -> list[torch.Tensor]:
     """dq, dk, dv of what these queries and keys contribute. dout [sq, b, n, d] and `rows` are of all keys."""
@@ -247,7 +242,7 @@ def gradients(
         "backward",
         tensors,
         tuple(t.contiguous() for t in rows),
-        shown,
+        block,
         scoring,
     )
     return results
@@ -260,7 +255,7 @@ def add_gradients_(
     v: torch.Tensor,
     dout: torch.Tensor,
     rows: OfRows,
-    shown: Shown,
+    block: ScoreBlock,
     scoring: Scoring,
 ) -> None:
     """Add the `gradients` to totals: fp32 of the shapes of q, k and v, channels of a head next to each
@@ -271,7 +266,7 @@ def add_gradients_(
         "backward",
         tensors,
         tuple(t.contiguous() for t in rows),
-        shown,
+        block,
         scoring,
     )
 
@@ -281,17 +276,18 @@ def _run(
     memory: str,
     tensors: tuple[torch.Tensor, ...],
     of_rows: tuple[torch.Tensor, ...],
-    shown: Shown,
+    block: ScoreBlock,
     scoring: Scoring,
 ) -> None:
     """Call a function of the extension with as much memory as `memory`, forward or backward, needs."""
     q, k, *_ = tensors
+    pattern = block.visible.pattern
     sizes = (
         q.shape[0],
         k.shape[0],
         *q.shape[1:3],
         *k.shape[2:],
-        _packed_keys(memory, q, k, shown.pattern),
+        _packed_keys(memory, q, k, pattern),
     )
     # Each thread needs its own memory; a plan counts it, and computes nothing.
     threads = torch.get_num_threads()
@@ -300,15 +296,14 @@ def _run(
     if not has_memory(q):
         return
     # The keys that are seen: spans of the pattern, bounds, documents and padding.
-    plan = _spans(*shown[:3], q.shape[2])
-    pattern = shown.pattern
+    plan = _spans(pattern, block.queries, block.keys, q.shape[2])
     positions = [
         EVERYTHING if count is None else count
         for count in (pattern.left, pattern.after)
     ]
     of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
     numbers = [
-        *(shown.ids or (None, None)),
+        *block.ids(q.shape[1]),
         *(None if t is None else t.detach().float().contiguous() for t in of_heads),
     ]
     # The extension takes addresses, 0 for what is not there.
@@ -329,7 +324,7 @@ def _run(
         [_place(t) for t in tensors],
         [t.data_ptr() for t in of_rows],
         scoring.scale_of(q.shape[3]),
-        (shown.keys.start - shown.queries.start, *positions),
+        (block.keys.start - block.queries.start, *positions),
         addresses,
         work.data_ptr(),
         threads,

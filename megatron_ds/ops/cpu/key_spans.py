@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..attention_pattern import AttentionPattern
+from ..visible_blocks import Parts, visible_blocks
 
 UNIT = 16
 REGISTERS = 4
@@ -56,131 +57,99 @@ def key_spans(
     For a pattern with a layout, both runs begin and end at multiples of `UNIT`, and the blocks of the layout are
     multiples of it.
     """
-    if pattern.layout is None:
-        return _of_window(pattern, queries, keys, heads)
     layout = pattern.layout
-    groups = [([*range(heads)], layout)] if layout.is_alike else layout.groups
+    is_one = layout is None or layout.is_alike
+    groups = [([*range(heads)], layout)] if is_one else layout.groups
     # Spans are listed once for all heads that share a layout.
     layout_of_head = np.empty(heads, dtype=np.int32)
-    firsts = []
-    spans = []
-    units = []
-    lives = []
-    total = 0
+    spans: list[tuple[int, ...]] = []
+    units: list[np.ndarray] = []
+    plans = []
     for number, (of_heads, alike) in enumerate(groups):
         layout_of_head[of_heads] = number
-        firsts.append([len(spans)])
-        seen_by = []
-        for tile in _tiles(replace(pattern, layout=alike), queries, keys):
-            for low, high, seen in _runs(tile):
-                spans.append((total, total + len(seen), low, high))
-                units.append(seen)
-                total += len(seen)
-            firsts[-1].append(len(spans))
-            seen_by.append(tile.any(0))
-        lives.append(_lives(np.array(seen_by)))
+        of_group = replace(pattern, layout=alike)
+        plans.append(_of_group(of_group, queries, keys, spans, units))
+    if layout is None:
+        units = [np.arange(-(-len(keys) // UNIT))]
+    firsts, last_tiles, lives = zip(*plans, strict=True)
     return KeySpans(
         layout_of_head,
         np.array(firsts, dtype=np.int32),
         np.array(spans, dtype=np.int32).reshape(-1, 4),
         np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32),
-        *_arrays(lives),
+        np.stack(last_tiles).astype(np.int32),
+        np.array(lives, dtype=np.int32),
     )
 
 
-def _of_window(
-    pattern: AttentionPattern, queries: range, keys: range, heads: int
-) -> KeySpans:
-    """The spans of a pattern without layout.
+def _of_group(
+    pattern: AttentionPattern,
+    queries: range,
+    keys: range,
+    spans: list[tuple[int, ...]],
+    units: list[np.ndarray],
+) -> tuple[list[int], np.ndarray, int]:
+    """`first`, `last_tile` and `live` of heads that are alike; adds their spans, and the units of a layout.
 
-    Each register sees neighbouring units, later registers none earlier. So the units at which registers begin
-    and stop to see divide a tile into its spans.
+    Units of a window are neighbours, so its spans have their numbers.
     """
-    registers = -(-len(queries) // UNIT)
-    units = -(-len(keys) // UNIT)
-    firsts = [0]
-    spans = []
-    last_tile = np.full(units, -1)
-    live = 0
-    # The first unit that each register sees, and the one past its last.
-    starts, stops = (
-        numbers[:, None] for numbers in _seen_by(pattern, queries, keys, registers)
-    )
-    for first in range(0, registers, REGISTERS):
-        start, stop = (
-            numbers[first : first + REGISTERS] for numbers in (starts, stops)
-        )
-        # Between two edges, the same registers see all units.
-        edges = np.unique((start, stop))
-        some = start < stop
-        if some.any():
-            last_tile[start[some].min() : stop.max()] = first // REGISTERS
-            live = max(live, stop.max() - start[some].min())
-        sees = (start <= edges[:-1]) & (edges[:-1] < stop)  # [registers, intervals]
-        for i in np.flatnonzero(sees.any(0)):
-            low = int(sees[:, i].argmax())
-            spans.append((edges[i], edges[i + 1], low, low + sees[:, i].sum()))
+    count = -(-len(keys) // UNIT)
+    firsts = [len(spans)]
+    first_tile = np.full(count, -1)
+    last_tile = np.full(count, -1)
+    total = sum(map(len, units))
+    tiles = range(queries.start, queries.stop, REGISTERS * UNIT)
+    for tile, start in enumerate(tiles):
+        rows = range(start, min(start + REGISTERS * UNIT, queries.stop))
+        first, seen = _seen_units(pattern, rows, keys)
+        # Of a layout in any order, wide spans first.
+        for low, high, found in _runs(seen) if pattern.layout else _intervals(seen):
+            numbers = first + found
+            if pattern.layout is None:
+                spans.append((int(numbers[0]), int(numbers[-1]) + 1, low, high))
+            else:
+                spans.append((total, total + len(numbers), low, high))
+                units.append(numbers)
+                total += len(numbers)
         firsts.append(len(spans))
-    return KeySpans(
-        np.zeros(heads, dtype=np.int32),
-        np.array([firsts], dtype=np.int32),
-        np.array(spans, dtype=np.int32).reshape(-1, 4),
-        np.arange(units + AHEAD, dtype=np.int32),
-        *_arrays([(last_tile, live)]),
-    )
+        some = first + np.flatnonzero(seen.any(0))
+        last_tile[some] = tile
+        first_tile[some] = np.where(first_tile[some] < 0, tile, first_tile[some])
+    return firsts, last_tile, _live(first_tile, last_tile, len(tiles))
 
 
-def _lives(seen: np.ndarray) -> tuple[np.ndarray, int]:
-    """`last_tile` and `live` of one layout. seen: bool [tiles, units]."""
-    tiles = len(seen)
-    some = seen.any(0)
-    last = np.where(some, tiles - 1 - seen[::-1].argmax(0), -1)
-    begun = np.cumsum(np.bincount(seen.argmax(0)[some], minlength=tiles))
-    ended = np.cumsum(np.bincount(last[some], minlength=tiles))
-    return last, int((begun - np.concatenate(([0], ended[:-1]))).max())
-
-
-def _arrays(lives: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-    last_tiles, live = zip(*lives, strict=True)
-    return np.stack(last_tiles).astype(np.int32), np.array(live, dtype=np.int32)
-
-
-def _seen_by(
-    pattern: AttentionPattern, queries: range, keys: range, registers: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The first unit that each register sees, and the one past the last."""
-    first = queries.start + UNIT * np.arange(registers)
-    last = np.minimum(first + UNIT, queries.stop) - 1
-    starts = (
-        np.full(registers, keys.start) if pattern.left is None else first - pattern.left
-    )
-    stops = (
-        np.full(registers, keys.stop)
-        if pattern.after is None
-        else last + pattern.after + 1
-    )
-    starts, stops = (
-        (positions - keys.start).clip(0, len(keys)) for positions in (starts, stops)
-    )
-    stops = np.where(stops > starts, -(-stops // UNIT), 0)
-    return np.where(stops > 0, starts // UNIT, 0), stops
-
-
-def _tiles(
+def _seen_units(
     pattern: AttentionPattern, queries: range, keys: range
-) -> Iterator[np.ndarray]:
-    """bool [registers, units of keys] of each tile; the last one may have fewer registers."""
-    rows, columns = (
-        np.arange(run.start // UNIT, run.stop // UNIT) for run in (queries, keys)
-    )
-    layout = pattern.layout
-    (blocks,) = layout.up_to(max(queries.stop, keys.stop))
-    for first in range(0, len(rows), REGISTERS):
-        registers = rows[first : first + REGISTERS]
-        seen = blocks[registers * UNIT // layout.block][
-            :, columns * UNIT // layout.block
-        ]
-        yield seen & (columns <= registers[:, None]) if pattern.causal else seen
+) -> tuple[int, np.ndarray]:
+    """(number of a first unit, bool [registers, units from it on]) of the queries of a tile."""
+    registers = Parts.of(queries, UNIT)
+    near = pattern.keys_of(queries, keys)
+    if not len(near):
+        return 0, np.zeros((len(registers.starts), 0), dtype=bool)
+    first = (near.start - keys.start) // UNIT
+    run = range(keys.start + first * UNIT, near.stop)
+    (seen,) = visible_blocks(pattern, registers, Parts.of(run, UNIT)).seen
+    return first, seen
+
+
+def _live(first_tile: np.ndarray, last_tile: np.ndarray, tiles: int) -> int:
+    """The most units, over tiles, that were begun and are not ended."""
+    some = last_tile >= 0
+    begun = np.cumsum(np.bincount(first_tile[some], minlength=tiles))
+    ended = np.cumsum(np.bincount(last_tile[some], minlength=tiles))
+    return int((begun - np.concatenate(([0], ended[:-1]))).max())
+
+
+def _intervals(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(first register, one past the last, units) between two units at which other registers see, in order.
+
+    Registers that see a unit of a window are neighbours.
+    """
+    changes = np.flatnonzero((seen[:, 1:] != seen[:, :-1]).any(0)) + 1
+    for run in np.split(np.arange(seen.shape[1]), changes):
+        if len(run) and seen[:, run[0]].any():
+            low = int(seen[:, run[0]].argmax())
+            yield low, low + int(seen[:, run[0]].sum()), run
 
 
 def _runs(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -1,7 +1,7 @@
 """Attention by torch's FlexAttention (Dong et al. 2024, arXiv:2412.05496), a Triton kernel that computes only
 the tiles of scores that a pattern shows.
 
-    pattern, documents, padding → ScoreTiles → BlockMask      tiles: skipped, whole, or with a mask
+    pattern, documents, padding → VisibleBlocks → BlockMask      tiles: skipped, whole, or with a mask
                                 → mask_mod                     the mask within a tile, from positions
     ALiBi                       → score_mod
     sink                        → the result times exp(lse) / (exp(sink) + exp(lse)), lse = log Σ exp(s)
@@ -24,12 +24,13 @@ import torch
 
 from ...host.device_copies import on_device
 from ..attention_pattern import AttentionPattern
+from ..key_visibility import KeyVisibility
 from ..scoring import Scoring
-from . import score_tiles
-from .score_tiles import TILE, ScoreTiles
+from ..visible_blocks import Parts, VisibleBlocks, of_ids, of_padding, visible_blocks
 
 logger = logging.getLogger(__name__)
 
+TILE = 128  # queries, and keys
 CHANNELS = range(
     16, 257
 )  # of heads. FlexAttention refuses fewer; more exceed the shared memory
@@ -66,15 +67,13 @@ def flex_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pattern: AttentionPattern,
-    documents: Any,
-    padding: torch.Tensor | None,
+    visible: KeyVisibility,
     scoring: Scoring,
     run: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d].
 
-    documents: as of `core_attention.attention`; padding: bool [b or 1, 1, 1, s], keys that no query sees
+    visible: which keys a query sees; its mask is bool [b or 1, 1, 1, s], keys that no query sees
     run: `compiled` unless given
     """
     queries, keys, values = (
@@ -83,8 +82,7 @@ def flex_attention(
     if q.is_meta:
         out, lse = _Planned.apply(queries, keys, values)
     else:
-        ids = None if documents is None else documents.ids
-        mask = block_mask(pattern, q.shape[0], q.device, ids, padding)
+        mask = block_mask(visible, q.shape[0], q.device)
         out, lse = _attend(run or compiled(), queries, keys, values, mask, scoring)
     if scoring.sink is not None:
         # The product is computed in fp32, but only `out` itself is kept for it.
@@ -100,15 +98,13 @@ def compiled_apart(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: KeyVisibility,
     *,
-    pattern: AttentionPattern,
     scoring: Scoring,
 ) -> torch.Tensor:
     """`flex_attention` for a check before a run: compiled by itself, because torch compiles the second length
     of a function for all lengths, which is slower, and that of the run should be the first."""
-    return flex_attention(
-        q, k, v, pattern, None, None, scoring, run=_compiled_for_check()
-    )
+    return flex_attention(q, k, v, visible, scoring, run=_compiled_for_check())
 
 
 def _attend(
@@ -157,20 +153,12 @@ def _compiled_for_check() -> Callable[..., Any]:
 
 
 # ------------------------------------------------------------------------------------------ masks
-def block_mask(
-    pattern: AttentionPattern,
-    positions: int,
-    device: torch.device,
-    ids: torch.Tensor | None,
-    padding: torch.Tensor | None,
-) -> Any:
-    """torch's BlockMask [b or 1, n or 1, positions, positions]; None if nothing is hidden.
-
-    ids: int64 [b, s] of documents that are kept apart; padding: as of `flex_attention`
-    """
-    if ids is None and padding is None:
-        return _of_pattern(pattern, positions, device)
-    return _of_batch(pattern, ids, padding)
+def block_mask(visible: KeyVisibility, positions: int, device: torch.device) -> Any:
+    """torch's BlockMask [b or 1, n or 1, positions, positions]; None if nothing is hidden."""
+    ids = None if visible.documents is None else visible.documents.ids
+    if ids is None and visible.mask is None:
+        return _of_pattern(visible.pattern, positions, device)
+    return _of_batch(visible.pattern, ids, visible.mask)
 
 
 @lru_cache(maxsize=1024)
@@ -183,7 +171,7 @@ def _of_pattern(pattern: AttentionPattern, positions: int, device: torch.device)
     )
 
 
-# As documents' squares (`data.batch`), only the last ones are kept. Tensors are keys by identity.
+# As documents' squares (`batch.documents`), only the last ones are kept. Tensors are keys by identity.
 @lru_cache(maxsize=4)
 def _of_batch(
     pattern: AttentionPattern, ids: torch.Tensor | None, padding: torch.Tensor | None
@@ -193,10 +181,10 @@ def _of_batch(
     tiles = _pattern_tiles(pattern, positions, device)
     mods = list(_pattern_mods(pattern, device))
     if ids is not None:
-        tiles &= score_tiles.of_documents(ids)
+        tiles &= of_ids(ids, TILE)
         mods.append(_of_document(ids))
     if padding is not None:
-        tiles &= score_tiles.of_padding(padding[:, 0, 0])
+        tiles &= of_padding(padding[:, 0, 0], TILE)
         mods.append(_of_padding(padding[:, 0, 0]))
     return _made(tiles, mods, positions)
 
@@ -204,10 +192,10 @@ def _of_batch(
 @lru_cache(maxsize=1024)
 def _pattern_tiles(
     pattern: AttentionPattern, positions: int, device: torch.device
-) -> ScoreTiles:
-    tiles = score_tiles.of_pattern(pattern, positions)
+) -> VisibleBlocks:
+    tiles = tiles_of(pattern, positions)
     with torch.inference_mode(False):  # else training could not keep them for backward
-        return ScoreTiles(
+        return VisibleBlocks(
             *(
                 on_device(torch.tensor(t), device)[None]
                 for t in (tiles.seen, tiles.whole)
@@ -215,7 +203,15 @@ def _pattern_tiles(
         )
 
 
-def _made(tiles: ScoreTiles, mods: list[MaskMod], positions: int) -> Any:
+def tiles_of(pattern: AttentionPattern, positions: int) -> VisibleBlocks:
+    """Arrays [n or 1, tiles, tiles] of whole sequences. A last tile that is shorter is never whole."""
+    parts = Parts.of(range(positions), TILE)
+    tiles = visible_blocks(pattern, parts, parts)
+    is_full = parts.stops - parts.starts == TILE
+    return VisibleBlocks(tiles.seen, tiles.whole & is_full & is_full[:, None])
+
+
+def _made(tiles: VisibleBlocks, mods: list[MaskMod], positions: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask, and_masks
 
     with torch.inference_mode(False):

@@ -16,6 +16,7 @@ from ..attention_pattern import AttentionPattern
 from ..block_layout import BlockLayout
 from ..kernel_check import error_between
 from ..kernel_table import random_tensors
+from ..key_visibility import KeyVisibility
 from ..scoring import Scoring
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def reason_against(
 ) -> str:
     """Why a function with the arguments of `core_attention.attention` is not used; "" if it equals the
     reference. Logged once."""
-    pattern = AttentionPattern(layout=_layout())
+    visible = KeyVisibility(AttentionPattern(layout=_layout()))
     try:
         # Hooks of a checkpoint around this call must not count what the comparison saves.
         with (
@@ -47,8 +48,8 @@ def reason_against(
             torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         ):
             error = error_between(
-                partial(_called, function, pattern),
-                partial(_called, reference, pattern),
+                partial(_called, function, visible),
+                partial(_called, reference, visible),
                 partial(_arguments, dtype, device),
             )
         reason = (
@@ -85,10 +86,10 @@ def _arguments(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, 
 
 def _called(
     function: Callable[..., torch.Tensor],
-    pattern: AttentionPattern,
+    visible: KeyVisibility,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor,
 ) -> torch.Tensor:
-    return function(q, k, v, pattern=pattern, scoring=Scoring(sink=sink))
+    return function(q, k, v, visible, scoring=Scoring(sink=sink))

@@ -1,5 +1,6 @@
-"""Numbers as 8-bit or 4-bit integers with scales of blocks, and as 8-bit floating point:
-csrc/gpu/quantize.cu. The operations are those of ../quantize.py, which see for the arguments.
+"""Numbers as 8-bit or 4-bit integers with scales of blocks: csrc/gpu/quantize.cu.
+
+The operations are those of ../quantize.py, with the same arguments.
 """
 
 import torch
@@ -11,7 +12,6 @@ from .packets import vector_width
 THREADS = 256
 WARPS = 4
 MOST = 2**31 - 1  # blocks of numbers
-MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 EXAMPLES = [
     ("bf16", 8, 8),
@@ -22,12 +22,6 @@ EXAMPLES = [
 ]
 QUANTIZE = GpuKernel("quantize.cu", "quantize", "ptr ptr ptr i64 i32 u32", EXAMPLES)
 DEQUANTIZE = GpuKernel("quantize.cu", "dequantize", "ptr ptr ptr i64 i32", EXAMPLES)
-CAST_FP8 = GpuKernel(
-    "quantize.cu",
-    "cast_fp8",
-    "ptr ptr ptr i64",
-    [("bf16", 8, 3), ("bf16", 8, 2), ("fp16", 8, 3), ("float", 4, 3), ("float", 4, 2)],
-)
 
 
 def fits_numbers(x: torch.Tensor, *_: object) -> str:
@@ -89,23 +83,5 @@ def dequantize(
         y,
         numel,
         block,
-    )
-    return y
-
-
-def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x times the fp32 scale [1] → the bytes of numbers of `dtype`, of the shape of x."""
-    x = x.detach().contiguous()
-    y = torch.empty_like(x, dtype=torch.uint8)
-    flat = x.view(-1)
-    width = vector_width([len(flat)], flat)
-    CAST_FP8(
-        (type_name(x), width, MANTISSA[dtype]),
-        -(-len(flat) // (width * THREADS)),
-        THREADS,
-        x,
-        scale.detach(),
-        y,
-        len(flat),
     )
     return y

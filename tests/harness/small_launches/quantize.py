@@ -7,11 +7,10 @@ from megatron_ds.ops.gpu import quantize_kernels
 
 def launch() -> None:
     """Packets of 16 bytes and single numbers; several turns of a warp; a short last block."""
-    for dtype, n, block, bits, fp8 in (
-        (torch.bfloat16, 2056, 1032, 8, torch.float8_e4m3fn),
-        (torch.float32, 333, 70, 4, torch.float8_e5m2),
+    for dtype, n, block, bits in (
+        (torch.bfloat16, 2056, 1032, 8),
+        (torch.float32, 333, 70, 4),
     ):
         x = torch.ones(n, dtype=dtype)
         codes, scales = quantize_kernels.quantize(x, bits, block)
         quantize_kernels.dequantize(scales, codes, n, bits, block, dtype)
-        quantize_kernels.cast_fp8(x, torch.ones(1), fp8)
