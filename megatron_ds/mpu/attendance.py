@@ -8,10 +8,10 @@ problem. So a rank sends the same few requests in a job of any size. Keys:
     first      `Member` that came first
     rank R     `Member` that came as rank R
     count      number of ranks that have come
-    meetings   number of times that all ranks have come
-    verdict    "complete" and that number, or an error for all ranks; once written it stays
+    verdict    "complete", or an error for all ranks; once written it stays
     informed   number of processes that have read or written an error
-    left       number of ranks that have read "complete" from a store that is kept
+
+Where the same store serves several meetings, each has these keys for itself: "meeting 0", "meeting 1", …
 """
 
 import json
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 
-COMPLETE = "complete "
+COMPLETE = "complete"
 MOST_NAMED = 8  # missing ranks in a message
 
 
@@ -43,37 +43,34 @@ class Member(NamedTuple):
 class Attendance:
     """The keys of one job in a store, seen from one of its processes.
 
-    is_kept   whether the store outlives the process group, as that of torchrun's agent and a file do: its keys
-              are removed after the meeting
+    is_kept   whether the store outlives its processes, as that of torchrun's agent and a file do
     """
 
     def __init__(self, store: dist.Store, member: Member, is_kept: bool = False):
-        self._store = store
+        self._all = store
+        self._store = _meeting(store, 0)
         self._member = member
         self._is_kept = is_kept
 
     def arrive(self, deadline: float) -> dist.Store:
-        """The part of the store for the process group, when all ranks have come: an empty one, also where the
-        same ranks met before. `deadline` is a time of time.monotonic().
+        """The part of the store for the process group, when all ranks have come.
 
-        Raises CommunicationError, the same on all ranks of the job, when they cannot meet.
+        deadline: a time of time.monotonic(). Raises CommunicationError, the same on all ranks of the job, when
+        they cannot meet.
         """
-        self._require_place()
+        self._find_meeting()
         if problem := self._problem():
             self.fail(problem)
         elif self._store.add("count", 1) == self._member.world_size:
-            meeting = self._store.add("meetings", 1)
-            self._store.compare_set("verdict", "", f"{COMPLETE}{meeting}")
+            self._store.compare_set("verdict", "", COMPLETE)
         verdict = self._wait(deadline)
-        if not verdict.startswith(COMPLETE):
+        if verdict != COMPLETE:
             self._store.add("informed", 1)
             is_known = not problem or problem in verdict
             raise CommunicationError(
                 verdict if is_known else _with_cause(verdict, problem)
             )
-        if self._is_kept:
-            self._leave()
-        return dist.PrefixStore(verdict, self._store)
+        return dist.PrefixStore("group", self._store)
 
     def fail(self, problem: str) -> None:
         """Make `problem` the error of all ranks of the job, unless they have another one or have met."""
@@ -93,20 +90,29 @@ class Attendance:
 
     def leave_word(self, error: str) -> None:
         """Report that this process ends before it has come."""
+        self._find_meeting()
         problem = self._problem()
         text = f"{self._member} ended before it joined the other ranks: {error}"
         self.fail(_with_cause(text, problem) if problem else text)
         self._store.add("informed", 1)
 
-    def _require_place(self) -> None:
-        """Raises CommunicationError, on this process alone, when all ranks have met without it."""
-        if not self._is_kept and (self._verdict() or "").startswith(COMPLETE):
-            first = self._set_or_read("first")
-            raise CommunicationError(
-                f"{self._member} came after all {first.world_size} ranks had met, among them {first}: it was "
-                "started twice, or another job meets at this address. Give each process its own RANK, and each "
-                "job its own MASTER_PORT."
-            )
+    def _find_meeting(self) -> None:
+        """Go to the first meeting that is not complete. This process has left the others, or, in a store that
+        is kept, an earlier process of its rank has.
+
+        Raises CommunicationError, on this process alone, when all ranks have met without it.
+        """
+        number = 0
+        while self._verdict() == COMPLETE:
+            there = self._set_or_read(f"rank {self._member.rank}")
+            if not self._is_kept and there != self._member:
+                raise CommunicationError(
+                    f"{self._member} came after all ranks had met, among them {there}: it was started twice, or "
+                    "another job meets at this address. Give each process its own RANK, and each job its own "
+                    "MASTER_PORT."
+                )
+            number += 1
+            self._store = _meeting(self._all, number)
 
     def _problem(self) -> str | None:
         """How this process contradicts another one: what must be equal, then what must differ."""
@@ -155,14 +161,6 @@ class Attendance:
         half = len(ranks) // 2
         return self._absent(ranks[:half]) + self._absent(ranks[half:])
 
-    def _leave(self) -> None:
-        """Remove the keys: the last rank does, before any can have left the process group that follows."""
-        size = self._member.world_size
-        if self._store.add("left", 1) == size:
-            keys = ["first", "count", "verdict", "left"]
-            for key in [*keys, *(f"rank {rank}" for rank in range(size))]:
-                self._store.delete_key(key)
-
     def _set_or_read(self, key: str) -> Member:
         """The member in `key`, which is this process if there was none."""
         return _member_of(self._store.compare_set(key, "", json.dumps(self._member)))
@@ -175,6 +173,10 @@ class Attendance:
 def _with_cause(text: str, problem: str) -> str:
     """A rank with another world size may find that, for instance, its batch size does not divide."""
     return f"{text} Besides, {problem}"
+
+
+def _meeting(store: dist.Store, number: int) -> dist.Store:
+    return dist.PrefixStore(f"meeting {number}", store)
 
 
 def _member_of(text: bytes) -> Member:

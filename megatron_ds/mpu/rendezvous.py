@@ -130,7 +130,7 @@ def report_absence(place: Place, error: str) -> None:
     def report() -> None:
         deadline = time.monotonic() + LISTEN_SECONDS
         # Without a store there are no others to read it. The error itself has been raised.
-        with suppress(OSError, RuntimeError, ValueError), only_errors():
+        with suppress(OSError, RuntimeError, CommunicationError), only_errors():
             with place.wait_for_listener(deadline) or nullcontext():
                 pass
             limit = timedelta(seconds=HANDSHAKE_SECONDS)

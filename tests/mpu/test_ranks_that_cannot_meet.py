@@ -10,7 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import megatron_ds
 from tests.harness import pretraining
 from tests.harness.pretraining import MOCK
 from tests.harness.processes import run_processes, stop_processes
@@ -133,7 +136,7 @@ def test_a_process_that_comes_after_all_ranks_have_met_ends_alone(tmp_path):
         late = start("1")
         _, errors = late.communicate(timeout=150)
         assert late.returncode == 2
-        assert "came after all 2 ranks had met, among them rank " in errors
+        assert "came after all ranks had met, among them rank " in errors
         assert [rank.poll() for rank in ranks] == [None, None]
     finally:
         for rank in ranks:
@@ -156,6 +159,34 @@ for meeting in range(2):
     if attempt == "0" and meeting == 1:
         sys.exit(3)
 """
+
+
+def meet_twice(rank, world, port):
+    """The sums of two meetings at one address."""
+    environment = {
+        "RANK": rank,
+        "WORLD_SIZE": world.size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    found = []
+    for _ in range(2):
+        megatron_ds.init_distributed()
+        counts = torch.ones(1)
+        dist.all_reduce(counts)
+        found.append(counts.item())
+        if rank:  # rank 0 has the store
+            megatron_ds.comm.destroy_process_group()
+            time.sleep(1)
+        else:
+            time.sleep(0.5)
+            megatron_ds.comm.destroy_process_group()
+    return found
+
+
+def test_the_same_processes_meet_again():
+    assert run_processes(2, meet_twice, free_port(), joined=False) == [[2.0] * 2] * 2
 
 
 def test_under_torchrun_ranks_meet_again_in_the_same_store(tmp_path):
