@@ -179,6 +179,8 @@ def _names_of_forks() -> Iterator[tuple[str, ...]]:
                     f"`{meaning}`" if meaning else "the default",
                     dialect.project,
                 )
+        for name, (option, _) in dialect.readers.items():
+            yield f"`{name}`", f"`{option}`, its words in another form", dialect.project
 
 
 def _keys() -> Iterator[tuple[str, str]]:

@@ -129,7 +129,30 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace, launch: launching.Launch) -> int:
     """Load the model, and print the text that continues each prompt."""
-    # Sizes that generation can use.
+    with launching.reported_to_others(launch):
+        config, tokenizer, step = prepare(args, launch)
+    sampling = Sampling(
+        0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed
+    )
+    # From here on all ranks work together.
+    device = launching.start(launch)
+    try:
+        mesh = Mesh(Grid(tp=launch.world_size), launch.rank, connect_torch, device)
+        modules = load_model(config, mesh, args.load, step)
+        for prompt in args.prompt:
+            show(prompt, tokenizer, modules, config, mesh, sampling, args)
+    finally:
+        launching.stop()
+    return 0
+
+
+def prepare(
+    args: argparse.Namespace, launch: launching.Launch
+) -> tuple[RunConfig, Tokenizer, int]:
+    """The configuration of the saved run, its tokenizer, and the iteration to load.
+
+    Raises ConfigError for sizes that generation cannot use, and CheckpointError where there is no checkpoint.
+    """
     if args.max_new_tokens < 1:
         raise ConfigError(
             f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
@@ -147,9 +170,6 @@ def main(args: argparse.Namespace, launch: launching.Launch) -> int:
             f"--nproc-per-node {tp_size}."
         )
     # The model of the checkpoint, with its own tokenizer unless another is given.
-    sampling = Sampling(
-        0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed
-    )
     step = find_step(args.load, args.iteration)
     run = read_run(args.load, step)
     require(run, args.load, "config")
@@ -159,16 +179,7 @@ def main(args: argparse.Namespace, launch: launching.Launch) -> int:
     config = replace(
         config, model=replace(config.model, vocab_size=tokenizer.vocab_size)
     )
-    # From here on all ranks work together.
-    device = launching.start(launch)
-    try:
-        mesh = Mesh(Grid(tp=tp_size), launch.rank, connect_torch, device)
-        modules = load_model(config, mesh, args.load, step)
-        for prompt in args.prompt:
-            show(prompt, tokenizer, modules, config, mesh, sampling, args)
-    finally:
-        launching.stop()
-    return 0
+    return config, tokenizer, step
 
 
 def find_step(directory: Path, iteration: int | None) -> int:
@@ -265,4 +276,7 @@ def show(
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
-    return main(parse_arguments(argv), launching.read_launch(os.environ))
+    with launching.reported_to_others():
+        args = parse_arguments(argv)
+        launch = launching.read_launch(os.environ)
+    return main(args, launch)

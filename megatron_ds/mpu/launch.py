@@ -11,28 +11,35 @@ import platform
 import re
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from ..errors import CommunicationError, ConfigError
+from ..console import one_line, shortened
+from ..errors import CommunicationError, ConfigError, MegatronDSError
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
+from .rendezvous import Place, meet, report_absence
 from .stuck_ranks import current_call, name_stuck_ranks, register_host
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+MOST_CHARACTERS = 500  # of an error in the message of other ranks
 logger = logging.getLogger(__name__)
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Global rank, rank on this host, numbers of ranks, address of rank 0, and the launcher's name."""
+    """Global rank, rank on this host, numbers of ranks, address of rank 0, and the launcher's name.
+
+    file: where ranks meet instead of the address, "" if they meet there
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -41,18 +48,50 @@ class Launch:
     address: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     source: str = "none"
+    file: str = ""
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     """The launch that `env` (default: os.environ) describes. ConfigError names a wrong variable."""
-    env = os.environ if env is None else env
+    return _checked(_launch_in(os.environ if env is None else env))
+
+
+@contextmanager
+def reported_to_others(launch: Launch | None = None) -> Iterator[None]:
+    """Inside, before this rank meets the others, an error is also reported to them, so that they end, too.
+
+    launch: by default that of os.environ
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(ConfigError):  # without an address there is no place for a report
+            launch = launch or _launch_in(os.environ)
+            if launch.world_size > 1:
+                report_absence(_place(launch), _in_one_line(error))
+        raise
+
+
+def _place(launch: Launch) -> Place:
+    address = (launch.address, launch.port)
+    return Place(address, launch.rank, launch.world_size, launch.file)
+
+
+def _in_one_line(error: Exception) -> str:
+    """An error that is not of this package begins with its class."""
+    is_ours = isinstance(error, MegatronDSError)
+    text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+    return shortened(one_line(" ".join(text.split())), MOST_CHARACTERS)
+
+
+def _launch_in(env: Mapping[str, str]) -> Launch:
     for is_there, read in (
         (("RANK", "WORLD_SIZE"), _torchrun),
         (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
         (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
     ):
         if all(env.get(name) for name in is_there):
-            return _checked(read(env))
+            return read(env)
     if env.get("RANK"):
         raise ConfigError(
             "RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
@@ -69,15 +108,17 @@ def start(
     alone: start it for one rank, too
 
     CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not connect in
-    time.
+    time, have another world size, or ended by an error.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = _own_device(launch)
-        torch.cuda.set_device(device)
+    with reported_to_others(launch):
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = _own_device(launch)
+            torch.cuda.set_device(device)
+        if launch.world_size > 1:
+            check_file_limit(launch.world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if launch.world_size > 1:
-        check_file_limit(launch.world_size)
         _join(launch, backend, timeout)
     elif alone:
         _join_alone(backend, timeout)
@@ -262,17 +303,9 @@ def _own_device(launch: Launch) -> torch.device:
 
 
 def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
-    from .rendezvous import meet
-
     begin = time.monotonic()
     try:
-        meet(
-            backend,
-            (launch.address, launch.port),
-            launch.rank,
-            launch.world_size,
-            timeout,
-        )
+        meet(backend, _place(launch), timeout)
         register_host()
     except (RuntimeError, ValueError, OSError) as error:
         hint = (
@@ -282,7 +315,8 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
         )
         raise CommunicationError(
             f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the "
-            f"other ranks at {launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; "
+            f"other ranks at {launch.file or f'{launch.address}:{launch.port}'} within "
+            f"{time.monotonic() - begin:.0f} s: {hint}; "
             f"MASTER_PORT chooses another port if this one is taken. The cause: {error}"
         ) from error
 

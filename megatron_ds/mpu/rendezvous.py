@@ -1,4 +1,4 @@
-"""`meet`: start torch.distributed on all ranks, or fail on all of them by one deadline.
+"""`meet`: start torch.distributed on all ranks, or fail on all of them, at once or by one deadline.
 
 torch's own start-up has several waits, each with the whole timeout, and one without an end: for the answer
 of the process that listens at the address of rank 0. If that process dies, torch tries again and prints C++
@@ -9,52 +9,98 @@ stack frames. Here
 
 The connection stays open until the ranks have met. torch's store never sends first: if data arrives, another
 program listens there; if the connection closes, rank 0 (or torchrun's agent) has ended.
+
+Before they make the process group, ranks compare their world sizes and numbers in the store (`Attendance`). A
+rank that ends earlier, by an error of its options for instance, calls `report_absence`, and all others end
+with its error. Rank 0 has the store; it stays until the others have read the error, or LISTEN_SECONDS.
 """
 
+import os
+import platform
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..errors import CommunicationError
 from ..host.backend_log import only_errors
+from .attendance import Attendance, Member
 
 SLACK_SECONDS = 2.0  # after the deadline, in which torch's own error may arrive
 PAUSE_SECONDS = 0.05  # between two looks
+LISTEN_SECONDS = 15.0  # in which other ranks can read why this one has ended
+HANDSHAKE_SECONDS = 5.0  # for the store of another process at the port of rank 0
 
 
-def meet(
-    backend: str,
-    address: tuple[str, int],
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-) -> None:
+class Place(NamedTuple):
+    """Where a process meets the others, and the number with which it comes.
+
+    address   host and port of rank 0
+    file      path of a file that is the store instead, "" if there is none
+    """
+
+    address: tuple[str, int]
+    rank: int
+    world_size: int
+    file: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the store is not rank 0's: torchrun's agent has it, or it is a file."""
+        return bool(self.file) or _is_agents_store()
+
+    @property
+    def is_listener(self) -> bool:
+        """Whether this process has the store."""
+        return self.rank == 0 and not self.is_kept
+
+    def attendance(self, store: dist.Store) -> Attendance:
+        """This process in the store."""
+        keys = f"attendance {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        member = Member(self.rank, self.world_size, platform.node(), os.getpid())
+        return Attendance(dist.PrefixStore(keys, store), member, self.is_kept)
+
+    def wait_for_listener(self, deadline: float) -> socket.socket | None:
+        """A connection to the process that has the store; None on that process, and for a file."""
+        if self.is_listener or self.file:
+            return None
+        return wait_for_listener(*self.address, deadline)
+
+
+def meet(backend: str, place: Place, timeout: timedelta) -> None:
     """Make the process group. Collective over all ranks.
 
-    Raises OSError, RuntimeError or ValueError when the others have not come by the deadline, `timeout` from
-    now, or when the process that listens has ended.
+    Raises CommunicationError when the ranks cannot meet or have not come by the deadline, `timeout` from
+    now; OSError, RuntimeError or ValueError when there is no store, or the process that has it ends.
     """
     # Rank 0 listens; the others wait until it does.
     deadline = time.monotonic() + timeout.total_seconds()
-    listener = wait_for_listener(*address, deadline) if rank > 0 else None
+    listener = place.wait_for_listener(deadline)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def start() -> None:
         if device is not None:  # each thread of a process has its own
             torch.cuda.set_device(device)
-        host, port = address
+        attendance = place.attendance(_open_store(place, timeout))
+        try:
+            group_store = attendance.arrive(deadline)
+        except CommunicationError:
+            if place.is_listener:
+                _keep_for_others(attendance)
+            raise
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=world_size,
+            store=group_store,
+            rank=place.rank,
+            world_size=place.world_size,
             timeout=timeout,
         )
 
@@ -64,6 +110,7 @@ def meet(
         while not attempt.is_over.wait(PAUSE_SECONDS):
             if listener is not None and (problem := _problem_of(listener)):
                 attempt.is_over.wait(SLACK_SECONDS)
+                attempt.raise_error()
                 raise OSError(problem)
             if time.monotonic() > deadline + SLACK_SECONDS:
                 raise OSError(
@@ -71,6 +118,81 @@ def meet(
                     "ranks did not start, or another program listens there and does not answer"
                 )
         attempt.raise_error()
+
+
+def report_absence(place: Place, error: str) -> None:
+    """Make `error`, one line, the error of the other ranks of the job: this one ends before it meets them.
+
+    Returns at once. The report is made in a thread for which the exit of the process waits, at most
+    LISTEN_SECONDS: until rank 0 listens, or, on rank 0, until all others have ended.
+    """
+
+    def report() -> None:
+        deadline = time.monotonic() + LISTEN_SECONDS
+        # Without a store there are no others to read it. The error itself has been raised.
+        with suppress(OSError, RuntimeError, CommunicationError), only_errors():
+            with place.wait_for_listener(deadline) or nullcontext():
+                pass
+            limit = timedelta(seconds=HANDSHAKE_SECONDS)
+            store = _Attempt(lambda: _connect(place, place.is_listener, limit)).result(
+                HANDSHAKE_SECONDS
+            )
+            attendance = place.attendance(store)
+            attendance.leave_word(error)
+            if place.is_listener:
+                _listen(attendance, deadline)
+
+    threading.Thread(target=report, name="report of absence").start()
+
+
+def _open_store(place: Place, timeout: timedelta) -> dist.Store:
+    """torch's store at the address: its server on rank 0, else a client."""
+    try:
+        return _connect(place, place.is_listener, timeout)
+    except dist.DistNetworkError:
+        if not place.is_listener:
+            raise
+        # The port is taken. If another rank 0 has it, both must know.
+        other = _Attempt(lambda: _connect(place, False, timeout))
+        with suppress(OSError, RuntimeError):
+            store = other.result(HANDSHAKE_SECONDS)
+            if place.attendance(store).has_begun(HANDSHAKE_SECONDS):
+                return store
+        raise
+
+
+def _connect(place: Place, is_server: bool, timeout: timedelta) -> dist.Store:
+    if place.file:
+        return dist.FileStore(place.file, place.world_size)
+    host, port = place.address
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=is_server,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _keep_for_others(attendance: Attendance) -> None:
+    """Keep the store until the others have read the error: the exit of the process waits for this thread."""
+    deadline = time.monotonic() + LISTEN_SECONDS
+
+    def keep() -> None:
+        with suppress(RuntimeError):
+            _listen(attendance, deadline)
+
+    threading.Thread(target=keep, name="report of absence").start()
+
+
+def _listen(attendance: Attendance, deadline: float) -> None:
+    while not attendance.is_informed() and time.monotonic() < deadline:
+        time.sleep(PAUSE_SECONDS)
+
+
+def _is_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def wait_for_listener(host: str, port: int, deadline: float) -> socket.socket:
@@ -105,10 +227,11 @@ class _Attempt:
     is_over   set when the call has returned or raised
     """
 
-    def __init__(self, call: Callable[[], None]):
+    def __init__(self, call: Callable[[], Any]):
         self.is_over = threading.Event()
         self._call = call
-        self._error = None
+        self._error: Exception | None = None
+        self._result: Any = None
         threading.Thread(target=self._run, name="rendezvous", daemon=True).start()
 
     def raise_error(self) -> None:
@@ -116,9 +239,16 @@ class _Attempt:
         if self._error is not None:
             raise self._error
 
+    def result(self, seconds: float) -> Any:
+        """What the call returned. Raises its error, or OSError if it takes longer than `seconds`."""
+        if not self.is_over.wait(seconds):
+            raise OSError(f"no answer within {seconds:g} s")
+        self.raise_error()
+        return self._result
+
     def _run(self) -> None:
         try:
-            self._call()
+            self._result = self._call()
         except Exception as error:  # raised in the thread that waits
             self._error = error
         self.is_over.set()

@@ -103,7 +103,29 @@ def _pretrain(
 ) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
-    # The launch and the flags, without communication: a dry run ends before a mesh exists.
+    # Without communication: a dry run ends before a mesh exists.
+    with launching.reported_to_others():
+        launch, config = _configure(argv, defaults)
+    if config.plan.is_dry:
+        return dry_run(config, launch)
+    # The run itself, with all ranks joined.
+    with (
+        deterministic_operations(config.train.deterministic_mode),
+        joined(config, launch) as mesh,
+    ):
+        try:
+            reason = train(config, mesh, launch.source, started, stop)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(_what_would_fit(error, mesh)) from error
+        if mesh.rank == 0:
+            logger.info("training ended: %s", reason)
+    return 0
+
+
+def _configure(
+    argv: Sequence[str], defaults: Mapping[str, object]
+) -> tuple[Launch, RunConfig]:
+    """The launch, and the checked configuration for it. Raises ConfigError with all problems."""
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
     launch = (
         Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
@@ -123,20 +145,7 @@ def _pretrain(
     )
     if foreign:
         of_others.log_length(config)
-    if config.plan.is_dry:
-        return dry_run(config, launch)
-    # The run itself, with all ranks joined.
-    with (
-        deterministic_operations(config.train.deterministic_mode),
-        joined(config, launch) as mesh,
-    ):
-        try:
-            reason = train(config, mesh, launch.source, started, stop)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(_what_would_fit(error, mesh)) from error
-        if mesh.rank == 0:
-            logger.info("training ended: %s", reason)
-    return 0
+    return launch, config
 
 
 def train(

@@ -85,6 +85,7 @@ def test_each_fork_has_one_table():
             True,
         ),
         ("--RMSNorm", "model.normalization", "RMSNorm"),
+        ("--eval-only True", "train.skip_train", True),
         ("--wandb-name n", "logging.wandb_exp_name", "n"),
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-wsd-decay-style 1-sqrt",
@@ -156,6 +157,9 @@ SPEC = "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_
         "--dataset MMAP",
         "--train-mode pretrain",
         "--lazy-mpu-init",
+        "--log-path logs",
+        "--valid-num-workers 2",
+        "--moe-lbl-in-fp32 True",
     ],
 )
 def test_what_moves_no_number_is_accepted_with_a_reason(words):
@@ -184,6 +188,12 @@ def test_what_moves_no_number_is_accepted_with_a_reason(words):
         ("--init-method-xavier-uniform", "normally distributed"),
         ("--train-weighted-split-paths x", "not have the form"),
         ("--rotary-scale-factor 2", "interpolation"),
+        ("--glu-activation swiglu", "4 times --hidden-size"),
+        ("--glu", "the activation gelu"),
+        ("--moe-use-megatron-switch True", "--moe-router-topk 1"),
+        ("--inference", "megatron-ds generate"),
+        ("--noise-density 0.15", "not masked"),
+        ("--eval-only False", "--eval-only False"),
     ],
 )
 def test_what_would_move_a_number_is_refused_with_the_reason(words, says):

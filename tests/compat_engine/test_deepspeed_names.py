@@ -384,7 +384,8 @@ def test_a_program_of_one_process_needs_no_process_group_and_may_have_one(
     comm = megatron_ds.comm
     for wrong, match in (
         (dict(dist_backend="mpi"), "'mpi' is not supported"),
-        (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
+        (dict(init_method="tcp://x:1"), "without rank and world_size"),
+        (dict(init_method="mpi://x"), "the methods are"),
         (dict(dist_init_required=False), "no process group yet"),
     ):
         with pytest.raises(ConfigError, match=match):

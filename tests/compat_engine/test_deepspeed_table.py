@@ -1,7 +1,9 @@
 """DeepSpeed's names: each entry of the tables is an object of this package or gives advice; modules below
 `megatron_ds` and below `deepspeed`; the page lists the names that give advice."""
 
+import ast
 import importlib
+import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -258,3 +260,65 @@ def test_leaf_modules_are_gathered_as_one_layer():
         ConfigError, match="no module of the class Conv2d is in the model"
     ):
         megatron_ds.utils.set_z3_leaf_modules(outer, [nn.Conv2d])
+
+
+COLLISIONS = """
+import importlib
+import megatron_ds.utils
+from megatron_ds.compat.deepspeed.deepspeed_modules import canonical, load
+from megatron_ds.compat.deepspeed.deepspeed_names import HERE
+
+def package(path):
+    return importlib.import_module(f"{NAME}.{path}".rstrip("."))
+
+for word in words:
+    path, _, name = word.rpartition(".")
+    before = getattr(package(path), name)
+    importlib.import_module(f"{NAME}.{word}")
+    assert getattr(package(path), name) is before, word
+    target = HERE.get(canonical(path), {}).get(name)
+    if target:
+        assert before is load(target), word
+print("compared", len(words))
+"""
+
+
+def names_of_a_module_and_an_object():
+    """ "utils.z3_leaf_module": packages of DeepSpeed whose `__init__` has an object named as a submodule."""
+    root = Path(importlib.util.find_spec("deepspeed").submodule_search_locations[0])
+    for init in root.rglob("__init__.py"):
+        package = ".".join(init.parent.relative_to(root).parts)
+        modules = {path.stem for path in init.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(init.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            for alias in node.names:
+                if (name := alias.asname or alias.name) in modules:
+                    yield f"{package}.{name}".lstrip(".")
+
+
+@pytest.mark.parametrize("name", ["megatron_ds", "deepspeed"])
+def test_a_name_stays_what_it_is_when_a_submodule_of_that_name_is_imported(name):
+    found = sorted(
+        word
+        for word in set(names_of_a_module_and_an_object())
+        if deepspeed_modules.is_module(word)
+    )
+    assert "utils.z3_leaf_module" in found
+    begin = "import megatron_ds; megatron_ds.install_as_deepspeed()" * (
+        name == "deepspeed"
+    )
+    done = run(f"words = {found}\n{begin}\n{COLLISIONS.replace('{NAME}', name)}")
+    assert done.stdout == f"compared {len(found)}\n", done.stderr
+
+
+def test_the_function_z3_leaf_module_is_called_under_each_spelling():
+    """DeepSpeed's module has the same name."""
+    import megatron_ds.utils.z3_leaf_module
+    from megatron_ds.utils import z3_leaf_module
+    from megatron_ds.utils.z3_leaf_module import z3_leaf_module as same
+
+    module = torch.nn.Linear(2, 2)
+    megatron_ds.utils.set_z3_leaf_module(module, True)
+    assert z3_leaf_module is same is megatron_ds.utils.z3_leaf_module
+    assert z3_leaf_module(module)

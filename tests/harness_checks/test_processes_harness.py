@@ -10,7 +10,7 @@ import torch
 
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu import collectives
-from megatron_ds.mpu.rendezvous import meet
+from megatron_ds.mpu.rendezvous import Place, meet
 from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.processes
@@ -70,7 +70,7 @@ def process_after_a_meeting(rank, world, port):
     """The number of this process. With a port, it still tries to meet a rank that never answers."""
     if port is not None and rank == 0:
         with pytest.raises(OSError, match="have not met"):
-            meet("gloo", ("127.0.0.1", port), 1, 2, timedelta(seconds=1))
+            meet("gloo", Place(("127.0.0.1", port), 1, 2), timedelta(seconds=1))
     return os.getpid()
 
 

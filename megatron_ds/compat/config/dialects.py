@@ -60,6 +60,11 @@ BIGSCIENCE = Dialect(
             "parameters": "",
             "type:transformer|embedding": "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         },
+        "--eval-only": {
+            "True": "--skip-train",
+            "true": "--skip-train",
+            "1": "--skip-train",
+        },
     },
     readers=_weighted_split_readers(),
     answers=table(
@@ -69,8 +74,14 @@ BIGSCIENCE = Dialect(
             "the launcher is recognised from the environment": "--launcher",
             "it applies to a log of CodeCarbon only": "--codecarbon-dir",
             "the learning rate always follows from the flags and from progress": "--override-lr-scheduler",
+            "the arguments are in the log, and in run.json of each checkpoint": "--log-path",
+            "--num-workers counts the threads of each part of the data": "--valid-num-workers",
         },
         refused={
+            "for swiglu write --swiglu, and --ffn-hidden-size, which is 4 times --hidden-size there unless it is "
+            "given. geglu, liglu and reglu are not available.": "--glu-activation",
+            "spans of tokens are not masked. Remove it.": "--noise-density --mean-noise-span-length",
+            "megatron-ds generate continues texts, megatron-ds train --skip-train evaluates. Remove it.": "--inference",
             "write --finetune, which loads weights only and starts at the first step.": "--reset-progress",
             "the loss is that of all tokens alike. Remove it.": "--norm-target-loss",
             "every token sees only the tokens before it. Remove it.": "--prefix-lm --prefixlm --loss-on-targets-only --reweight-loss-based-on-position-frequency",
@@ -276,8 +287,12 @@ MEGABLOCKS = Dialect(
     answers=table(
         accepted={
             "--expert-model-parallel-size sets how many ranks share the experts, which changes no number": "--moe-expert-model-parallelism",
+            "the balancing loss is always computed in fp32": "--moe-lbl-in-fp32",
         },
         refused={
+            "write --num-experts N --moe-router-topk 1 --moe-router-pre-softmax, in place of the other flags of "
+            "experts.": "--moe-use-megatron-switch",
+            "gates with the activation gelu are not available. For swiglu write --swiglu and --ffn-hidden-size.": "--glu",
             "a layer of MegaBlocks has one bias after the sum over its experts, which have none of their own; "
             "the experts here have one each, or none. For the nearest model write --num-experts N and "
             "--moe-router-pre-softmax.": "--moe-num-experts",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ... import foreign_name
 from ...errors import ConfigError, NotInitializedError
 from ...mpu import launch as launching
+from .init_method import launch_by
 
 # backend → the device that it needs
 BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}
@@ -46,14 +47,25 @@ def init_distributed(
     timeout       of a collective
     distributed_port  port of rank 0, unless the launcher has set MASTER_PORT; None: the launcher's port, else
                       29500
-    rank, world_size  without a launcher; the address of rank 0 is then in MASTER_ADDR and MASTER_PORT
-    init_method   None or "env://"
+    init_method   where the ranks meet: None, "env://", "tcp://HOST:PORT" or "file:///FOLDER/NEW_FILE"
+    rank, world_size  without a launcher. Where there is one they must be equal to its numbers
     dist_init_required  False: an error if there is no process group yet
     auto_mpi_discovery, verbose, config  have no effect
+
+    Raises ConfigError for arguments that cannot be met, and CommunicationError when ranks cannot meet.
     """
     if dist.is_initialized():
         return
-    # Arguments that cannot be met.
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    with launching.reported_to_others():
+        _check_arguments(dist_backend, dist_init_required)
+        launch = launch_by(init_method, rank, world_size)
+    launching.start(launch, timeout, alone=True)
+    atexit.register(launching.stop)
+
+
+def _check_arguments(dist_backend: str | None, dist_init_required: bool | None) -> None:
     if dist_init_required is False:
         raise ConfigError(
             "dist_init_required=False, but there is no process group yet. Create it before "
@@ -68,19 +80,6 @@ def init_distributed(
         raise ConfigError(
             'dist_backend="nccl" needs GPUs, and torch finds none here. Leave it out.'
         )
-    if init_method not in (None, "env://"):
-        raise ConfigError(
-            f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and "
-            "MASTER_PORT. Set these, or start the program with torchrun."
-        )
-    # The launcher's environment has precedence over the arguments.
-    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
-        if value >= 0:
-            os.environ.setdefault(name, str(value))
-    if distributed_port is not None:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    launching.start(launching.read_launch(), timeout, alone=True)
-    atexit.register(launching.stop)
 
 
 def is_initialized() -> bool:

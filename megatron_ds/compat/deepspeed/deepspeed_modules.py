@@ -191,7 +191,24 @@ class _Loader:
         """Nothing is executed: names are looked up when they are used."""
 
 
-class FacadeModule(ModuleType):
+class NamesFirst(ModuleType):
+    """A module whose own names stay when a submodule of the same name is imported.
+
+    `deepspeed.utils.z3_leaf_module` is a function, also after `import deepspeed.utils.z3_leaf_module`, which
+    would replace it by the module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and self.has_object(name):
+            return
+        super().__setattr__(name, value)
+
+    def has_object(self, name: str) -> bool:
+        """Whether `name` is something else than a module."""
+        return not isinstance(vars(self).get(name, self), ModuleType)
+
+
+class FacadeModule(NamesFirst):
     """A module of DeepSpeed. path: of the module whose names it has."""
 
     def __init__(self, name: str, path: str):
@@ -209,9 +226,12 @@ class FacadeModule(ModuleType):
             return getattr(real, name)
         return find(self._real, name)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the function of the same name: importing `utils.z3_leaf_module` replaces `utils`' function."""
-        return find(self._real, self.__name__.rpartition(".")[2])(*args, **options)
+    def has_object(self, name: str) -> bool:
+        """Whether `name` is an object of the tables, or one that is not available."""
+        path = self._real.partition(".")[2]
+        if name in HERE.get(path, {}):
+            return not isinstance(load(HERE[path][name]), ModuleType)
+        return advice_for(path, name) is not None
 
     def __dir__(self) -> Sequence[str]:
         return names_of(self._real.partition(".")[2])

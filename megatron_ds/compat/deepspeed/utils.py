@@ -1,5 +1,6 @@
 """`deepspeed.utils`, for programs that import it. This package does not use it."""
 
+import sys
 from collections.abc import Sequence
 from logging import INFO, getLogger
 from typing import Any
@@ -16,6 +17,7 @@ from ..engine.leaf_modules import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
+from .deepspeed_modules import NamesFirst
 from .tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 logger = getLogger("megatron_ds")
+sys.modules[__name__].__class__ = NamesFirst
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from ...zero.update_rule import UpdateRule
+from .group_schedule import GroupSchedule
 from .module_specs import named_parameters
 
 Group = dict[str, Any]
@@ -326,61 +327,36 @@ def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]
     return result
 
 
-class JsonScheduler:
+class JsonScheduler(GroupSchedule):
     """The scheduler of the JSON, for all parameter groups.
 
     WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups,
     times the factor of a group that has one.
     beta1: of groups with "betas", whose beta2 stays; None: betas do not change
-    last_batch_iteration: number of the last update, counted from 0; −1 before the first
     """
 
     def __init__(
         self,
-        groups: list[Group],
+        optimizer: EngineOptimizer,
         rate: DeepSpeedRate | CycleRate | RangeTest,
         beta1: CycledBeta | None = None,
     ):
-        self.groups = groups
-        self.rate = rate
-        self.beta1 = beta1
-        self.last_batch_iteration = -1
+        groups = optimizer.param_groups
         self._firsts = [group["lr"] for group in groups]
-        self._apply()
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates for the next update, or for the one of this number."""
-        next_one = self.last_batch_iteration + 1
-        self.last_batch_iteration = (
-            next_one if last_batch_iteration is None else last_batch_iteration
-        )
-        self._apply()
+        betas = None if beta1 is None else [beta1] * len(groups)
+        super().__init__(optimizer, [rate] * len(groups), betas=betas)
 
     def get_lr(self) -> list[float]:
         """Learning rates of the next update, one for each group."""
-        value = self.rate.at(self.last_batch_iteration)
-        if isinstance(self.rate, DeepSpeedRate) and self.rate.style == "WarmupCosineLR":
-            return [first * value / self.rate.highest for first in self._firsts]
-        return [value * group.get(LR_FACTOR, 1.0) for group in self.groups]
-
-    get_last_lr = get_lr  # torch's name
-
-    def state_dict(self) -> dict[str, int]:
-        """Plain values (JSON), for `load_state_dict`."""
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore a `state_dict` and set its rates."""
-        self.step(state["last_batch_iteration"])
-
-    def _apply(self) -> None:
-        for group, value in zip(self.groups, self.get_lr()):
-            group["lr"] = value
-            if self.beta1 is not None and "betas" in group:
-                group["betas"] = (
-                    self.beta1.at(self.last_batch_iteration),
-                    group["betas"][1],
-                )
+        values = super().get_lr()
+        rate = self._rates[0]
+        if isinstance(rate, DeepSpeedRate) and rate.style == "WarmupCosineLR":
+            return [
+                first * value / rate.highest
+                for first, value in zip(self._firsts, values)
+            ]
+        factors = [group.get(LR_FACTOR, 1.0) for group in self.optimizer.param_groups]
+        return [value * factor for value, factor in zip(values, factors)]
 
 
 def make_scheduler(
@@ -394,10 +370,9 @@ def make_scheduler(
                 'both "scheduler" in the config and lr_scheduler= schedule the learning rate. '
                 "Remove one of them."
             )
-        groups = optimizer.param_groups
         return (
-            JsonScheduler(groups, make_learning_rate(settings), make_beta1(settings))
-            if groups
+            JsonScheduler(optimizer, make_learning_rate(settings), make_beta1(settings))
+            if optimizer.param_groups
             else None
         )
     # The client's, or what its function makes.
