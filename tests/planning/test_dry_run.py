@@ -167,8 +167,8 @@ def test_a_world_size_of_ones_own_wins_over_the_launchers_and_one_rank_speaks(
 
 def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_gigabytes():
     """The clock is in docs/lab/planning.md. Here processor time, beside that of importing torch: 2 to 4
-    times as long. Other programs on the machine make it longer, never shorter, so the best of three counts. The kernel's VmHWM is of this program alone; ru_maxrss also
-    counts the process that started it."""
+    times as long. Other programs on the machine make it longer, never shorter, so the best of three counts.
+    The kernel's VmHWM is of this program alone; ru_maxrss also counts the process that started it."""
     code = (
         "import json, resource, sys; used = lambda: resource.getrusage(resource.RUSAGE_SELF); "
         "seconds = lambda: used().ru_utime + used().ru_stime; start = seconds(); import torch; imported "
@@ -209,7 +209,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
 
 
 def test_a_real_run_on_a_cpu_starts_without_torchs_compiler():
-    """FakeTensors, which plans for CPUs use, import torch._dynamo: seconds of every start."""
+    """torch._dynamo takes seconds of every start."""
     code = (
         "import sys; from megatron_ds.training.pretrain import pretrain; ended = pretrain(sys.argv[1:]); "
         "sys.exit(ended or 'torch._dynamo' in sys.modules)"
