@@ -21,9 +21,12 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
@@ -87,10 +90,11 @@ def module_of(path: Path) -> tuple[str, ...]:
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
+@cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of everything that a file imports, anywhere in it."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -246,12 +250,13 @@ def test_nothing_in_the_package_imports_what_stands_above_it():
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_torch_distributed_is_spelled_only_in_mpu_checkpoint_and_deepspeeds_names(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     spelled = [
         node.lineno
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute)
-        and ast.unparse(node).startswith("torch.distributed")
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
     ]
     assert not spelled + [
         line for line, name in imports(path) if name.startswith("torch.distributed")
@@ -357,7 +362,7 @@ def cached_functions(path: Path) -> list[ast.FunctionDef]:
     """Functions whose results functools keeps for the whole process."""
     return [
         node
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef)
         and any(
             ast.unparse(d).partition("(")[0].rpartition(".")[2]

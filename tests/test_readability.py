@@ -11,10 +11,11 @@ import statistics
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
@@ -80,11 +81,6 @@ NAMES_OF_OTHERS = {"Init"}
 FRAGMENT = re.compile(r"(Of|Those|That|As|See|With)\b")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def place(path: Path) -> str:

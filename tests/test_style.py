@@ -28,6 +28,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.syntax import tree_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -88,11 +90,6 @@ def room_of(path: Path) -> str:
 
 def files_of(room: str) -> list[Path]:
     return [path for path in FILES if room_of(path) == room]
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def is_private(name: str) -> bool:
@@ -311,9 +308,9 @@ def test_no_two_files_have_the_same_name():
 
 def nodes_of(path: Path) -> int:
     """Nodes of the syntax tree, without those that only mark how a name is used."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     return sum(
-        not isinstance(node, ast.Load | ast.Store | ast.Del) for node in ast.walk(tree)
+        not isinstance(node, ast.Load | ast.Store | ast.Del)
+        for node in ast.walk(tree_of(path))
     )
 
 

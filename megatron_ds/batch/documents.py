@@ -3,7 +3,8 @@
 from functools import cached_property, lru_cache
 
 import torch
-from torch._subclasses import FakeTensor
+
+from ..host.fake_cpu import FakeCpuTensor
 
 # Of each sample, the positions at which its documents begin, ascending, without the first position.
 Boundaries = tuple[tuple[int, ...], ...]
@@ -72,7 +73,7 @@ class Documents:
         if self._boundaries is not None:
             return self._boundaries
         is_on_cpu = self.ids.device.type == "cpu"
-        has_values = not isinstance(self.ids, FakeTensor)
+        has_values = not isinstance(self.ids, FakeCpuTensor)
         return boundaries_of(self.ids) if is_on_cpu and has_values else None
 
     @property

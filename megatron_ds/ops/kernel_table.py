@@ -14,7 +14,7 @@ GPUs and CPUs. Which implementations a device has is decided once; a call asks o
 
 Code inside torch.compile runs torch's operations: the compiler fuses those, and cannot look into kernels.
 
-Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeTensors: an implementation must
+Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeCpuTensors: an implementation must
 therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` launches nothing then).
 """
 

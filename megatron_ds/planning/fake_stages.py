@@ -5,7 +5,7 @@ dtypes and storages but no values. So a new layer needs no formula here, and a l
 fails as in a launch.
 
     planned device   tensors                           consequences
-    CPU              FakeTensors that report a CPU     torch chooses the kernels that it chooses on a CPU
+    CPU              FakeCpuTensors                    torch chooses the kernels that it chooses on a CPU
     CUDA             on the meta device                the layers run their code for GPUs; torch's fused
                                                        attention keeps what its documentation lists
                                                        (`ops.core_attention`), FlexAttention what its
@@ -29,14 +29,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..batch.batch import Batch
 from ..config import RunConfig
 from ..errors import LayoutError
+from ..host.fake_cpu import DEVICE_OF, FakeCpu
 from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
@@ -173,7 +172,7 @@ def without_memory(device: str, kernels: str = "auto") -> Iterator[torch.device]
     kernels: of the planned run, as in `kernel_table.select`
     """
     with (
-        FakeTensorMode() if device == "cpu" else nullcontext(),
+        FakeCpu() if device == "cpu" else nullcontext(),
         WORKSPACE.apart(),
         selected(kernels),
     ):
@@ -282,11 +281,8 @@ class StageRunner:
                 stage, planned_batch(self.config, self.device)
             )  # allocates what a rank has once
             self._backward(stage)
-            batch, live.peak, before = (
-                planned_batch(self.config, self.device),
-                0,
-                live.now(),
-            )
+            batch = planned_batch(self.config, self.device)
+            before = live.peak = live.now()
             loss = self._forward(stage, batch)
             kept = live.now() - before
             self._backward(stage)
@@ -394,6 +390,11 @@ class LiveBytes(TorchDispatchMode):
         self._watches_peak = peak
         self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, so nothing need keep the compiler away at each operation."""
+        return False
+
     def __torch_dispatch__(
         self,
         function: Callable,
@@ -401,15 +402,19 @@ class LiveBytes(TorchDispatchMode):
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> object:
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        result = function(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given:
-                self._created.setdefault(
-                    storage._cdata, (StorageWeakRef(storage), storage.nbytes())
-                )
-        if self._watches_peak:
+        if function is DEVICE_OF:  # most of all that is dispatched
+            return function(*args)
+        kwargs = kwargs or {}
+        given = _tensors((args, tuple(kwargs.values())))
+        given = {tensor.untyped_storage()._cdata for tensor in given}
+        result = function(*args, **kwargs)
+        new = [tensor.untyped_storage() for tensor in _tensors(result)]
+        new = [storage for storage in new if storage._cdata not in given]
+        for storage in new:
+            self._created.setdefault(
+                storage._cdata, (StorageWeakRef(storage), storage.nbytes())
+            )
+        if new and self._watches_peak:
             self.peak = max(self.peak, self.now())
         return result
 
@@ -425,8 +430,13 @@ class LiveBytes(TorchDispatchMode):
         return {key: nbytes for key, (_, nbytes) in self._created.items()}
 
 
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results of an operation."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

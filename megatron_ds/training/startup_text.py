@@ -84,7 +84,7 @@ def kept_inputs_text(config: RunConfig, device: str) -> str:
 
 def _activations(engine: Replica) -> dict[str, int]:
     """Maximum of what the micro-batches of a full batch keep, as --dry-run shows it; nothing on a CPU."""
-    # A plan for CPUs needs FakeTensorMode, which imports torch._dynamo: 2 to 3 s of every start on a laptop.
+    # The plan of a small model takes longer than its first steps.
     if engine.mesh.device.type == "cpu":
         return {}
     schedule = plan_schedule(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
+from megatron_ds.host.fake_cpu import FakeCpu
 from megatron_ds.ops.cpu import compiled_product as module
 from megatron_ds.ops.cpu import widened_products
 from megatron_ds.ops.kernel_table import selected
@@ -181,7 +181,7 @@ def test_it_can_be_switched_off(calls, monkeypatch):
 
 
 def test_a_plan_counts_its_result_and_its_workspace(dtype, calls):
-    with FakeTensorMode(), widened_products.WORKSPACE.apart() as workspace:
+    with FakeCpu(), widened_products.WORKSPACE.apart() as workspace:
         a = torch.empty(96, 64, dtype=dtype)
         assert product(a, a.t()).shape == (96, 96) and calls
         (packed,) = workspace.values()

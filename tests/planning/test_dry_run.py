@@ -209,7 +209,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
 
 
 def test_a_real_run_on_a_cpu_starts_without_torchs_compiler():
-    """FakeTensors, which plans for CPUs use, import torch._dynamo: seconds of every start."""
+    """torch._dynamo takes seconds of every start."""
     code = (
         "import sys; from megatron_ds.training.pretrain import pretrain; ended = pretrain(sys.argv[1:]); "
         "sys.exit(ended or 'torch._dynamo' in sys.modules)"

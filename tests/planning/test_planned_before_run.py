@@ -5,9 +5,9 @@ import gc
 
 import pytest
 import torch
-from torch._subclasses import FakeTensor
 
 from megatron_ds.batch import documents
+from megatron_ds.host.fake_cpu import FakeCpuTensor
 from megatron_ds.models import MODELS
 from tests.harness.layout_runs import run_layout
 from tools.compare_layouts import tiny_job
@@ -53,7 +53,7 @@ def tensors_without_memory():
     documents._foreign.cache_clear()  # keyed by the batch itself, which a run never has
     documents._bias.cache_clear()
     gc.collect()
-    return {id(t): t for t in gc.get_objects() if type(t) is FakeTensor}
+    return {id(t): t for t in gc.get_objects() if type(t) is FakeCpuTensor}
 
 
 @pytest.mark.parametrize(

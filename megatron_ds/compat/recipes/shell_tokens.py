@@ -15,6 +15,8 @@ GAP = re.compile(
     r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>"
 )
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
+# Characters that no shell gives a meaning outside of `$`: a long word is read in few steps.
+UNMARKED = re.compile(r"[A-Za-z0-9_./:,-]*")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
@@ -154,7 +156,7 @@ def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
 
 
 def skip_unit(text: str, at: int, line: int = 0) -> int:
-    """The place after the quoted text, the expansion or the character at `at`."""
+    """The place after the quoted text, the expansion or the plain characters at `at`."""
     character = text[at]
     if character == OPEN:
         end = text.find(CLOSE, at)
@@ -175,7 +177,7 @@ def skip_unit(text: str, at: int, line: int = 0) -> int:
         return at + 1
     if character == "$" and text[at + 1 : at + 2] in ("(", "{"):
         return _closing(text, at + 1, line)
-    return at + 1
+    return UNMARKED.match(text, at + 1).end()
 
 
 def _closing(text: str, at: int, line: int) -> int:

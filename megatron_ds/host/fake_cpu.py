@@ -1,0 +1,114 @@
+"""Tensors of a CPU that have shapes, dtypes and storages but no values: plans run the layers of a model on them.
+
+    with FakeCpu():
+        hidden = torch.empty(24, 1, 32)   # a FakeCpuTensor; so is every result of it
+
+Operations run the code that torch has for the meta device, and the tensors report a CPU, so torch and the
+layers choose the kernels that they choose on a CPU. torch's FakeTensorMode does the same for compilers, with
+symbolic shapes and values that are known in advance, and takes twice as long for each operation.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+DEVICE_OF = torch.ops.prim.device.default
+# What torch.tensor and torch.as_tensor call with the values that they have read.
+LIFT = torch.ops.aten.lift_fresh.default
+
+# True while the code of an operation for the meta device runs, which must see tensors of that device.
+_runs_meta_code = torch._C._meta_in_tls_dispatch_include
+
+
+class FakeCpuTensor(torch.Tensor):
+    """A tensor on the meta device that reports a CPU. Reading its values is an error."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor) -> "FakeCpuTensor":
+        fake = torch.Tensor._make_subclass(
+            cls, meta, False, dispatch_device=True, device_for_backend_keys=CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        return fake
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU; the meta device for the code of an operation."""
+        return META if _runs_meta_code() else CPU
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        function: Callable,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
+        return _run(function, args, kwargs or {})
+
+
+class FakeCpu(TorchDispatchMode):
+    """Within the context new tensors on the CPU are FakeCpuTensors."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, so nothing need keep the compiler away at each operation."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        function: Callable,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
+        return _run(function, args, kwargs or {})
+
+
+def _run(function: Callable, args: tuple, kwargs: dict) -> object:
+    """The result of the code for the meta device, as tensors of a CPU."""
+    if function is DEVICE_OF:
+        return args[0].device
+    if function is LIFT:
+        return FakeCpuTensor(args[0].to(META))
+    if _takes_device(function) and (kwargs.get("device") or not _has_tensor(args)):
+        kwargs = kwargs | {"device": META}
+        kwargs.pop("pin_memory", None)
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        result = function(*args, **kwargs)
+    return _as_fake(result, function)
+
+
+@functools.cache
+def _takes_device(function: Callable) -> bool:
+    return any(argument.name == "device" for argument in function._schema.arguments)
+
+
+def _has_tensor(args: tuple) -> bool:
+    return any(isinstance(argument, torch.Tensor) for argument in args)
+
+
+def _as_fake(result: object, function: Callable) -> object:
+    """The tensors of a result as FakeCpuTensors; an operation in place returns one of its own.
+
+    Raises RuntimeError if the result is a tensor with values.
+    """
+    if isinstance(result, FakeCpuTensor) or not isinstance(
+        result, (torch.Tensor, list, tuple)
+    ):
+        return result
+    if not isinstance(result, torch.Tensor):
+        return type(result)(_as_fake(part, function) for part in result)
+    if not result.is_meta:
+        raise RuntimeError(
+            f"{function} writes to a tensor with values, but a plan has none to write. "
+            "Make the tensor within the context of the plan."
+        )
+    return FakeCpuTensor(result)
