@@ -73,8 +73,10 @@ class Documents:
         if self._boundaries is not None:
             return self._boundaries
         is_on_cpu = self.ids.device.type == "cpu"
-        has_values = not isinstance(self.ids, FakeCpuTensor)
-        return boundaries_of(self.ids) if is_on_cpu and has_values else None
+        is_fake = isinstance(self.ids, FakeCpuTensor)
+        if is_fake or not is_on_cpu:
+            return None
+        return boundaries_of(self.ids)
 
     @property
     def foreign(self) -> torch.Tensor:
