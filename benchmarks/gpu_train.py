@@ -33,7 +33,7 @@ from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.prepared_kernels import prepare_kernels
 from megatron_ds.training.step import train_step
-from tools.layout_comparison import open_loader, random_samples
+from tests.harness.layout_comparison import open_loader, random_samples
 
 GPT = (
     "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "

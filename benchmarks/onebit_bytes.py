@@ -169,7 +169,7 @@ def counted(optimizer: list[str], steps: int, rank: int, port: int) -> float:
 
     from megatron_ds.mpu import launch as launching
     from megatron_ds.training.distributed import joined
-    from tools.layout_comparison import random_samples, train_layout
+    from tests.harness.layout_comparison import random_samples, train_layout
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

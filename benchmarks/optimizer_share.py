@@ -32,7 +32,7 @@ from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
-from tools.layout_comparison import global_batch_share
+from tests.harness.layout_comparison import global_batch_share
 
 OPTIMIZERS = ("adam", "muon", "muon --muon-ns-dtype bf16")
 

@@ -39,8 +39,12 @@ def measure(
     from megatron_ds.config import parse
     from megatron_ds.mpu import launch as launching
     from megatron_ds.training.distributed import joined
-    from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
-    from tools.layout_comparison import parse_layout, random_samples, train_layout
+    from tests.harness.layout_comparison import (
+        parse_layout,
+        random_samples,
+        train_layout,
+    )
+    from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

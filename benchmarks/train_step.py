@@ -162,7 +162,7 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
 
     kind, _, detail = contestant.partition(":")
     if kind == "ours":
-        from tools.layout_comparison import parse_layout
+        from tests.harness.layout_comparison import parse_layout
 
         return contestants.ours(w, world, dtype, parse_layout(detail).flags, stack)
     if kind in TENSOR_PARALLEL:
@@ -235,7 +235,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def world_of(contestant: str) -> int:
     if family(contestant) == "ours":
-        from tools.layout_comparison import parse_layout
+        from tests.harness.layout_comparison import parse_layout
 
         return parse_layout(contestant.partition(":")[2]).world_size
     return 1 if contestant.partition("+")[0] in ("eager", "compile") else 2

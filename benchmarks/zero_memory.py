@@ -134,7 +134,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
-    from tools.layout_comparison import global_batch_share, random_samples
+    from tests.harness.layout_comparison import global_batch_share, random_samples
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -34,7 +34,7 @@ from tests.harness.states import (
     world_group,
 )
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import TOLERANCE, tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

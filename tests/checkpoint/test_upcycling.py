@@ -31,9 +31,9 @@ from megatron_ds.training.run_checkpoint import (
     save_run,
 )
 from megatron_ds.training.step import train_step
+from tests.harness.layout_comparison import mock_samples, open_loader
 from tests.harness.pretraining import saved_state
-from tools.compare_layouts import tiny_job
-from tools.layout_comparison import mock_samples, open_loader
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -25,9 +25,9 @@ from megatron_ds.training.run_checkpoint import all_pieces
 from tests.harness import deepspeed_checkpoints as harness
 from tests.harness import deepspeed_modules as modules
 from tests.harness import deepspeed_runs as runs
+from tests.harness.layout_comparison import merge, parse_layout, train_layout
 from tests.harness.threads import run_ranks
 from tests.harness.warm import warm_python
-from tools.layout_comparison import merge, parse_layout, train_layout
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, harness.needs_deepspeed]

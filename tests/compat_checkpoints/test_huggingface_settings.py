@@ -22,8 +22,8 @@ from megatron_ds.compat.conversion.logits_proof import (
 )
 from megatron_ds.errors import CheckpointError
 from tests.harness.huggingface_models import saved
+from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import next_step
-from tools.layout_comparison import DOCUMENT_ENDS, random_samples
 
 pytestmark = pytest.mark.processes
 

@@ -20,8 +20,8 @@ from megatron_ds.planning.dry_run import flops_text, plan_text
 from megatron_ds.planning.expert_text import flops_of_rank
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import VOCAB
 from tests.planning.test_rank_plan import run
-from tools.compare_layouts import VOCAB
 
 pytestmark = pytest.mark.threads
 

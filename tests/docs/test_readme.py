@@ -7,7 +7,7 @@ import pytest
 from tests.grid.test_layout_grid import SAMPLED
 from tests.grid.test_sample_layouts import CURRICULA, OWN
 from tests.harness.documents import ROOT, pages
-from tools.compare_layouts import TOLERANCE
+from tests.harness.tiny_jobs import TOLERANCE
 
 pytestmark = pytest.mark.plan
 

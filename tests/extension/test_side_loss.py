@@ -30,12 +30,12 @@ from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.step_metrics import StepMetrics
 from tests.harness.gpt_runs import make_batch
+from tests.harness.layout_comparison import global_batch_share, mock_samples
 from tests.harness.layout_runs import run_layout
 from tests.harness.plain_gpt import STYLES
 from tests.harness.pretraining import MOCK, records, train
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import tiny_job
-from tools.layout_comparison import global_batch_share, mock_samples
+from tests.harness.tiny_jobs import tiny_job
 
 WEIGHT, LAYERS, BATCH, STEPS, RATE = 500.0, 4, 4, 2, 0.05
 

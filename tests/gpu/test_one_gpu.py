@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.harness.gpu_equality import CASES, LIMITS, STEPS, check, train
-from tools.layout_comparison import difference
+from tests.harness.layout_comparison import difference
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

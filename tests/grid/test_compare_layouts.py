@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.errors import ConfigError
+from tests.harness.layout_comparison import parse_layout
 from tests.harness.warm import warm_python
 from tools import compare_layouts
-from tools.layout_comparison import parse_layout
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import GLOBAL_BATCH, JOB_STEPS, Run, reference_of, stray
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
-from tools.layout_comparison import difference
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

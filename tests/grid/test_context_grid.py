@@ -17,7 +17,7 @@ from tests.harness.layout_runs import (
     reference_of,
     stray,
 )
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

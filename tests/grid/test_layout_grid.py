@@ -19,6 +19,7 @@ from megatron_ds.models import MODELS
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.planning.run_plan import plan_run, plan_schedule
 from tests.harness.covering import cover_pairs, legal_cases
+from tests.harness.layout_comparison import parse_layout
 from tests.harness.layout_runs import (
     GLOBAL_BATCH,
     JOB_STEPS,
@@ -30,8 +31,7 @@ from tests.harness.layout_runs import (
     stray,
 )
 from tests.harness.model_runs import context_of
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
-from tools.layout_comparison import parse_layout
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

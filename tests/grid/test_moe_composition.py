@@ -24,6 +24,12 @@ from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from tests.harness.bert_runs import random_bert_batch, run_bert
+from tests.harness.layout_comparison import (
+    difference,
+    mock_samples,
+    open_loader,
+    parse_layout,
+)
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
 from tests.harness.model_runs import context_of
 from tests.harness.moe_runs import (
@@ -35,8 +41,7 @@ from tests.harness.moe_runs import (
     watched_experts,
 )
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE
-from tools.layout_comparison import difference, mock_samples, open_loader, parse_layout
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE
 
 pytestmark = pytest.mark.threads
 

@@ -17,10 +17,10 @@ import torch
 
 from megatron_ds.config import parse
 from tests.harness.covering import cover_pairs, legal_cases
+from tests.harness.layout_comparison import difference, parse_layout
 from tests.harness.layout_runs import GLOBAL_BATCH, JOB_STEPS, STEPS, Run, run_layout
 from tests.harness.moe_runs import MARGIN, ExpertsSeen, watched_experts
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
-from tools.layout_comparison import difference, parse_layout
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -18,15 +18,15 @@ from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
-from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
-from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
-from tools.layout_comparison import (
+from tests.harness.layout_comparison import (
     difference,
     global_batch_share,
     parse_layout,
     random_samples,
 )
+from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
+from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

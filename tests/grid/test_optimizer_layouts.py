@@ -19,15 +19,15 @@ from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from megatron_ds.zero.tiers import OffloadSettings
-from tests.harness.layout_runs import GLOBAL_BATCH, stray
-from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
-from tools.layout_comparison import (
+from tests.harness.layout_comparison import (
     Difference,
     global_batch_share,
     parse_layout,
     random_samples,
 )
+from tests.harness.layout_runs import GLOBAL_BATCH, stray
+from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, reference_of, stray
-from tools.compare_layouts import TOLERANCE, tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from tests.harness.layout_comparison import Difference
 from tests.harness.layout_runs import stray
 from tests.harness.random_jobs import BATCH, STEPS, nth_job
-from tools.compare_layouts import tiny_job
-from tools.layout_comparison import Difference
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 

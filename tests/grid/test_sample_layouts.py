@@ -22,10 +22,10 @@ from tests.grid.test_layout_grid import (
     sampled_cases,
 )
 from tests.harness.covering import legal_cases
+from tests.harness.layout_comparison import merge, random_samples, train_layout
 from tests.harness.layout_runs import GLOBAL_BATCH, JOB_STEPS, NUM_LAYERS, stray
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SAMPLES, SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
-from tools.layout_comparison import merge, random_samples, train_layout
+from tests.harness.tiny_jobs import SAMPLES, SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

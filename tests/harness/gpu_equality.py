@@ -13,8 +13,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
-from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
-from tools.layout_comparison import (
+from tests.harness.layout_comparison import (
     Difference,
     difference,
     merge,
@@ -22,6 +21,7 @@ from tools.layout_comparison import (
     random_samples,
     train_layout,
 )
+from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 STEPS, BATCH, LAYERS = 8, 4, 2
 # Of the largest relative differences between a GPU and a CPU. fp32: sums are in another order, and Adam's

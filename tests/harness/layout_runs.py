@@ -22,14 +22,14 @@ from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
-from tests.harness.threads import run_ranks
-from tools.layout_comparison import (
+from tests.harness.layout_comparison import (
     difference,
     merge,
     mock_samples,
     parse_layout,
     train_layout,
 )
+from tests.harness.threads import run_ranks
 
 GLOBAL_BATCH, NUM_LAYERS = 4, 3  # three layers are two stages that differ
 JOB_STEPS = 20  # of the job: its rates warm up and decay over them

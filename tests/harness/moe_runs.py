@@ -17,9 +17,9 @@ from megatron_ds.batch.batch import Batch
 from megatron_ds.config import parse
 from megatron_ds.moe import capacity, mixture, router
 from megatron_ds.mpu.context import ParallelContext
+from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
-from tools.compare_layouts import TOLERANCE, tiny_job
-from tools.layout_comparison import difference
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 FEW = 5  # steps
 MARGIN = 1e-6  # of choices, far above rounding in fp32

@@ -6,8 +6,8 @@ from megatron_ds.compat.conversion.foreign_start import load_foreign
 from megatron_ds.config import parse
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.run_checkpoint import all_pieces
+from tests.harness.layout_comparison import Trace, merge, parse_layout, train_layout
 from tests.harness.threads import run_ranks
-from tools.layout_comparison import Trace, merge, parse_layout, train_layout
 
 SPELLINGS = {
     ("activation", "swiglu"): "--swiglu",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.run_plan import optimizer_problems
-from tools.compare_layouts import tiny_job
-from tools.layout_comparison import parse_layout
+from tests.harness.layout_comparison import parse_layout
+from tests.harness.tiny_jobs import tiny_job
 
 LAYERS, BATCH, STEPS, MOST_RANKS = (
     5,

@@ -13,9 +13,9 @@ from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.run_checkpoint import Start, load_run, save_run
 from megatron_ds.training.step import train_step
+from tests.harness.layout_comparison import mock_samples, open_loader, parse_layout
 from tests.harness.pretraining import saved_state
 from tests.harness.threads import run_ranks
-from tools.layout_comparison import mock_samples, open_loader, parse_layout
 
 HALF, STEPS, BATCH = 2, 4, 4
 

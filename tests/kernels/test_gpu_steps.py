@@ -23,16 +23,16 @@ from megatron_ds.ops.attention_tiles import TileLimits
 from megatron_ds.zero.arrival import Arrivals
 from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda, gpu
 from tests.harness.fake_nccl import FakeNccl, FakeWork
-from tests.harness.stream_order import place
-from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
-from tools.layout_comparison import (
+from tests.harness.layout_comparison import (
     difference,
     merge,
     parse_layout,
     random_samples,
     train_layout,
 )
+from tests.harness.stream_order import place
+from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

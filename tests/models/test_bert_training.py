@@ -14,12 +14,12 @@ from megatron_ds.models import MODELS, build_stage
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.covering import cover_pairs, legal_cases
+from tests.harness.layout_comparison import mock_samples
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
 from tests.harness.model_runs import context_of
 from tests.harness.plain_bert import plain_bert, plain_bert_losses
 from tests.harness.plain_training import train_plainly
-from tools.compare_layouts import TOLERANCE, tiny_job
-from tools.layout_comparison import mock_samples
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

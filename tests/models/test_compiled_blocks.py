@@ -14,10 +14,15 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
+from tests.harness.layout_comparison import (
+    difference,
+    merge,
+    random_samples,
+    train_layout,
+)
 from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES
-from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
-from tools.layout_comparison import difference, merge, random_samples, train_layout
+from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

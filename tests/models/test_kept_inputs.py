@@ -17,12 +17,12 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.startup_text import kept_inputs_text
 from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda
+from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 from tests.kernels.test_gpu_steps import train
 from tests.planning.test_activations import JOB, RANKS, STYLES, kept
-from tools.compare_layouts import TOLERANCE, tiny_job
-from tools.layout_comparison import difference
 
 pytestmark = pytest.mark.threads
 

@@ -16,7 +16,7 @@ from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES, TinyConfig
 from tests.harness.shards import cut
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import TOLERANCE, tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

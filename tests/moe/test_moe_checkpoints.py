@@ -24,7 +24,7 @@ from tests.compat_engine import test_engine_experts as engine_experts
 from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import tiny_job
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 

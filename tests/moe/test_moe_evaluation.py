@@ -14,11 +14,11 @@ from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import evaluate, train_step
+from tests.harness.layout_comparison import mock_samples, open_loader, parse_layout
 from tests.harness.layout_runs import GLOBAL_BATCH
 from tests.harness.model_runs import context_of
 from tests.harness.moe_runs import job_of, model_of
 from tests.harness.threads import run_ranks
-from tools.layout_comparison import mock_samples, open_loader, parse_layout
 
 pytestmark = pytest.mark.threads
 

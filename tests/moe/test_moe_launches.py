@@ -13,7 +13,7 @@ from megatron_ds.ops import grouped
 from tests.harness.aten_calls import Counted
 from tests.harness.model_runs import context_of
 from tests.harness.moe_runs import model_of
-from tools.compare_layouts import SEQ_LENGTH, tiny_job
+from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 
 pytestmark = pytest.mark.plan
 

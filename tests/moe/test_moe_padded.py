@@ -13,11 +13,11 @@ from megatron_ds.mpu.columns import columns_of_rows, rows_of_columns
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import reference_of, run_layout
 from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
 from tests.planning.test_rank_plan import BATCH, LAYERS, STEPS, check
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
-from tools.layout_comparison import difference
 
 pytestmark = pytest.mark.threads
 

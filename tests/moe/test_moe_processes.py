@@ -24,12 +24,17 @@ from megatron_ds.mpu.rows import (
     reduce_scatter_rows,
 )
 from megatron_ds.mpu.stuck_ranks import register_host
+from tests.harness.layout_comparison import (
+    merge,
+    mock_samples,
+    parse_layout,
+    train_layout,
+)
 from tests.harness.moe_runs import watched_experts
 from tests.harness.pretraining import MOCK, STEPS, records, saved_state, train
 from tests.harness.processes import run_processes
+from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 from tests.mpu.test_rows import COUNTS, TABLES, differentiated, rows_of
-from tools.compare_layouts import SEQ_LENGTH, tiny_job
-from tools.layout_comparison import merge, mock_samples, parse_layout, train_layout
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ from megatron_ds.mpu.group import solo
 from tests.harness.model_runs import context_of
 from tests.harness.moe_runs import model_of
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, tiny_job
+from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 
 pytestmark = pytest.mark.threads
 

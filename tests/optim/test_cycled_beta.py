@@ -15,7 +15,7 @@ from tests.grid.test_layout_grid import TOLERANCE
 from tests.harness.deepspeed_schedulers import rates_of
 from tests.harness.engine_runs import STEPS
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, reference_of, stray
-from tools.compare_layouts import tiny_job
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 

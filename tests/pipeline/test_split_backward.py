@@ -26,7 +26,7 @@ from tests.harness.model_runs import context_of
 from tests.harness.pipelines import make_batches, split_backwards
 from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import tiny_job
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -10,7 +10,7 @@ from megatron_ds.batch import documents
 from megatron_ds.host.fake_cpu import FakeCpuTensor
 from megatron_ds.models import MODELS
 from tests.harness.layout_runs import run_layout
-from tools.compare_layouts import tiny_job
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -12,9 +12,9 @@ from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.build import build_engine
 from tests.harness.alive_bytes import AliveBytes
+from tests.harness.layout_comparison import parse_layout, random_samples, train_layout
 from tests.harness.threads import ThreadTransport, run_ranks
-from tools.compare_layouts import VOCAB, tiny_job
-from tools.layout_comparison import parse_layout, random_samples, train_layout
+from tests.harness.tiny_jobs import VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

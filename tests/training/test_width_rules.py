@@ -9,10 +9,10 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
+from tests.harness.layout_comparison import global_batch_share, random_samples
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import TOLERANCE, tiny_job
-from tools.layout_comparison import global_batch_share, random_samples
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

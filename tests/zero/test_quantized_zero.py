@@ -21,12 +21,12 @@ from megatron_ds.zero.prediction import ElementBytes, predict_sets
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import HIERARCHICAL, STAGES, ZeroSettings
 from megatron_ds.zero.tiers import OffloadSettings
+from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import tiny_job
 from tests.zero.test_zero_hierarchy import SIZES, data_groups, make_optimizer
 from tests.zero.test_zero_hierarchy import train as train_hierarchy
 from tests.zero.test_zero_layers import BATCH, config_of, run, train
-from tools.compare_layouts import tiny_job
-from tools.layout_comparison import parse_layout
 
 pytestmark = pytest.mark.threads
 

@@ -27,9 +27,13 @@ from megatron_ds.zero.gathering import MappedUnit, SharedParts
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.tiers import DiskTier
+from tests.harness.layout_comparison import (
+    global_batch_share,
+    parse_layout,
+    random_samples,
+)
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
-from tools.layout_comparison import global_batch_share, parse_layout, random_samples
+from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -15,9 +15,13 @@ from megatron_ds.training import build
 from megatron_ds.training.step import train_step
 from megatron_ds.zero import optimizer
 from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
+from tests.harness.layout_comparison import (
+    global_batch_share,
+    parse_layout,
+    random_samples,
+)
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
-from tools.layout_comparison import global_batch_share, parse_layout, random_samples
+from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 
