@@ -104,8 +104,9 @@ def _pretrain(
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
     # Without communication: a dry run ends before a mesh exists.
-    with launching.reported_to_others():
-        launch, config = _configure(argv, defaults)
+    alone = Launch(rank_in(os.environ)) if names_its_world(argv) else None
+    with launching.reported_to_others(alone):
+        launch, config = _configure(argv, alone, defaults)
     if config.plan.is_dry:
         return dry_run(config, launch)
     # The run itself, with all ranks joined.
@@ -123,13 +124,14 @@ def _pretrain(
 
 
 def _configure(
-    argv: Sequence[str], defaults: Mapping[str, object]
+    argv: Sequence[str], launch: Launch | None, defaults: Mapping[str, object]
 ) -> tuple[Launch, RunConfig]:
-    """The launch, and the checked configuration for it. Raises ConfigError with all problems."""
+    """The launch, by default that of the environment, and the checked configuration for it.
+
+    Raises ConfigError with all problems.
+    """
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
-    launch = (
-        Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
-    )
+    launch = launch or launching.read_launch(env)
     _set_up_logging(launch.rank)
     of_others = foreign_checkpoints()
     foreign = of_others.defaults(argv)
