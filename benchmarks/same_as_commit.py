@@ -61,6 +61,8 @@ per-token  --calculate-per-token-loss --eod-mask-loss
 apart      --reset-position-ids --reset-attention-mask
 random-ltd --random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 4 --random-ltd-tokens-per-step 4
 lengths    --curriculum-min-length 8 --curriculum-steps 4 --curriculum-length-step 8 --curriculum-type
+0/1        --var-freeze-step 2 --var-update-scaler 1 --local-step-scaler 1 --local-step-clipper 2
+bigbird    --sparse-attention bigbird --sparse-block 8 --sparse-num-random-blocks 1
 ramp       --train-samples 24 --lr-warmup-samples 8 --rampup-batch-size 2 2 16
 fim        --fim-data --fim-prefix-token 1 --fim-middle-token 2 --fim-suffix-token 3
 corpus     --data-path ../corpus/gpt_text_document --tokenizer-type HuggingFaceTokenizer \
@@ -105,6 +107,9 @@ dp2-zero0-fp16                2 mock steps fp16
 dp2-zero1-ramp-lengths        2 mock ramp zero1 lengths seqlen_truncate
 dp2-zero2-full-offload-cpu    2 mock steps zero2 llama bf16 --zero-accumulate full --offload-optimizer cpu
 dp2-zero3-offload-nvme        2 mock steps zero3 nvme --offload-param=nvme --sub-group-size 4096
+dp2-zero1-onebit-lamb         2 mock steps zero1 llama bf16 --optimizer onebit_lamb --freeze-step 2
+dp2-zero0-zero-one-adam       2 mock steps 0/1 --optimizer zero_one_adam
+tp2-sp-sparse-bigbird         2 mock steps tp2 sp bigbird
 dp4-zero3-hpz-fp16            4 mock steps zero3 fp16 --zero-hpz-partition-size 2
 bert-dropout                  1 sentences steps dropout --micro-batch-size 4
 bert-tp2-sp-no-binary-head    2 sentences steps tp2 sp bf16 --no-bert-binary-head
@@ -120,6 +125,8 @@ laptop-bert              4 laptop plan-cpu tp2 zero1 --model bert
 laptop-random-ltd        2 laptop plan-cpu random-ltd lengths seqlen_truncate
 125m                     1 125m plan
 125m-zero3               8 125m plan bf16 zero3
+125m-zero1-onebit-lamb   8 125m plan bf16 zero1 --optimizer onebit_lamb --freeze-step 1000
+125m-zero-one-adam       8 125m plan bf16 0/1 --optimizer zero_one_adam
 125m-pp4-gpipe           8 125m plan pp4 gpipe fp16 --rank 7
 125m-bert-zero2          8 125m plan bf16 zero2 --model bert
 7b-tp4-pp2              64 7b plan tp4 pp2 sp zero1 --rank 63
@@ -139,6 +146,7 @@ tp2-pp2          4 mock --train-iters 6 dropout    | tp2 pp2 sp zero1       | pp
 zero3-llama-bf16 2 mock --train-iters 6 llama bf16 | zero3                  | tp2 sp          | 1e-3
 zero2-nvme-fp16  2 mock --train-iters 6 fp16       | zero2 nvme             | pp2             | 1e-3
 zb-v-tied        2 mock --train-iters 6            | pp2 zb-v               | zero1           | 1e-5
+onebit-lamb      4 mock --train-iters 6 --optimizer onebit_lamb --freeze-step 2 | tp2 zero1 | pp2 | 1e-3
 bert-tp2         2 mock --train-iters 6            | tp2                    | pp2 interleaved | 1e-5
 """
 CORPUS = """

@@ -176,15 +176,16 @@ class ZeroSettings:
         return next((rule for rule in declared if rule is not None), SUMMED)
 
     def _check_update_rule(self) -> None:
-        rule = self.update_rule
-        for group in self.param_groups:
-            if (group.update_rule or SUMMED) != rule:
+        rules = [
+            (group.name, group.update_rule or SUMMED) for group in self.param_groups
+        ]
+        for name, rule in rules:
+            if rule != rules[0][1]:
                 raise ConfigError(
-                    f"parameter groups {self.param_groups[0].name!r} and {group.name!r} have optimizers that "
-                    "exchange different things in place of gradients, at different steps. Use one optimizer "
-                    "for all parameters."
+                    f"parameter groups {rules[0][0]!r} and {name!r} have optimizers that exchange different "
+                    "things in place of gradients, at different steps. Use one optimizer for all parameters."
                 )
-        rule.check(
+        self.update_rule.check(
             gradients_are_split=self.policy.gradient is not None
             or self.offload.optimizer != DEVICE,
             state_is_split=self.policy.optimizer is not None,

@@ -211,7 +211,10 @@ def test_a_function_that_is_no_metric_is_named(tmp_path, function, said):
     [
         ("vocab_rarety", "did you mean 'vocab_rarity'"),
         ("seqlen=a.b:c", "with a name that is not one of"),
-        ("a/b=tests.data.test_analysis:largest", "letters, digits and underscores"),
+        (
+            "a/b=tests.data_efficiency.test_analysis:largest",
+            "letters, digits and underscores",
+        ),
         ("mine=nowhere:f", "cannot be imported"),
         ("mine=", "give a function as"),
     ],
@@ -269,7 +272,7 @@ def test_the_tool_takes_the_flags_of_the_training_and_the_tasks_of_a_cluster_do_
     own = [
         "--metrics",
         "vocab_rarity",
-        "mine=tests.data.test_analysis:largest",
+        "mine=tests.data_efficiency.test_analysis:largest",
         "--num-shards",
         "3",
     ]
@@ -357,7 +360,7 @@ def test_corpora_may_be_named_in_a_file_but_without_weights(tmp_path, corpus, ca
     (tmp_path / "weights").write_text("0.5 text_document 0.5 text_document")
     own = [
         "--metrics",
-        "mine=tests.data.test_analysis:largest",
+        "mine=tests.data_efficiency.test_analysis:largest",
         "--num-shards",
         "1",
         "--output",
@@ -415,7 +418,7 @@ def test_a_batch_rounded_down_for_the_ranks_at_hand_leaves_the_samples_as_they_a
     assert (
         run(
             "--metrics",
-            "mine=tests.data.test_analysis:largest",
+            "mine=tests.data_efficiency.test_analysis:largest",
             "--output",
             "out",
             *corpus,
@@ -554,7 +557,7 @@ def test_after_a_kill_the_same_command_ends_with_the_same_files(tmp_path, corpus
     assert (
         run(
             "--metrics",
-            "mine=tests.data.test_analysis:largest",
+            "mine=tests.data_efficiency.test_analysis:largest",
             "--num-shards",
             "1",
             "--output",
