@@ -9,6 +9,7 @@ compiled when a run starts.
 import os
 import shutil
 import sys
+from glob import glob
 from pathlib import Path
 
 from setuptools import setup
@@ -46,6 +47,19 @@ else:
             super().finalize_options()
             self.parallel = self.parallel or os.cpu_count()
 
+    def extension(source, flags, *more):
+        """megatron_ds._NAME from csrc/FOLDER/NAME.cpp; compiled again when a header of csrc/ changes."""
+        folder, name = source.split("/")
+        headers = [*glob(f"csrc/{folder}/*.h"), *glob("csrc/common/*.h")]
+        return Pybind11Extension(
+            f"megatron_ds._{name}",
+            [f"csrc/{source}.cpp"],
+            depends=headers,
+            cxx_std=17,
+            extra_compile_args=[*flags, *more] if flags else [],
+            optional=True,
+        )
+
     # Without -march: instruction sets are chosen at run time. Without contraction: see "Bits" in the file.
     # gcc 12 warns of its own intrinsics.
     flags = [
@@ -55,168 +69,22 @@ else:
         "-pthread",
         "-Wno-maybe-uninitialized",
     ]
-    # Without traps: loops with choices vectorize, since comparisons need not signal.
     flags = [] if sys.platform == "win32" else flags
+    # Without traps: loops with choices vectorize, since comparisons need not signal.
+    choices = "-fno-trapping-math"
     extensions = [
-        Pybind11Extension(
-            "megatron_ds._cpu_adam",
-            ["csrc/cpu_adam.cpp"],
-            depends=[
-                "csrc/cpu_adam_kernel.h",
-                "csrc/pool.h",
-                "csrc/processors.h",
-                "csrc/vector_math.h",
-            ],
-            cxx_std=17,
-            extra_compile_args=flags,
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._gelu",
-            ["csrc/gelu.cpp"],
-            depends=[
-                "csrc/bf16_vectors.h",
-                "csrc/gelu_vectors.h",
-                "csrc/pool.h",
-                "csrc/processors.h",
-                "csrc/vector_math.h",
-            ],
-            cxx_std=17,
-            extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [],
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._norms",
-            ["csrc/norms.cpp"],
-            depends=[
-                "csrc/bf16_vectors.h",
-                "csrc/norms_vectors.h",
-                "csrc/pool.h",
-                "csrc/processors.h",
-                "csrc/vector_math.h",
-            ],
-            cxx_std=17,
-            extra_compile_args=[*flags, "-fno-trapping-math", "-Wno-psabi"]
-            if flags
-            else [],
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._quantize",
-            ["csrc/quantize.cpp"],
-            depends=["csrc/pool.h", "csrc/processors.h", "csrc/vector_math.h"],
-            cxx_std=17,
-            extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [],
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._cross_entropy",
-            ["csrc/cross_entropy.cpp"],
-            depends=[
-                "csrc/bf16_softmax.h",
-                "csrc/bf16_vectors.h",
-                "csrc/pool.h",
-                "csrc/processors.h",
-                "csrc/vector_math.h",
-            ],
-            cxx_std=17,
-            extra_compile_args=[*flags, "-fno-trapping-math", "-Wno-psabi"]
-            if flags
-            else [],
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._accumulate",
-            ["csrc/accumulate.cpp"],
-            depends=["csrc/pool.h", "csrc/processors.h", "csrc/vector_math.h"],
-            cxx_std=17,
-            extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [],
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._attention",
-            ["csrc/attention.cpp"],
-            depends=[
-                "csrc/attention_amx.h",
-                "csrc/attention_avx2.h",
-                "csrc/attention_avx512.h",
-                "csrc/attention_backward.h",
-                "csrc/attention_forward.h",
-                "csrc/attention_heads.h",
-                "csrc/attention_kernel.h",
-                "csrc/attention_memory.h",
-                "csrc/attention_plan.h",
-                "csrc/attention_products.h",
-                "csrc/bf16_vectors.h",
-                "csrc/pool.h",
-                "csrc/processors.h",
-                "csrc/vector_math.h",
-            ],
-            cxx_std=17,
-            extra_compile_args=flags,
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._product",
-            ["csrc/product.cpp"],
-            depends=[
-                "csrc/bf16_vectors.h",
-                "csrc/pool.h",
-                "csrc/processors.h",
-                "csrc/product_kernel.h",
-                "csrc/product_packing.h",
-                "csrc/product_row.h",
-                "csrc/vector_math.h",
-            ],
-            cxx_std=17,
-            extra_compile_args=flags,
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._bpe",
-            ["csrc/bpe.cpp"],
-            depends=["csrc/bpe_cutter.h", "csrc/bpe_merges.h"],
-            cxx_std=17,
-            extra_compile_args=flags,
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._crc32",
-            ["csrc/crc32.cpp"],
-            cxx_std=17,
-            extra_compile_args=flags,
-            optional=True,
-        ),
-        Pybind11Extension(
-            "megatron_ds._index_builder",
-            ["csrc/index_builder.cpp"],
-            cxx_std=17,
-            optional=True,
-            depends=[
-                "csrc/" + name
-                for name in (
-                    "bert_mapping.h",
-                    "blend_index.h",
-                    "lanes.h",
-                    "pool.h",
-                    "processors.h",
-                    "sample_index.h",
-                    "shuffle.h",
-                )
-            ],
-            extra_compile_args=[*flags, "-fno-trapping-math", "-Wno-psabi"]
-            if flags
-            else [],
-        ),
+        extension("host/crc32", flags),
+        extension("data/bpe", flags),
+        extension("data/index_builder", flags, choices, "-Wno-psabi"),
+        extension("attention/attention", flags),
+        extension("products/product", flags),
+        extension("products/accumulate", flags, choices),
+        extension("elementwise/gelu", flags, choices),
+        extension("elementwise/norms", flags, choices, "-Wno-psabi"),
+        extension("elementwise/cross_entropy", flags, choices, "-Wno-psabi"),
+        extension("elementwise/quantize", flags, choices),
+        extension("optimizers/cpu_adam", flags),
     ]
     if sys.platform == "linux":
-        extensions.append(
-            Pybind11Extension(
-                "megatron_ds._async_io",
-                ["csrc/async_io.cpp"],
-                cxx_std=17,
-                extra_compile_args=["-O2", "-pthread"],
-                optional=True,
-            )
-        )
+        extensions.append(extension("host/async_io", ["-O2", "-pthread"]))
     setup(ext_modules=extensions, cmdclass=commands | {"build_ext": SideBySide})

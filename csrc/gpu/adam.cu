@@ -7,7 +7,7 @@
 //   low = p rounded to 16 bits                  optional: the weight that the model computes with
 //
 // Bits: each product, sum, quotient and root is rounded by itself (__f.._rn is never contracted to a fused
-// multiply-add), so that results equal those of csrc/cpu_adam.cpp and of the torch reference, and do not
+// multiply-add), so that results equal those of csrc/optimizers/cpu_adam.cpp and of the torch reference, and do not
 // depend on cuts of a buffer. Subnormal numbers are kept: not to be compiled with -ftz=true.
 //
 // Numbers that the GPU computed are read here, so that the host need not wait for them: `divisor`, loss scale

@@ -6,7 +6,7 @@
 
 A transfer is cut into blocks, many of which are in flight together: a disk is fast only with a queue. Both
 engines transfer the same bytes and raise the same errors; they differ in speed only. io_uring
-(csrc/async_io.cpp, an optional extension) uses less CPU time: one thread that mostly sleeps keeps the queue
+(csrc/host/async_io.cpp, an optional extension) uses less CPU time: one thread that mostly sleeps keeps the queue
 full, without the GIL.
 """
 

@@ -7,7 +7,7 @@ number is the coefficient of x**0 and bit 0 that of x**31. For bytes A followed 
 
 so that the checksum of a part follows from those of the file before and after it.
 
-csrc/crc32.cpp, an optional extension, computes it several times as fast as zlib.
+csrc/host/crc32.cpp, an optional extension, computes it several times as fast as zlib.
 """
 
 import functools

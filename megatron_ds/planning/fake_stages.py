@@ -131,15 +131,26 @@ def run_own_stages(
 
     only_forward: measure `StageRun.kept` alone, without a backward
     """
+    stages = own_stages(config, mesh, plan, program, only_forward=only_forward)
+    return {stage.index: stage.run for stage in stages}
+
+
+def own_stages(
+    config: RunConfig,
+    mesh: Mesh,
+    plan: RunPlan,
+    program: Program,
+    *,
+    only_forward: bool = False,
+) -> list[FakeStage]:
+    """The stages of this rank in a real run; arguments as of `run_own_stages`."""
     fake = fake_mesh(mesh.grid, mesh.rank)
     fake.place_stages(plan.shape.placement)
     with without_memory(mesh.device.type, config.train.kernels) as where:
         runner = StageRunner(
             config, fake, plan, where, _split_stages((program,)), only_forward
         )
-        return {
-            stage.index: stage.run for stage in runner.stages_of(mesh.coordinate("pp"))
-        }
+        return list(runner.stages_of(mesh.coordinate("pp")))
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:

@@ -2,8 +2,8 @@
 
     memory   |-- reserve --|-- state --|-- gradients --|-- activations --|-- whole weights --|-- left --|
 
-Ranks exchange their numbers twice, before the model is built (free memory) and afterwards (what it needs),
-and all decide from the same list. All stages of all ranks are kept gathered, or none, because there is one
+Ranks exchange their free memory and their planned needs before the model is built, and all decide
+from the same list. All stages of all ranks are kept gathered, or none, because there is one
 schedule: the rank with the least memory left decides.
 """
 
@@ -19,11 +19,9 @@ import torch
 from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
-from ..pipeline.instruction import Program
-from ..zero.exchange import UNDER_WAY
-from ..zero.optimizer import ZeroOptimizer
-from .fake_stages import most_kept, run_own_stages
-from .run_plan import RunPlan
+from .fake_stages import own_stages
+from .rank_plan import data_groups, plan_rank
+from .run_plan import RunPlan, microbatches_of, plan_schedule
 
 RESERVE = 10  # a tenth of the memory stays free: for allocators, libraries and what plans do not count
 CGROUP = Path("/sys/fs/cgroup")
@@ -35,19 +33,20 @@ class MemoryBudget:
 
     memory   free before the model was built
     state    weights, gradients and optimizer state that this memory holds
+    buffers  gradients that accumulate or are sent, hidden states sent or received
     weights  of the stages, gathered
     """
 
     memory: int
     state: int
-    gradients: int
+    buffers: int
     activations: int
     weights: int
 
     @property
     def needed(self) -> int:
         """Bytes that the run needs, without the reserve."""
-        return self.state + self.gradients + self.activations + self.weights
+        return self.state + self.buffers + self.activations + self.weights
 
     @property
     def left(self) -> int:
@@ -72,18 +71,13 @@ def decide_keep_gathered(budgets: Sequence[MemoryBudget]) -> KeepGathered:
 
 
 def agree_on_keep_gathered(
-    config: RunConfig,
-    mesh: Mesh,
-    memory: int,
-    optimizer: ZeroOptimizer,
-    plan: RunPlan,
-    program: Program,
+    config: RunConfig, mesh: Mesh, memory: int, run: RunPlan
 ) -> KeepGathered:
     """The decision of `decide_keep_gathered`, the same on all ranks. Collective over the world.
 
-    memory: from `memory_of_rank`. program: of this rank, for a full batch
+    memory: from `memory_of_rank`
     """
-    budget = _budget(config, mesh, memory, optimizer, plan, program)
+    budget = _budget(config, mesh, memory, run)
     return decide_keep_gathered(all_gather_object(budget, mesh.group("world")))
 
 
@@ -101,67 +95,35 @@ def keep_gathered_text(decision: KeepGathered) -> str:
     verb = "keeps each stage gathered" if decision.keeps else "keeps no stage gathered"
     return (
         f"ZeRO 3 {verb}: rank {decision.rank}, which has the least memory left, needs {mib(b.needed)} "
-        f"MiB (state {mib(b.state)}, gradient buffers {mib(b.gradients)}, about {mib(b.activations)} of "
+        f"MiB (state {mib(b.state)}, buffers {mib(b.buffers)}, about {mib(b.activations)} of "
         f"activations, weights of the stage {mib(b.weights)}) of {mib(b.memory)} free at the start, with "
         "a reserve of 10 %"
     )
 
 
-def gradient_buffers(
-    layers: Sequence[int], under_way: int, *, kept_whole: bool, gradient_bytes: int
-) -> int:
-    """Bytes of the buffers in which gradients accumulate.
-
-    layers: elements of each. under_way: reductions at a time. kept_whole: until the last micro-batch;
-    otherwise one more layer accumulates, and the weight that head and embedding share has a buffer for the
-    whole backward.
-    """
-    whole = sum(layers)
-    return (
-        whole if kept_whole else min(whole, (under_way + 2) * max(layers, default=0))
-    ) * gradient_bytes
-
-
-def _budget(
-    config: RunConfig,
-    mesh: Mesh,
-    memory: int,
-    optimizer: ZeroOptimizer,
-    plan: RunPlan,
-    program: Program,
-) -> MemoryBudget:
-    zero = config.zero
-    places = optimizer.memory_by_place()
-    runs = run_own_stages(config, mesh, plan, program)
-    # Elements of each layer that would stay gathered; a shared unit counts for its last stage.
-    gatherings = {
-        stage: gathering
-        for stage in runs
-        if (gathering := optimizer.gathering_of(stage))
-    }
-    owner = {}
-    for stage, gathering in gatherings.items():
-        owner |= {unit: (stage, unit.layer) for unit in gathering.units}
-    layers = Counter()
-    for unit, layer in owner.items():
-        layers[layer] += unit.numel
-    # Memory that the step needs in any case: activations, state, gradients.
-    activations = most_kept(
-        program, {stage: run.kept for stage, run in runs.items()}
-    ) + max(run.at_work for run in runs.values())
-    held = sum(
-        count
-        for place, count in places.items()
-        if place == "device" or place == "cpu" and mesh.device.type == "cpu"
+def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryBudget:
+    """The plan of a step in which the stages of this rank stay gathered."""
+    count = microbatches_of(config)
+    schedule = plan_schedule(config, count, True, run.stage_costs())
+    program = schedule[mesh.coordinate("pp")]
+    placement = run.shape.placement
+    plan = plan_rank(
+        config,
+        mesh.rank,
+        data_groups(config, mesh.grid, mesh.rank, placement),
+        own_stages(config, mesh, run, program),
+        program,
+        count,
+        0,
+        mesh.device.type,
     )
-    gradients = gradient_buffers(
-        list(layers.values()),
-        UNDER_WAY,
-        kept_whole=zero.zero_accumulate == "full",
-        gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2,
-    )
+    in_host = plan.away.get("cpu", 0) if mesh.device.type == "cpu" else 0
     return MemoryBudget(
-        memory, held, gradients, activations, sum(unit.gather_bytes for unit in owner)
+        memory,
+        plan.state.total - sum(plan.away.values()) + in_host,
+        plan.buffers - plan.gathered,
+        plan.kept + plan.at_work,
+        plan.gathered,
     )
 
 

@@ -50,7 +50,6 @@ from ..zero.settings import ZeroSettings
 from ..zero.shard_optimizer import ShardOptimizer, make_leaf
 from ..zero.whole_matrices import WholeMatrices, whole_matrices
 from .fake_stages import FakeStage, most_kept
-from .keep_gathered import gradient_buffers
 from .run_model import DTYPES, boundary_shape
 from .run_plan import moments_of
 from .update_memory import bytes_of_update
@@ -69,6 +68,7 @@ class RankPlan:
     reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
     in_host     activations in host memory, at the maximum; not in `kept` and not in `peak`
     in_update   what optimizers of matrices need during an update (update_memory.py)
+    gathered    the part of `buffers` that holds gathered layers
     """
 
     rank: int
@@ -85,6 +85,7 @@ class RankPlan:
     reserved: int = 0
     in_host: int = 0
     in_update: int = 0
+    gathered: int = 0
 
     @property
     def peak(self) -> int:
@@ -218,6 +219,7 @@ def plan_rank(
         most_kept(program, {stage.index: stage.run.reserved for stage in stages}),
         most_kept(program, {stage.index: stage.run.in_host for stage in stages}),
         bytes_of_update(plans, parameters, settings, groups, device),
+        whole * dtype.itemsize,
     )
 
 
@@ -345,6 +347,21 @@ def _state_traffic(
                     numel = piece.stop - piece.start
                 traffic.add("all_reduce", "embd", groups.tied.size, numel * gradient)
     return traffic
+
+
+def gradient_buffers(
+    layers: Sequence[int], under_way: int, *, kept_whole: bool, gradient_bytes: int
+) -> int:
+    """Bytes of the buffers in which gradients accumulate.
+
+    layers: elements of each. under_way: reductions at a time. kept_whole: until the last micro-batch;
+    otherwise one more layer accumulates, and the weight that head and embedding share has a buffer for the
+    whole backward.
+    """
+    whole = sum(layers)
+    return (
+        whole if kept_whole else min(whole, (under_way + 2) * max(layers, default=0))
+    ) * gradient_bytes
 
 
 def _gradient_buffers(

@@ -13,28 +13,20 @@ from collections.abc import Iterable
 
 import torch
 
-from ..mpu.param_spec import Box, Coordinates, ParamSpec
+from ..mpu.param_spec import Coordinates, ParamSpec
 from ..ops.keyed_random import generator_of
 
 BLOCK = 1 << 16
 CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 
 
-@torch.no_grad()
 def initialize(
     parameters: Iterable[torch.nn.Parameter], seed: int, coordinates: Coordinates
 ) -> None:
     """Fill each parameter, the shard of the rank at `coordinates`, as its `.spec.init` describes."""
     for parameter in parameters:
-        spec = parameter.spec
-        # Padding belongs to no box and stays zero.
-        parameter.zero_()
-        for box in spec.boxes(coordinates):
-            if spec.init.kind == "normal":
-                _fill_normal(parameter, spec, box, seed)
-            else:
-                inside = _slice(parameter, box.local, box.sizes)
-                inside.fill_(CONSTANTS[spec.init.kind])
+        flat = parameter.detach().view(-1)
+        initialize_interval(flat, parameter.spec, 0, seed, coordinates)
 
 
 @torch.no_grad()
@@ -42,6 +34,7 @@ def initialize_interval(
     out: torch.Tensor, spec: ParamSpec, start: int, seed: int, coordinates: Coordinates
 ) -> None:
     """Fill flat `out` with elements [start, start + len(out)) of the flattened shard, as `initialize` does.
+    Padding belongs to no box of the shard and is zero.
 
     Draws a run of rows at a time, so the shard never exists as a whole.
     """
@@ -82,49 +75,48 @@ def _rows(
         b = min(first + rows, local[0] + sizes[0])
         if a >= b:
             continue
+        count = b - a
+        extent = (count, *sizes[1:])
         corner = (a - first, *local[1:])
-        extent = (b - a, *sizes[1:])
         target = _slice(values, corner, extent)
-        if spec.init.kind != "normal":
-            target.fill_(CONSTANTS[spec.init.kind])
+        constant = CONSTANTS.get(spec.init.kind)
+        if constant is not None:
+            target.fill_(constant)
             continue
         # The same rows of the logical tensor.
-        row = math.prod(spec.shape[1:])
-        at = logical[0] + a - local[0]
-        drawn = blocks.interval(at * row, (at + b - a) * row)
-        drawn = drawn.view(b - a, *spec.shape[1:])
-        target.copy_(_slice(drawn, (0, *logical[1:]), extent))
+        above = logical[0] + a - local[0]
+        drawn = blocks.rows(above, count)
+        corner = (0, *logical[1:])
+        drawn = _slice(drawn, corner, extent)
+        target.copy_(drawn)
     return values
 
 
-def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
-    """Rows of the logical tensor in runs of about a block, each cut to the box's rectangle."""
-    row = math.prod(spec.shape[1:])  # elements of one index of dimension 0
-    rows_at_once = max(1, BLOCK // row)
-    blocks = _Blocks(spec, seed)
-    target = _slice(parameter, box.local, box.sizes)
-    for start in range(0, box.sizes[0], rows_at_once):
-        rows = min(rows_at_once, box.sizes[0] - start)
-        first = box.logical[0] + start
-        drawn = blocks.interval(first * row, (first + rows) * row)
-        drawn = drawn.view(rows, *spec.shape[1:])
-        inner = _slice(drawn, (0, *box.logical[1:]), (rows, *box.sizes[1:]))
-        target[start : start + rows].copy_(inner)
-
-
 class _Blocks:
-    """Intervals of the flattened logical tensor. Keeps the last block, in which the next interval begins."""
+    """Rows of the logical tensor. Keeps the last block, in which the next rows begin."""
 
     def __init__(self, spec: ParamSpec, seed: int):
         self.spec = spec
         self.seed = seed
         self.last = (-1, None)
 
-    def interval(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """`count` rows of dimension 0 of the logical tensor."""
+        shape = self.spec.shape[1:]
+        row = math.prod(shape)
+        start = first * row
+        drawn = self._interval(start, start + count * row)
+        return drawn.view(count, *shape)
+
+    def _interval(self, start: int, stop: int) -> torch.Tensor:
         pieces = []
-        for index in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+        first = start // BLOCK
+        last = (stop - 1) // BLOCK
+        for index in range(first, last + 1):
             base = index * BLOCK
-            pieces.append(self._block(index)[max(start - base, 0) : stop - base])
+            block = self._block(index)
+            low = max(start - base, 0)
+            pieces.append(block[low : stop - base])
         return torch.cat(pieces)
 
     def _block(self, index: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From a configuration to running objects: the one file that uses all of `RunConfig` and every room.
 
-`planning/run_plan.py` makes the decisions (how layers are cut, the program of each pipeline rank);
-`build_engine` makes the objects. Layers receive a `ParallelContext` and numbers, never the whole
+`planning/replica_plan.py` makes the decisions (how layers are cut, what stays gathered); `build_engine` makes
+the objects. Layers receive a `ParallelContext` and numbers, never the whole
 configuration.
 """
 
@@ -21,20 +21,12 @@ from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
-from ..ops import kernel_table
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage
-from ..planning.keep_gathered import (
-    agree_on_keep_gathered,
-    is_automatic,
-    keep_gathered_text,
-    memory_of_rank,
-)
-from ..planning.layer_costs import measured_times
+from ..planning.replica_plan import ReplicaPlan, plan_replica
 from ..planning.run_model import (
     DTYPES,
-    describe_layers,
     loss_function,
     parallel_context,
 )
@@ -42,7 +34,6 @@ from ..planning.run_plan import (
     RunPlan,
     microbatches_of,
     moments_of,
-    plan_run,
     plan_schedule,
 )
 from ..tensor_parallel.init import initialize, initialize_interval
@@ -105,15 +96,17 @@ class Replica:
         )
 
 
-def build_engine(config: RunConfig, mesh: Mesh) -> Replica:
-    """Build this rank's stages and optimizer. Collective over the world."""
-    kernel_table.select(config.train.kernels)
-    # The plan: layers, their cut into stages, the stages of this rank.
-    memory = memory_of_rank(mesh) if is_automatic(config) else 0
+def build_engine(
+    config: RunConfig, mesh: Mesh, planned: ReplicaPlan | None = None
+) -> Replica:
+    """Build this rank's stages and optimizer. Collective over the world.
+
+    planned: from `plan_replica`, which is called without it
+    """
+    planned = planned or plan_replica(config, mesh)
+    plan = planned.run
+    keeps = planned.keeps_gathered
     ctx = parallel_context(config, mesh)
-    plan = plan_run(
-        config, describe_layers(config, mesh), measured_times(config, mesh, ctx)
-    )
     mesh.place_stages(plan.shape.placement)
     held = plan.shape.stages_of(mesh.coordinate("pp"))
 
@@ -129,7 +122,6 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Replica:
     groups = _data_groups(config, mesh)
     make = partial(_build_optimizer, config, mesh, groups, built, parameters)
     optimizer = on_all_ranks(mesh.group("world"), make)
-    keeps, why = _keep_gathered(config, mesh, memory, optimizer, plan)
 
     stages = {
         i: _build_stage(config, mesh, i, list(built[i]), optimizer, plan) for i in built
@@ -147,7 +139,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Replica:
         optimizer,
         executor,
         keeps,
-        why,
+        planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
     )
@@ -191,19 +183,6 @@ def _build_stage(
         hooks=hooks,
         per_token=config.train.calculate_per_token_loss,
     )
-
-
-def _keep_gathered(
-    config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, plan: RunPlan
-) -> tuple[bool, str]:
-    """(whether stages stay gathered for a step, why). Collective over the world if the setting is "auto"."""
-    if not is_automatic(config):
-        return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
-    program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[
-        mesh.coordinate("pp")
-    ]
-    decision = agree_on_keep_gathered(config, mesh, memory, optimizer, plan, program)
-    return decision.keeps, keep_gathered_text(decision)
 
 
 def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:

@@ -43,6 +43,7 @@ from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
 from ..planning.dry_run import dry_run, names_its_world
+from ..planning.replica_plan import plan_replica
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
@@ -176,7 +177,7 @@ def train(
         description |= of_others.origin_of(start.run, foreign, config)
         _leave_if_stopped(stop, mesh)
         # Building and loading take long, so stop signals are looked for after each.
-        engine = build_engine(config, mesh)
+        engine = build_engine(config, mesh, plan_replica(config, mesh))
         if mesh.rank == 0:
             logger.info("%s", describe(engine, source, as_given))
         if compiled := prepare_kernels(engine):

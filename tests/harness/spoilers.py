@@ -143,8 +143,8 @@ def poisoned(rank: int, *, module: str, samples: range, value: float):
 
     real = pretrain.build_engine
 
-    def build_engine(config, mesh):
-        engine = real(config, mesh)
+    def build_engine(config, mesh, planned):
+        engine = real(config, mesh, planned)
         if module in engine.layers:
             engine.layers[module][1].register_forward_hook(poison)
         return engine

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.plan
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 WITH_VECTORS = sorted(
-    path.name
-    for path in SOURCES.glob("*.cpp")
+    str(path.relative_to(SOURCES))
+    for path in SOURCES.glob("*/*.cpp")
     if "bf16_" in path.read_text()
     or "_vectors.h" in path.read_text()
     or "product_kernel.h" in path.read_text()
@@ -22,11 +22,11 @@ WITH_VECTORS = sorted(
 
 def test_files_with_vectors_are_found():
     assert set(WITH_VECTORS) >= {
-        "attention.cpp",
-        "cross_entropy.cpp",
-        "gelu.cpp",
-        "norms.cpp",
-        "product.cpp",
+        "attention/attention.cpp",
+        "elementwise/cross_entropy.cpp",
+        "elementwise/gelu.cpp",
+        "elementwise/norms.cpp",
+        "products/product.cpp",
     }
 
 

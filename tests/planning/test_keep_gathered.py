@@ -11,8 +11,8 @@ from megatron_ds.planning.keep_gathered import (
     _machine,
     decide_keep_gathered,
     free_memory,
-    gradient_buffers,
 )
+from megatron_ds.planning.rank_plan import gradient_buffers
 
 pytestmark = pytest.mark.plan
 

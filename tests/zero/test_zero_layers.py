@@ -13,7 +13,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import DATA_AXES
-from megatron_ds.planning import keep_gathered, run_plan
+from megatron_ds.planning import keep_gathered, replica_plan
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
@@ -303,7 +303,9 @@ def test_stages_are_kept_gathered_where_all_ranks_have_room(layout, monkeypatch)
             "memory_of_rank",
             lambda mesh: least if mesh.rank == 1 else 10**12,
         )
-        monkeypatch.setattr(build, "memory_of_rank", keep_gathered.memory_of_rank)
+        monkeypatch.setattr(
+            replica_plan, "memory_of_rank", keep_gathered.memory_of_rank
+        )
         return run(config_of(f"{layout},pin=auto"), main)
 
     roomy, tight = with_memory(10**11), with_memory(10**5)
@@ -343,12 +345,7 @@ def test_what_pinning_plans_for_is_what_a_step_takes():
     """State to the byte, whole weights to the byte, gradient buffers not less than measured."""
 
     def main(engine):
-        schedule = run_plan.plan_schedule(
-            engine.config, run_plan.microbatches_of(engine.config)
-        )
-        budget = keep_gathered._budget(
-            engine.config, engine.mesh, 0, engine.optimizer, engine.plan, schedule[0]
-        )
+        budget = keep_gathered._budget(engine.config, engine.mesh, 0, engine.plan)
         (stage,) = engine.stages.values()
         most, inside = [0], stage.hooks.enter
         stage.hooks = replace(
@@ -368,7 +365,7 @@ def test_what_pinning_plans_for_is_what_a_step_takes():
             assert (budget.state, budget.weights) == (
                 held,
                 whole,
-            ) and 0 < gradients <= budget.gradients
+            ) and 0 < gradients <= budget.buffers
 
 
 @pytest.mark.parametrize("untie", [False, True])

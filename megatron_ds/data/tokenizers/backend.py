@@ -1,6 +1,6 @@
 """Encoders of the tokenizers that are served by the `tokenizers` library, chosen by `--tokenizer-backend`:
 
-    native       csrc/bpe.cpp, for byte-level BPE; about thirty times as fast as the library
+    native       csrc/data/bpe.cpp, for byte-level BPE; about thirty times as fast as the library
     gigatoken    the package of that name, for much the same tokenizers, if it is installed
     tokenizers   the library itself, for all of them
     auto         native if it supports the tokenizer, else the library; the reason is logged once

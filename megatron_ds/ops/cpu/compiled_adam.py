@@ -1,4 +1,4 @@
-"""AdamW, Lion and Adagrad on the CPU in one pass over memory: csrc/cpu_adam.cpp, an optional extension.
+"""AdamW, Lion and Adagrad on the CPU in one pass over memory: csrc/optimizers/cpu_adam.cpp, an optional extension.
 
 It unscales and clips (`grad_scale`), updates both moments and the weight, and rounds the weight to the
 model's 16 bits, with each element read and written once. It does the operations of `reference_adamw_` in the

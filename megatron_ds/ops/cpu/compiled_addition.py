@@ -1,4 +1,4 @@
-"""Adds a bf16 tensor to an fp32 one in place, compiled from csrc/accumulate.cpp: an optional extension.
+"""Adds a bf16 tensor to an fp32 one in place, compiled from csrc/products/accumulate.cpp: an optional extension.
 
 torch's addition widens the bf16 tensor into a new one first, which doubles the bytes that are moved.
 """

@@ -1,4 +1,4 @@
-"""Attention compiled from csrc/attention.cpp: in fp32 for AVX-512 and AVX2, in bf16 for AMX and AVX-512 BF16.
+"""Attention compiled from csrc/attention/attention.cpp: in fp32 for AVX-512 and AVX2, in bf16 for AMX and AVX-512 BF16.
 
 An optional extension. It keeps no probabilities: backward computes them again from the output and the
 log-sum-exp. Tensors are read where they are, with the strides of parts of a packed projection. The work

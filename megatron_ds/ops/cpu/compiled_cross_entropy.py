@@ -1,5 +1,5 @@
 """The softmax of logits and the gradient of the cross entropy, in place, compiled from
-csrc/cross_entropy.cpp: an optional extension that reads and writes each row once.
+csrc/elementwise/cross_entropy.cpp: an optional extension that reads and writes each row once.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""GELU with the tanh approximation, compiled from csrc/gelu.cpp: an optional extension, three times as fast
+"""GELU with the tanh approximation, compiled from csrc/elementwise/gelu.cpp: an optional extension, three times as fast
 as torch's on a CPU.
 """
 

@@ -1,5 +1,5 @@
-"""LayerNorm and RMSNorm of bf16 numbers with an optional residual addition, compiled from csrc/norms.cpp: an
-optional extension. With fp32 numbers torch's LayerNorm is as fast.
+"""LayerNorm and RMSNorm of bf16 numbers with an optional residual addition, compiled from
+csrc/elementwise/norms.cpp: an optional extension. With fp32 numbers torch's LayerNorm is as fast.
 """
 
 import functools

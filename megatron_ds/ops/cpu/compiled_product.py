@@ -1,4 +1,4 @@
-"""Products of fp32 and bf16 matrices compiled from csrc/product.cpp, for CPUs with AVX-512 BF16: an optional
+"""Products of fp32 and bf16 matrices compiled from csrc/products/product.cpp, for CPUs with AVX-512 BF16: an optional
 extension.
 
 In a training step products of bf16 matrices reach 0.85 to 0.9 of the processor's peak, where oneDNN's reach

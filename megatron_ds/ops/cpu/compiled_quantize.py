@@ -1,4 +1,4 @@
-"""Blocks of integers, compiled from csrc/quantize.cpp: an optional extension, one pass over memory where
+"""Blocks of integers, compiled from csrc/elementwise/quantize.cpp: an optional extension, one pass over memory where
 torch's operations take ten.
 """
 

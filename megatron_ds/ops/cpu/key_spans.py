@@ -1,6 +1,6 @@
 """Spans: which units of keys the registers of a tile of queries see.
 
-The compiled kernel (csrc/attention_kernel.h) works on tiles of four registers, each with the scores of `UNIT`
+The compiled kernel (csrc/attention/attention_kernel.h) works on tiles of four registers, each with the scores of `UNIT`
 queries. Keys are divided into units of `UNIT`, too, whatever the size of a layout's blocks. A *span* is a
 list of units that a run of neighbouring registers sees, and the register before and after it do not:
 

@@ -24,11 +24,12 @@ def reason_against_packets(x: torch.Tensor, *others: object) -> str:
     if not cols or cols % lanes(x):
         return f"rows of {cols} elements are not a multiple of {BYTES} bytes"
     for t in (x, *others):
-        if isinstance(t, torch.Tensor):
-            if t.dtype != x.dtype:
-                return f"tensors of {t.dtype} and {x.dtype}"
-            if t.is_contiguous() and not _is_aligned(t):
-                return f"an address that is not a multiple of {BYTES} bytes"
+        if not isinstance(t, torch.Tensor):
+            continue
+        if t.dtype != x.dtype:
+            return f"tensors of {t.dtype} and {x.dtype}"
+        if t.is_contiguous() and not _is_aligned(t):
+            return f"an address that is not a multiple of {BYTES} bytes"
     return ""
 
 
@@ -44,15 +45,20 @@ def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
     itemsize = tensors[0].element_size()
     width = math.gcd(BYTES // itemsize, *lengths)
     for t in tensors:
-        address = t.data_ptr() // itemsize if has_memory(t) else 0
-        strides = (stride for size, stride in zip(t.shape[:-1], t.stride()) if size > 1)
-        width = math.gcd(width, address, *strides)
+        if has_memory(t):
+            address = t.data_ptr()
+            width = math.gcd(width, address // itemsize)
+        # A dimension of one element has no stride that is used.
+        for size, stride in zip(t.shape[:-1], t.stride()):
+            if size > 1:
+                width = math.gcd(width, stride)
     return width
 
 
 def rows_together(t: torch.Tensor) -> torch.Tensor:
     """t itself if its last dimension is contiguous, else a contiguous copy."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+    is_row = t.shape[-1] <= 1 or t.stride(-1) == 1
+    return t if is_row else t.contiguous()
 
 
 def _is_aligned(t: torch.Tensor) -> bool:

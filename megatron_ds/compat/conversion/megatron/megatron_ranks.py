@@ -25,9 +25,12 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
     """(dimension that tensor parallelism splits, pieces packed along it) of our name, for one expert."""
     if name in VOCABULARY:
         return 0, 1
-    dim = next((dim for pattern, dim in _SPLITS if pattern.fullmatch(name)), None)
-    is_gate = dim == 0 and "linear_fc1" in name and bool(args.get("swiglu"))
-    return dim, 2 if is_gate else 1
+    dims = [dim for pattern, dim in _SPLITS if pattern.fullmatch(name)]
+    dim = dims[0] if dims else None
+    is_gated = bool(args.get("swiglu"))
+    if dim == 0 and is_gated and "linear_fc1" in name:
+        return dim, 2
+    return dim, 1
 
 
 def merged(
@@ -49,7 +52,8 @@ def merged(
 
 def _without_copies(name: str, by_rank: ByRank) -> ByRank:
     """One tensor for each tensor-parallel rank; copies are compared when they are read."""
-    if len({ep for _, ep in by_rank}) <= 1:
+    expert_ranks = {ep for _, ep in by_rank}
+    if len(expert_ranks) <= 1:
         return by_rank
     copies: dict[int, list[StoredTensor]] = {}
     for tp, ep in sorted(by_rank):
@@ -60,8 +64,9 @@ def _without_copies(name: str, by_rank: ByRank) -> ByRank:
 
 
 def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
-    if TensorPart(name) in parts:
-        return parts[TensorPart(name)]
+    whole = TensorPart(name)
+    if whole in parts:
+        return parts[whole]
     experts = [parts.get(TensorPart(name, number)) for number in range(len(parts))]
     if None in experts:
         numbers = sorted(part.expert or 0 for part in parts)
@@ -80,21 +85,33 @@ def expanded_experts(
     if not layer.endswith(".mlp.experts") or leaf not in ("weight1", "weight2"):
         return [(part, tensor)]
     name = f"{layer}.linear_fc{leaf[-1]}.weight"
-    if len(tensor.shape) != 2 or tensor.shape[1 if leaf == "weight1" else 0] % count:
+    is_first = leaf == "weight1"
+    joined = 1 if is_first else 0
+    if len(tensor.shape) != 2 or tensor.shape[joined] % count:
         raise CheckpointError(
             f"{tensor.place} has the shape {list(tensor.shape)}, which is not that of "
             f"{count} experts."
         )
-    rows, columns = tensor.shape
-    shape = (columns // count, rows) if leaf == "weight1" else (columns, rows // count)
-
     # Megatron-LM computes with the views [E, h, f] and [E, f, h].
-    view = (count, rows, -1) if leaf == "weight1" else (count, -1, columns)
+    rows, columns = tensor.shape
+    if is_first:
+        view = (count, rows, -1)
+        shape = (columns // count, rows)
+    else:
+        view = (count, -1, columns)
+        shape = (columns, rows // count)
 
     def one(expert: int) -> StoredTensor:
-        return changed(tensor, shape, lambda whole: whole.reshape(view)[expert].t())
+        def read(whole: torch.Tensor) -> torch.Tensor:
+            return whole.reshape(view)[expert].t()
 
-    return [(TensorPart(name, expert), one(expert)) for expert in range(count)]
+        return changed(tensor, shape, read)
+
+    found = []
+    for expert in range(count):
+        part = TensorPart(name, expert)
+        found.append((part, one(expert)))
+    return found
 
 
 def with_experts_of(part: TensorPart, rank: int, count: int) -> TensorPart:
@@ -121,12 +138,16 @@ def repacked_qkv(
             f"heads of {head_dim} channels, as checkpoint_version {version} has them."
         )
     heads = rows // (3 * head_dim)
+    if version == 0:
+        order = (3, heads, head_dim)
+        exchanged = (0, 1)
+    else:
+        order = (heads, head_dim, 3)
+        exchanged = (1, 2)
 
     def read(whole: torch.Tensor) -> torch.Tensor:
-        if version == 0:
-            ours = whole.reshape(3, heads, head_dim, *rest).transpose(0, 1)
-        else:
-            ours = whole.reshape(heads, head_dim, 3, *rest).transpose(1, 2)
+        theirs = whole.reshape(*order, *rest)
+        ours = theirs.transpose(*exchanged)
         return ours.reshape(rows, *rest)
 
     return changed(tensor, tensor.shape, read)

@@ -45,8 +45,8 @@
 #include <string>
 #include <vector>
 
-#include "pool.h"
-#include "vector_math.h"
+#include "../common/pool.h"
+#include "../common/vector_math.h"
 
 namespace py = pybind11;
 

@@ -132,7 +132,7 @@ py::array blocks_mapping(const py::array& documents, const py::array& sizes, con
 }  // namespace
 
 PYBIND11_MODULE(_index_builder, module) {
-    module.doc() = "Index maps of datasets. See csrc/index_builder.cpp.";
+    module.doc() = "Index maps of datasets. See csrc/data/index_builder.cpp.";
     module.def("sample_index_int32", &sample_index<int32_t>);
     module.def("sample_index_int64", &sample_index<int64_t>);
     module.def("shuffle", &shuffle);

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <random>
 
-#include "processors.h"
+#include "../common/processors.h"
 
 namespace {
 

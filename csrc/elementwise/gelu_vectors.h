@@ -15,7 +15,7 @@
 
 #pragma once
 
-#include "bf16_vectors.h"
+#include "../common/bf16_vectors.h"
 
 namespace {
 

@@ -17,8 +17,8 @@
 #include <memory>
 #include <thread>
 
-#include "pool.h"
-#include "processors.h"
+#include "../common/pool.h"
+#include "../common/processors.h"
 
 namespace {
 

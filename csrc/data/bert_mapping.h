@@ -17,7 +17,7 @@
 #include <new>
 #include <utility>
 
-#include "processors.h"
+#include "../common/processors.h"
 #include "shuffle.h"
 
 namespace {

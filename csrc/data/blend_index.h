@@ -37,8 +37,8 @@
 #include <vector>
 
 #include "lanes.h"
-#include "pool.h"
-#include "processors.h"
+#include "../common/pool.h"
+#include "../common/processors.h"
 
 namespace {
 

@@ -26,9 +26,9 @@
 #include <vector>
 
 #include "norms_vectors.h"
-#include "pool.h"
-#include "processors.h"
-#include "vector_math.h"
+#include "../common/pool.h"
+#include "../common/processors.h"
+#include "../common/vector_math.h"
 
 namespace py = pybind11;
 

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "processors.h"
+#include "../common/processors.h"
 
 namespace {
 

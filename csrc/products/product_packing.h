@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "bf16_vectors.h"
+#include "../common/bf16_vectors.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")

@@ -21,9 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "pool.h"
+#include "../common/pool.h"
 
-#include "bf16_vectors.h"
+#include "../common/bf16_vectors.h"
 #ifdef HAS_BF16_PRODUCTS
 #include "attention_memory.h"
 #endif

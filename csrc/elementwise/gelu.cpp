@@ -23,9 +23,9 @@
 #include <stdexcept>
 
 #include "gelu_vectors.h"
-#include "pool.h"
-#include "processors.h"
-#include "vector_math.h"
+#include "../common/pool.h"
+#include "../common/processors.h"
+#include "../common/vector_math.h"
 
 namespace py = pybind11;
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "bf16_vectors.h"
+#include "../common/bf16_vectors.h"
 
 namespace {
 

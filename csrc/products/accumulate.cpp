@@ -9,8 +9,8 @@
 
 #include <atomic>
 
-#include "pool.h"
-#include "vector_math.h"
+#include "../common/pool.h"
+#include "../common/vector_math.h"
 
 namespace py = pybind11;
 

@@ -19,9 +19,9 @@
 #include <cstring>
 #include <limits>
 
-#include "pool.h"
-#include "processors.h"
-#include "vector_math.h"
+#include "../common/pool.h"
+#include "../common/processors.h"
+#include "../common/vector_math.h"
 
 namespace py = pybind11;
 

@@ -18,8 +18,8 @@
 #include <atomic>
 #include <string>
 
-#include "pool.h"
-#include "bf16_vectors.h"
+#include "../common/pool.h"
+#include "../common/bf16_vectors.h"
 #ifdef HAS_BF16_PRODUCTS
 #include "product_row.h"
 #endif

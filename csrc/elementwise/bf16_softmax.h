@@ -15,7 +15,7 @@
 #include <cmath>
 #include <limits>
 
-#include "bf16_vectors.h"
+#include "../common/bf16_vectors.h"
 
 namespace {
 
