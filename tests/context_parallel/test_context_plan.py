@@ -159,16 +159,16 @@ def test_a_block_of_4096_tokens_sends_known_bytes(kind, groups, c, forward, back
         )
 
 
+SELECTIVE = ["--recompute-granularity", "selective"]
+ONE_LAYER = ["--recompute-granularity", "full", "--recompute-num-layers", 1]
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["--recompute-granularity", "selective"],
-        ["--recompute-granularity", "full", "--recompute-num-layers", 1],
-    ],
+    "channels, flags",
+    [(D, []), (32, []), (D, SELECTIVE), (32, ONE_LAYER)]
+    + [(32, SELECTIVE), (D, ONE_LAYER)] * ALL,
     ids=str,
 )
-@pytest.mark.parametrize("channels", [D, 32])
 def test_what_attention_is_said_to_send_is_what_is_planned_between_context_ranks(
     channels, flags
 ):
