@@ -41,12 +41,15 @@ def _kernels_as_before():
 
 
 def pytest_collection_modifyitems(items):
-    """Names of cases are equal in every process: the text of a set of strings depends on the process's hash
+    """Tests with processes, the longest, come first, so that the workers of pytest-xdist end together.
+
+    Names of cases are equal in every process: the text of a set of strings depends on the process's hash
     seed, and pytest-xdist stops when its workers collect different names.
 
     Raises:
         pytest.UsageError: the name of a case holds the text of a set of two or more members.
     """
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(

@@ -12,7 +12,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .dispatch_mode import DispatchMode
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -53,13 +54,8 @@ class FakeCpuTensor(torch.Tensor):
         return _run(function, args, kwargs or {})
 
 
-class FakeCpu(TorchDispatchMode):
+class FakeCpu(DispatchMode):
     """Within the context new tensors on the CPU are FakeCpuTensors."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled, so nothing need keep the compiler away at each operation."""
-        return False
 
     def __torch_dispatch__(
         self,

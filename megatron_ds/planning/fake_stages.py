@@ -30,11 +30,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch.batch import Batch
 from ..config import RunConfig
 from ..errors import LayoutError
+from ..host.dispatch_mode import DispatchMode
 from ..host.fake_cpu import DEVICE_OF, FakeCpu
 from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
@@ -378,7 +378,7 @@ def _of_other_layers(
     return replace(run, metrics=frozenset(metrics))
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Bytes of the storages that operations created within the mode and that are still referenced.
 
     peak  maximum after any operation, if enabled; may be reset
@@ -389,11 +389,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._watches_peak = peak
         self._created: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled, so nothing need keep the compiler away at each operation."""
-        return False
 
     def __torch_dispatch__(
         self,

@@ -10,11 +10,12 @@ It sees what autograd keeps, what functions keep on `ctx`, and what nobody was m
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_ds.host.dispatch_mode import DispatchMode
 
-class AliveBytes(TorchDispatchMode):
+
+class AliveBytes(DispatchMode):
     """peak: the most that was alive after any operation, where that is asked for."""
 
     def __init__(self, peak: bool = False):
@@ -26,11 +27,13 @@ class AliveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = function(*args, **kwargs)
+        is_new = False
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._made:
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        if self._watches_peak:
+                is_new = True
+        if is_new and self._watches_peak:
             self.peak = max(self.peak, self.now())
         return result
 

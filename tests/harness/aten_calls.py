@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from megatron_ds.host.dispatch_mode import DispatchMode
 
 
-class Counted(TorchDispatchMode):
+class Counted(DispatchMode):
     """`calls`: name of an operation, without overload → how often it ran inside."""
 
     def __init__(self):

@@ -21,8 +21,9 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from megatron_ds.host.dispatch_mode import DispatchMode
 from megatron_ds.host.side_streams import side_stream
 from megatron_ds.ops.cpu import compiled_adam
 
@@ -260,7 +261,7 @@ def synchronize(device=None) -> None:
 
 
 # ------------------------------------------------------------------------------------------ the device
-class FakeGpu(TorchDispatchMode):
+class FakeGpu(DispatchMode):
     """The GPU of this thread within the context. order: what happened on it. current: name of the stream."""
 
     def __init__(self):

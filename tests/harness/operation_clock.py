@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ds.host.dispatch_mode import DispatchMode
 from megatron_ds.planning import layer_costs
 
 
-class OperationClock(TorchDispatchMode):
+class OperationClock(DispatchMode):
     """now: operations that torch has dispatched since it was entered."""
 
     def __init__(self):

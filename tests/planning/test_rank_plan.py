@@ -13,6 +13,7 @@ from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.build import build_engine
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.layout_comparison import parse_layout, random_samples, train_layout
+from tests.harness.samples import in_turns
 from tests.harness.threads import ThreadTransport, run_ranks
 from tests.harness.tiny_jobs import VOCAB, tiny_job
 
@@ -105,7 +106,9 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
         if number % 2 or "16" in layout
         else ("gpt2", "fp32", False, 0.1)
     )
-    check(tiny_job(*style, LAYERS, BATCH, STEPS), layout)
+    # Plans of ranks that share sequences are the longest, and their layers are alike.
+    layers = 2 if layout.startswith("cp") else LAYERS
+    check(tiny_job(*style, layers, BATCH, STEPS), layout)
 
 
 DROP = [
@@ -137,8 +140,11 @@ def test_blocks_that_drop_tokens_send_what_was_planned(layout):
     assert sum(whole.bytes.values()) > sum(dropping.bytes.values())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.names())
-@pytest.mark.parametrize("zero", [0, 2, 3])
+# ZeRO 3 gathers at the instructions of a schedule; below it a schedule orders messages of stages alone.
+@pytest.mark.parametrize(
+    "schedule, zero",
+    [(name, 3) for name in SCHEDULES.names()] + in_turns(SCHEDULES.names(), [0, 2]),
+)
 def test_so_it_does_under_every_schedule(schedule, zero):
     ranks = "tp=2,sp=1,pp=2" if zero == 0 else "dp=2,pp=2"
     check(

@@ -23,6 +23,7 @@ from tests.harness.layout_comparison import (
     parse_layout,
     random_samples,
 )
+from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
@@ -412,25 +413,26 @@ def test_weights_kept_gathered_are_gone_when_only_weight_halves_are_left(
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("dp=2,zero=3", "dp=1"),
-        ("dp=1", "dp=2,zero=3,pp=2"),
-        ("dp=2,zero=2,tp=2", "dp=4,zero=3"),
-        ("dp=4,zero=3", "dp=2,zero=1"),
-        ("dp=4,zero=3,hpz=2", "dp=2,zero=1"),
-        ("dp=2,zero=3", "dp=4,pp=2,zero=3,hpz=2"),
-        ("dp=2,pp=2,zero=3", "dp=2,tp=2,zero=2,sp=1"),
-        ("dp=2,zero=3", "dp=2,zero=3,bucket=2000,persist=0"),
-        ("pp=2,dp=2,zero=3,schedule=zb-v", "pp=2,tp=2,schedule=1f1b"),
-        ("pp=2,schedule=interleaved", "pp=2,schedule=zb-v,dp=2,zero=1"),
-        ("pp=4,schedule=zb-h1", "pp=2,dp=2,zero=2,schedule=interleaved"),
-        ("dp=2,zero=3", "pp=2,dp=2,zero=3,schedule=zb-v"),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_path):
+# before, after
+CONTINUED = [
+    ("dp=2,zero=3", "dp=1"),
+    ("dp=1", "dp=2,zero=3,pp=2"),
+    ("dp=2,zero=2,tp=2", "dp=4,zero=3"),
+    ("dp=4,zero=3", "dp=2,zero=1"),
+    ("dp=4,zero=3,hpz=2", "dp=2,zero=1"),
+    ("dp=2,zero=3", "dp=4,pp=2,zero=3,hpz=2"),
+    ("dp=2,pp=2,zero=3", "dp=2,tp=2,zero=2,sp=1"),
+    ("dp=2,zero=3", "dp=2,zero=3,bucket=2000,persist=0"),
+    ("pp=2,dp=2,zero=3,schedule=zb-v", "pp=2,tp=2,schedule=1f1b"),
+    ("pp=2,schedule=interleaved", "pp=2,schedule=zb-v,dp=2,zero=1"),
+    ("pp=4,schedule=zb-h1", "pp=2,dp=2,zero=2,schedule=interleaved"),
+    ("dp=2,zero=3", "pp=2,dp=2,zero=3,schedule=zb-v"),
+]
+
+
+@pytest.mark.parametrize("layouts, dtype", in_turns(CONTINUED, ["fp32", "bf16"]))
+def test_a_run_saved_at_one_stage_goes_on_at_another(layouts, dtype, tmp_path):
+    before, after = layouts
     groups = lambda engine: {
         "coordinates": engine.mesh.coordinates,
         "world": engine.mesh.group("world"),
