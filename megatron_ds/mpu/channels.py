@@ -2,8 +2,13 @@
 
 A channel is (source, destination, kind, chunk). Messages of one channel arrive in the order in which they
 were sent; between channels there is no order. So the ranks of a pipeline schedule must agree on the order of
-each stream only, not on when a send meets its receive. Sends return at once and keep their tensor until it
-has been sent; receives are posted at once.
+each stream only, not on when a send meets its receive.
+
+Note: what is under way. A send keeps its tensor until it has been received, and on a GPU the host, which runs
+ahead, never sees that. So a channel holds two sends at most: before a third, it waits for the first. It holds
+one posted receive: a second one would stand behind the first on the stream of the channel, at the head of a
+hardware queue, where it would keep other streams from running. Before it posts a receive, it waits for the
+one before. On a GPU the stream waits, not the host.
 
 Note: two ranks that expect different tensors. Bytes received into a buffer of another shape are garbage, or
 end the process. So the tag of a message depends on its shape and dtype: it never matches the receive of
@@ -32,6 +37,9 @@ T = TypeVar("T")
 
 _KINDS = {"act": 0, "grad": 1}
 _NAMES = {"act": "an activation", "grad": "a gradient"}
+Channel = tuple[str, int, int]  # kind, peer, chunk
+MOST_SENDS = 2  # of a channel
+SHAPES = -1  # in place of the chunk, for the message of the shape check
 SHAPES_TAG = 0  # of the shape check; those of activations and gradients follow
 LAST_TAG = (1 << 16) - 1  # transports use higher tags themselves
 
@@ -42,6 +50,7 @@ class Channels:
     def __init__(self, group: Group):
         self.group = group
         self._sent: dict[tuple, deque[tuple[torch.Tensor, Work]]] = defaultdict(deque)
+        self._posted: dict[Channel, Pending] = {}  # those not waited for yet
         self._own: dict[tuple, deque[torch.Tensor]] = defaultdict(deque)
         self._check = ShapeCheck()
 
@@ -55,7 +64,10 @@ class Channels:
     def send(
         self, kind: str, destination: int, tensor: torch.Tensor, chunk: int = 0
     ) -> None:
-        """Start sending `tensor`, which must not change until it has arrived. `kind` is "act" or "grad"."""
+        """Start sending `tensor`, which must not change until it has arrived. `kind` is "act" or "grad".
+
+        Waits for the message two before in the channel.
+        """
         tensor = tensor.detach().contiguous()
         if destination == self.group.rank:
             self._own[kind, chunk].append(tensor)
@@ -63,17 +75,12 @@ class Channels:
         self._check.announce(
             destination,
             lambda message: self._start(
-                kind, destination, SHAPES_TAG, message, SHAPES_TAG
+                (kind, destination, SHAPES), message, SHAPES_TAG
             ),
         )
         self.group.traffic.add("send", self.group.axes, self.group.size, tensor.nbytes)
-        self._start(
-            kind,
-            destination,
-            chunk,
-            tensor,
-            _tag(kind, chunk, tuple(tensor.shape), tensor.dtype),
-        )
+        tag = _tag(kind, chunk, tuple(tensor.shape), tensor.dtype)
+        self._start((kind, destination, chunk), tensor, tag)
 
     def recv(
         self,
@@ -83,12 +90,16 @@ class Channels:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         chunk: int = 0,
-    ) -> "Pending":
-        """Post the receive of the channel's next message, whose shape and dtype are not sent."""
+    ) -> "Pending | FromItself":
+        """Post the receive of the channel's next message, whose shape and dtype are not sent.
+
+        Waits for the message before it.
+        """
         if source == self.group.rank:
-            return Pending(
-                self, kind, source, None, None, lambda: self._own[kind, chunk].popleft()
-            )
+            return FromItself(self._own[kind, chunk])
+        channel = (kind, source, chunk)
+        if channel in self._posted:
+            self._posted[channel].wait()
         self._check.expect(
             source, lambda message: self._receive(kind, source, message, SHAPES_TAG)
         )
@@ -96,15 +107,14 @@ class Channels:
         work = self._receive(
             kind, source, tensor, _tag(kind, chunk, tuple(shape), dtype)
         )
-        return Pending(self, kind, source, tensor, work)
+        self._posted[channel] = Pending(self, channel, tensor, work)
+        return self._posted[channel]
 
     def drain(self) -> None:
         """Wait until all messages of this rank have been sent. Call it at the end of a step."""
-        for (kind, destination, _), waiting in self._sent.items():
+        for channel, waiting in self._sent.items():
             while waiting:
-                self._guard(
-                    kind, self.group.rank, destination, waiting.popleft()[1].wait
-                )
+                self._let_go(channel)
         assert not any(self._own.values()), (
             "a message from this rank to itself was never received"
         )
@@ -135,12 +145,13 @@ class Channels:
         )
         return self.group.transport
 
-    def _start(
-        self, kind: str, destination: int, chunk: int, tensor: torch.Tensor, tag: int
-    ) -> None:
-        waiting = self._sent[kind, destination, chunk]
+    def _start(self, channel: Channel, tensor: torch.Tensor, tag: int) -> None:
+        waiting = self._sent[channel]
         while waiting and waiting[0][1].is_completed():
             waiting.popleft()
+        while len(waiting) >= MOST_SENDS:
+            self._let_go(channel)
+        kind, destination, _ = channel
         work = self._guard(
             kind,
             self.group.rank,
@@ -148,6 +159,20 @@ class Channels:
             lambda: self._transport.isend(tensor, destination, tag),
         )
         waiting.append((tensor, work))
+
+    def _let_go(self, channel: Channel) -> None:
+        """Wait for the oldest send of a channel and free its tensor."""
+        kind, destination, _ = channel
+        _, work = self._sent[channel][0]
+        self._guard(kind, self.group.rank, destination, work.wait)
+        self._sent[channel].popleft()
+
+    def _finish(self, channel: Channel, work: Work) -> None:
+        """Wait for the posted receive of a channel."""
+        kind, source, _ = channel
+        self.verify(kind, source)
+        self._guard(kind, source, self.group.rank, work.wait)
+        del self._posted[channel]
 
     def _receive(self, kind: str, source: int, tensor: torch.Tensor, tag: int) -> Work:
         return self._guard(
@@ -174,35 +199,41 @@ class Channels:
 
 
 class Pending:
-    """A receive that has been posted and not waited for."""
+    """A receive that has been posted."""
 
-    __slots__ = ("_channels", "_kind", "_source", "_tensor", "_work", "_take")
+    __slots__ = ("_channels", "_channel", "_tensor", "_work")
 
     def __init__(
         self,
         channels: Channels,
-        kind: str,
-        source: int,
-        tensor: torch.Tensor | None,
-        work: Work | None,
-        take: Callable[[], torch.Tensor] | None = None,
+        channel: Channel,
+        tensor: torch.Tensor,
+        work: Work,
     ):
         self._channels = channels
-        self._kind = kind
-        self._source = source
+        self._channel = channel
         self._tensor = tensor
-        self._work = work
-        self._take = take
+        self._work: Work | None = work
 
     def wait(self) -> torch.Tensor:
         """The message. Raises CommunicationError when it does not arrive in time."""
-        if self._take is not None:
-            return self._take()
-        self._channels.verify(self._kind, self._source)
-        self._channels._guard(
-            self._kind, self._source, self._channels.group.rank, self._work.wait
-        )
+        if self._work is not None:
+            self._channels._finish(self._channel, self._work)
+            self._work = None
         return self._tensor
+
+
+class FromItself:
+    """A message of a rank to itself."""
+
+    __slots__ = ("_messages",)
+
+    def __init__(self, messages: deque[torch.Tensor]):
+        self._messages = messages
+
+    def wait(self) -> torch.Tensor:
+        """The message. IndexError where none has been sent."""
+        return self._messages.popleft()
 
 
 @lru_cache(maxsize=4096)

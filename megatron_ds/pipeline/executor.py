@@ -15,13 +15,14 @@ from torch import Tensor
 from ..batch.batch import Batch
 from ..batch.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
-from ..mpu.channels import Channels, Pending
+from ..mpu.channels import Channels, FromItself, Pending
 from .instruction import Instruction, Op, Program
 from .passes import forward_only
 from .stage import Stage
 from .timeline import Timeline
 
 Handler = Callable[[Instruction], None]
+Posted = Pending | FromItself
 Key = tuple[int, int | None]  # (stage, micro-batch)
 DESCRIPTIONS = {
     Op.F: "forward",
@@ -81,8 +82,8 @@ class Executor:
             **{op: _with_stage(hook) for op, hook in (hooks or {}).items()},
         }
         # State of the batch that is processed now, by (stage, micro-batch).
-        self._activations: dict[Key, Tensor | Pending] = {}
-        self._gradients: dict[Key, Tensor | Pending] = {}
+        self._activations: dict[Key, Tensor | Posted] = {}
+        self._gradients: dict[Key, Tensor | Posted] = {}
         self._losses: dict[int, Any] = {}
         self._microbatches: Sequence[Batch] = ()
         self._shapes: list[
@@ -305,7 +306,7 @@ def program_length(program: Program) -> int:
     return 1 + max((i.microbatch for i in program if i.op is Op.F), default=-1)
 
 
-def _arrived(entry: Tensor | Pending) -> Tensor:
+def _arrived(entry: Tensor | Posted) -> Tensor:
     return entry if isinstance(entry, Tensor) else entry.wait()
 
 

@@ -58,6 +58,10 @@ READS_WEIGHTS = frozenset(
 )  # W needs only the layers' inputs and output gradients
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
+TRANSFERS = SENDS | RECEIVES
+FORTH = frozenset(
+    {Op.F, Op.SEND_ACT, Op.RECV_ACT}
+)  # they pass activations on; others return gradients
 CONSUMED_BY = {
     Op.F: Op.RECV_ACT,
     Op.B: Op.RECV_GRAD,
@@ -68,6 +72,20 @@ PRODUCED_BY = {
     Op.B: Op.SEND_GRAD,
     Op.I: Op.SEND_GRAD,
 }  # computation → send of its result
+
+
+OTHER_END = {
+    Op.SEND_ACT: (Op.RECV_ACT, 1),
+    Op.RECV_ACT: (Op.SEND_ACT, -1),
+    Op.SEND_GRAD: (Op.RECV_GRAD, -1),
+    Op.RECV_GRAD: (Op.SEND_GRAD, 1),
+}  # operation at the other end of a transfer, and the distance of its stage
+
+
+def other_end(i: Instruction) -> Instruction:
+    """The receive of a send, or the send of a receive."""
+    op, away = OTHER_END[i.op]
+    return Instruction(op, i.stage + away, i.microbatch)
 
 
 def stage_ranks(schedule: Schedule) -> dict[int, int]:

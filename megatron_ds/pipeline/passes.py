@@ -10,33 +10,36 @@
 A transfer has the number of the stage that executes it: SEND_ACT@s carries the output of stage s, RECV_ACT@s
 the input of stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
 
-Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the
-computation that needs the tensor waits for it. A send never waits on our channels. If a receive is posted at
-least one computation ahead, the transfer overlaps with that computation. It is also posted no later than the
-tensor is sent, in a simulation with unit costs: then no order of instructions deadlocks, even on a transport
-whose sends block until the peer has posted its receive. (Sort the instructions of all ranks by simulated
-time, at equal times posts before sends before computations. Each program is in that order, and each
-instruction waits only for earlier ones.)
+Note: when receives are posted. A posted receive is a buffer into which bytes may land; on a GPU it is a
+kernel that occupies its lane (the stream of one source and kind) until the message has come. CUDA puts several
+streams into one hardware queue, where a second receive of the lane would stand in front of everything that was
+launched after it, maybe of the send for which the first one waits. So a rank posts the next receive of a lane
+when the message before it has arrived (`Channels.recv` waits for it), usually right before the computation that
+consumes that message:
 
-    posted right before use   rank r    F3 SA3 | RG0 B0     r cannot pass SA3 until r+1 posts RA3,
-                              rank r+1  B0 SG0 | RA3 F3     but SG0 needs RG0 of r: deadlock
-    posted one ahead          rank r    F3 RG0 SA3 B0
-                              rank r+1  B0 RA3 SG0 F3       both posts come first
+    rank r      F0 SA0 RG0 F1 SA1 RG1 B0 ...       RG1 waits for gradient 0: it comes right before B0,
+    rank r+1    RA0 RA1 F0 SG0 ...                 not before SA1, without which r+1 may never send it
 
-One ahead is enough for 1F1B, but not where a rank computes something else in between: two chunks, or weight
-halves.
+A receive is posted when its message is made, in a simulation with unit costs, or later, when the message
+before it is consumed; but one computation ahead of its use, so that the transfer overlaps with it, and before
+the message behind it is made. Then no order of instructions deadlocks, even on a transport where a send waits
+until the one before it has been received. (Each instruction has a time: a computation when it starts, a send
+when its tensor is made, a receive as above. At equal times the order is FIRST, SENDING, LAST, COMPUTING. Each
+program is sorted by these times, and each instruction waits for earlier ones only: a receive for the send of
+the message before it, a send for the receive of the message before it.)
 """
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .instruction import (
     BACKWARD,
-    COMPUTE,
     CONSUMED_BY,
+    FORTH,
     PRODUCED_BY,
     READS_WEIGHTS,
     Instruction,
@@ -46,6 +49,18 @@ from .instruction import (
     stage_ranks,
 )
 from .simulate import run_clocks
+
+# Order at one time.
+FIRST, SENDING, LAST, COMPUTING = range(4)
+Moment = tuple[float, int]
+
+
+class Message(NamedTuple):
+    """A tensor between two ranks. made: when the computation ends that makes it, in units."""
+
+    send: Instruction
+    receive: Instruction
+    made: float
 
 
 def lower(
@@ -64,13 +79,11 @@ def lower(
     )
 
 
-def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
-    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above).
+def add_transfers(schedule: Schedule, num_stages: int) -> Schedule:
+    """Add SEND right after the computation that makes a tensor, and RECV as the note above describes.
 
-    early=False posts receives right before their use; tests show the deadlocks that follow.
-
-    Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination,
-    kind) are posted in the order of its sends, so in-order channels never confuse messages.
+    Stages that are neighbours on one rank exchange nothing. Receives of one lane (source, destination, kind)
+    are posted in the order of its sends, so lanes never confuse messages.
     """
     home = stage_ranks(schedule)
     if sorted(home) != list(range(num_stages)):
@@ -78,49 +91,81 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
             f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
             f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule."
         )
-    # Pair each computation that makes a tensor with its send, and with the receive on the peer.
-    sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
-    channels: list[dict[tuple[int, Op], list[Instruction]]] = [
-        defaultdict(list) for _ in schedule
+    starts, ends = run_clocks(schedule)
+    timed = [
+        [((start, COMPUTING), i) for start, i in zip(its_starts, program)]
+        for its_starts, program in zip(starts, schedule)
     ]
-    for rank, program in enumerate(schedule):
-        for i in program:
-            peer = i.stage + 1 if i.op is Op.F else i.stage - 1
-            if i.op in PRODUCED_BY and 0 <= peer < num_stages and home[peer] != rank:
-                send = PRODUCED_BY[i.op]
-                sends[rank][i] = Instruction(send, i.stage, i.microbatch)
-                receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
-                channels[home[peer]][rank, receive].append(
-                    Instruction(receive, peer, i.microbatch)
-                )
-    # Place them among the computations.
-    posts = _latest_posts(schedule, channels) if early else [{}] * len(schedule)
+    for (source, destination, _), messages in _lanes(schedule, home, ends).items():
+        timed[source] += [((m.made, SENDING), m.send) for m in messages]
+        posts = _posts(messages, schedule[destination], starts[destination])
+        timed[destination] += zip(posts, (m.receive for m in messages))
     return tuple(
-        _place(program, channels[rank].values(), sends[rank], posts[rank], early)
-        for rank, program in enumerate(schedule)
+        tuple(i for _, i in sorted(of_rank, key=itemgetter(0))) for of_rank in timed
     )
 
 
-def _latest_posts(
-    schedule: Schedule, channels: Sequence
-) -> list[dict[Instruction, int]]:
-    """For each rank: receive → number of the computation before which it is posted (see the note)."""
-    starts, ends = run_clocks(schedule)
-    made = {}
-    for program, its_ends in zip(schedule, ends):
-        made |= zip(program, its_ends)
-    maker = {
-        Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
-        Op.RECV_GRAD: lambda r: (
-            made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
-            or made[Instruction(Op.B, r.stage + 1, r.microbatch)]
-        ),
+def _lanes(
+    schedule: Schedule, home: Mapping[int, int], ends: Sequence[Sequence[float]]
+) -> dict[tuple[int, int, Op], list[Message]]:
+    """(source, destination, receive) → messages between the two ranks, in the order in which they are made."""
+    lanes: dict[tuple[int, int, Op], list[Message]] = defaultdict(list)
+    for rank, (program, its_ends) in enumerate(zip(schedule, ends)):
+        for i, made in zip(program, its_ends):
+            peer = i.stage + 1 if i.op is Op.F else i.stage - 1
+            if i.op not in PRODUCED_BY or home.get(peer, rank) == rank:
+                continue
+            receive = Op.RECV_ACT if i.op is Op.F else Op.RECV_GRAD
+            lanes[rank, home[peer], receive].append(
+                Message(
+                    i._replace(op=PRODUCED_BY[i.op]),
+                    Instruction(receive, peer, i.microbatch),
+                    made,
+                )
+            )
+    return lanes
+
+
+def _posts(
+    messages: Sequence[Message], program: Program, starts: Sequence[float]
+) -> list[Moment]:
+    """When the receives of a lane are posted. program, starts: of the rank that receives."""
+    use_of = _uses(program)
+    uses = [use_of.get(m.receive) for m in messages]
+    if None in uses:
+        raise _never_used(messages[uses.index(None)].receive)
+    posts = []
+    for n, (message, use) in enumerate(zip(messages, uses)):
+        post = (message.made, FIRST)
+        if n > 0:
+            post = max(post, (starts[uses[n - 1]], LAST))
+        if n + 1 < len(messages):
+            post = min(post, (messages[n + 1].made, FIRST))
+        post = min(post, (starts[max(0, use - 1)], LAST))
+        # Where messages are consumed in another order: not before the message before it is made.
+        if n > 0:
+            post = max(post, (messages[n - 1].made, LAST))
+        posts.append(post)
+    # No later than any receive behind it in the lane: a running minimum from the back.
+    return [*accumulate(reversed(posts), min)][::-1]
+
+
+def _uses(program: Program) -> dict[Instruction, int]:
+    """Receive → place in `program` of the computation that consumes its message."""
+    return {
+        Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
+        for at, i in enumerate(program)
+        if i.op in CONSUMED_BY
     }
-    posted = []
-    for rank, its_channels in enumerate(channels):
-        receives = chain.from_iterable(its_channels.values())
-        posted.append({r: bisect_left(starts[rank], maker[r.op](r)) for r in receives})
-    return posted
+
+
+def _never_used(receive: Instruction) -> ScheduleError:
+    consumers = "F" if receive.op is Op.RECV_ACT else "B or I"
+    return ScheduleError(
+        f"{receive} arrives on a rank that never computes {consumers} of micro-batch "
+        f"{receive.microbatch} at stage {receive.stage}. Complete the schedule: each "
+        "micro-batch passes every stage once."
+    )
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
@@ -174,73 +219,34 @@ def _gathered(program: Program) -> Program:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule; where it has been lowered, with their transfers, posted early again."""
+    """The forwards of a schedule; where it has been lowered, with their transfers."""
     return tuple(_forward_program(program) for program in schedule)
 
 
 def _forward_program(program: Program) -> Program:
-    forward = tuple(i for i in program if i.op is Op.F)
-    posts: dict[
-        Instruction, int
-    ] = {}  # no later among the forwards than among all computations
-    number = 0
-    for i in program:
-        number += i.op is Op.F
-        if i.op is Op.RECV_ACT:
-            posts[i] = number
-    sends = {i._replace(op=Op.F): i for i in program if i.op is Op.SEND_ACT}
-    placed = _place(forward, [list(posts)], sends, posts, early=True)
-    return _gathered(placed) if any(i.op is Op.GATHER for i in program) else placed
+    forward = _one_ahead(tuple(i for i in program if i.op in FORTH))
+    return _gathered(forward) if any(i.op is Op.GATHER for i in program) else forward
 
 
-def _place(
-    program: Program,
-    channels: Collection[Sequence[Instruction]],
-    sends: Mapping[Instruction, Instruction],
-    latest: Mapping[Instruction, int],
-    early: bool,
-) -> Program:
-    """`program` with `sends` after their computations, and the receives of each channel in its order.
+def _one_ahead(program: Program) -> Program:
+    """`program`, a forward-only one, with each receive posted at least one forward ahead of its use.
 
-    A receive is posted right before its use; if early, one computation before, or before computation number
-    latest[receive], whichever comes first, and before the send that precedes that computation.
+    A receive that is used before an earlier one stays where it is. For all others the messages before have
+    been consumed when the forward ahead begins, or are consumed by it, so the receive waits for nothing more.
     """
-    computations = [i for i in program if i.op in COMPUTE]
-    use = {
-        Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
-        for at, i in enumerate(computations)
-        if i.op in CONSUMED_BY
-    }
-    # Decide before which computation each receive is posted.
-    posts: dict[int, list[Instruction]] = defaultdict(
-        list
-    )  # number of the computation → receives
-    for receives in channels:
-        for r in receives:
-            if r not in use:
-                consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-                raise ScheduleError(
-                    f"{r} arrives on a rank that never computes {consumers} of micro-batch "
-                    f"{r.microbatch} at stage {r.stage}. Complete the schedule: each "
-                    "micro-batch passes every stage once."
-                )
-        # No later than any message behind it in the channel: a running minimum from the back.
-        wanted = (
-            min(max(0, use[r] - early), latest.get(r, use[r]))
-            for r in reversed(receives)
-        )
-        for receive, at in zip(reversed(receives), accumulate(wanted, min)):
-            posts[at].append(receive)
-    # Walk the program; `at` is the number of computations so far.
-    placed = posts[0][::-1]
-    at = 0
+    uses = _uses(tuple(i for i in program if i.op is Op.F))
+    timed = []
+    number = 0  # of forwards so far
+    latest = -1  # use of the receives so far
     for i in program:
-        placed.append(i)
-        send = [sends[i]] if i in sends else []
-        at += i.op in COMPUTE
-        receives = posts[at][::-1] if i.op in COMPUTE else []
-        placed += receives + send if early else send + receives
-    return tuple(placed)
+        moment = (number, COMPUTING if i.op is Op.F else FIRST)
+        if i.op is Op.RECV_ACT:
+            if uses[i] > latest:
+                moment = min(moment, (max(0, uses[i] - 1), LAST))
+            latest = max(latest, uses[i])
+        timed.append((moment, i))
+        number += i.op is Op.F
+    return tuple(i for _, i in sorted(timed, key=itemgetter(0)))
 
 
 def _with_reduces(program: Program, reduce_each: bool) -> Program:

@@ -3,36 +3,49 @@
 `run_clocks` computes when each instruction of each rank starts and ends. An instruction starts when its rank
 has finished the previous one and the instructions that it depends on have ended; they follow from its name:
 
-    F s     activation of stage s - 1                     W s     I s
-    B s     F s, gradient from stage s + 1                SEND    computation of the tensor (rendezvous: and
-    I s     the same                                              the peer's receive)
+    F s     activation of stage s - 1
+    B s     F s, gradient from stage s + 1
+    I s     the same
+    W s     I s
     TIE     all ranks that have one have reached their first
+    SEND    computation of the tensor; the message two before in its lane has arrived
+    RECV    the message before in its lane has arrived
 
-An activation or gradient from another rank is available when its receive is posted and its send has arrived,
-in a schedule with transfers; in a schedule without, when it is computed. If no rank can proceed, the schedule
-deadlocks, and the error names the instruction that each rank waits for. Two kinds of sends are simulated:
-
-    buffered     a send never waits (our channels)
-    rendezvous   a send waits until the peer has posted the receive, as blocking sends of large messages do; a
-                 schedule that passes this test does not depend on buffering in the transport
+A lane is (source, destination, kind). A message moves from the time at which its receive is posted and its
+tensor is sent; neither rank waits for that, except as above: a rank holds at most two sent tensors of a lane,
+and posts one receive at a time. In a schedule without transfers a tensor is available when it is computed. If
+no rank can proceed, the schedule deadlocks, and the error names the instruction that each rank waits for.
 
 Half a million instructions take a second: instructions are numbered, and a blocked rank is looked at again
 only when the instruction that it waits for has ended.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
 from ..errors import ScheduleError
-from .instruction import COMPUTE, CONSUMED_BY, RECEIVES, Instruction, Op, Schedule
+from .instruction import (
+    COMPUTE,
+    CONSUMED_BY,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Instruction,
+    Op,
+    Schedule,
+    other_end,
+    stage_ranks,
+)
+from .one_queue import check_one_queue
 from .validate import check_complete, check_marks, check_transfers
 
 Cost = Callable[[Instruction], float]
 Times = list[list[float]]  # rank → its instructions' times
 UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+SENDS_UNDER_WAY = 2  # of a lane; `mpu.channels` waits for the older one before the next
 # Others may wait for these.
 NUMBERED = (
     Op.F,
@@ -123,6 +136,18 @@ class Simulation:
             for program in self.schedule
         )
 
+    @cached_property
+    def peak_sends(self) -> tuple[int, ...]:
+        """Per rank, the most sent tensors held at once, where no send is known to be complete before it is
+        waited for, as on a GPU: two a lane."""
+        home = stage_ranks(self.schedule)
+        peaks = []
+        for program in self.schedule:
+            sends = (i for i in program if i.op in SENDS)
+            lanes = Counter((i.op, home[other_end(i).stage]) for i in sends)
+            peaks.append(sum(min(n, SENDS_UNDER_WAY) for n in lanes.values()))
+        return tuple(peaks)
+
 
 def check(
     schedule: Schedule,
@@ -130,35 +155,24 @@ def check(
     num_microbatches: int,
     *,
     forward_only: bool = False,
-    rendezvous: bool = True,
 ) -> Simulation:
-    """Raise ScheduleError unless the schedule is legal; returns its simulation with buffered sends.
-
-    rendezvous=False accepts a schedule that needs sends that do not wait for the peer.
-    """
+    """Raise ScheduleError unless the schedule is legal and finishes, also where streams share one hardware
+    queue (one_queue.py); returns its simulation."""
     check_complete(schedule, num_stages, num_microbatches, forward_only)
     simulation = simulate(schedule)
-    if rendezvous:
-        run_clocks(schedule, rendezvous=True)
+    check_one_queue(schedule)
     return simulation
 
 
-def simulate(
-    schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
-) -> Simulation:
+def simulate(schedule: Schedule, cost: Cost = unit_cost) -> Simulation:
     """Run the clocks. Raises ScheduleError for an unmet dependency, a deadlock, or unmatched transfers.
 
-    cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
-    sends   "buffered" or "rendezvous"
+    cost: time of an instruction; for a SEND, of the transfer (neither rank waits for it)
     """
-    if sends not in ("buffered", "rendezvous"):
-        raise ScheduleError(
-            f"sends={sends!r} is unknown. Valid: 'buffered', 'rendezvous'."
-        )
     num_stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
     check_transfers(schedule, num_stages)
     check_marks(schedule)
-    starts, ends = run_clocks(schedule, cost, sends == "rendezvous")
+    starts, ends = run_clocks(schedule, cost)
     return Simulation(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
@@ -176,18 +190,16 @@ def _peak(
     return peak
 
 
-def run_clocks(
-    schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = False
-) -> tuple[Times, Times]:
+def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times]:
     """(starts, ends) of each rank's instructions, at a cost as of `simulate`; raises its errors."""
     # Number the instructions and their dependencies.
     numbers = _Numbers(schedule)
-    needs = [[numbers.needs(i, rendezvous) for i in program] for program in schedule]
+    needs = [[numbers.needs(i) for i in program] for program in schedule]
     starts: Times = [[] for _ in schedule]
     ends: Times = [[] for _ in schedule]
     done: list[float | None] = [
         None
-    ] * numbers.count  # number → end; of a send: arrival
+    ] * numbers.count  # number → end; of a transfer: arrival if the other end is ready
     tying = sum(any(i.op is Op.TIE for i in program) for program in schedule)
     at_tie: dict[int, float] = {}  # rank → when it reached its first TIE
     waiting: dict[int, list[int]] = defaultdict(list)  # number → ranks that wait for it
@@ -221,8 +233,8 @@ def run_clocks(
                     ready += [other for other in at_tie if other != rank]
                 clock = max(clock, *at_tie.values())
             its_starts.append(clock)
-            end = clock + cost(i)
-            if i.op is not Op.SEND_ACT and i.op is not Op.SEND_GRAD:
+            end = clock + cost(other_end(i) if i.op in RECEIVES else i)
+            if i.op not in TRANSFERS:
                 clock = end
             its_ends.append(clock)
             number = numbers.of(i)
@@ -230,7 +242,7 @@ def run_clocks(
                 done[number] = end
                 if number in waiting:
                     ready += waiting.pop(number)
-    _check_finished(schedule, ends, needs, numbers, done, rendezvous)
+    _check_finished(schedule, ends, needs, numbers, done)
     return starts, ends
 
 
@@ -251,6 +263,23 @@ class _Numbers:
             for i in program:
                 if (number := self.of(i)) is not None:
                     self.present[number] = 1
+        self.before = self._transfers_before(schedule)
+
+    def _transfers_before(self, schedule: Schedule) -> dict[Instruction, tuple]:
+        """Transfer → numbers of the send and the receive of the earlier message that must have arrived."""
+        home = stage_ranks(schedule)
+        before = {}
+        for program in schedule:
+            lanes: dict[tuple[Op, int], list[tuple]] = defaultdict(list)
+            for i in program:
+                if i.op not in TRANSFERS:
+                    continue
+                peer = other_end(i)
+                lane = lanes[i.op, home[peer.stage]]
+                under_way = 1 if i.op in RECEIVES else SENDS_UNDER_WAY
+                before[i] = lane[-under_way] if len(lane) >= under_way else ()
+                lane.append((self.of(i), self.of(peer)))
+        return before
 
     def of(self, i: Instruction) -> int | None:
         base = self.base.get(i.op)
@@ -262,13 +291,15 @@ class _Numbers:
         kind, rest = divmod(number, self.stages * self.microbatches)
         return Instruction(NUMBERED[kind], *divmod(rest, self.microbatches))
 
-    def needs(self, i: Instruction, rendezvous: bool) -> tuple[int, ...]:
+    def needs(self, i: Instruction) -> tuple[int, ...]:
         """Numbers of the instructions that must have ended before this one starts."""
         op = i.op
         base = self.base
         m = self.microbatches
-        if op not in base or op is Op.RECV_ACT or op is Op.RECV_GRAD:
+        if op not in base:
             return ()
+        if op in RECEIVES:
+            return self.before[i]
         here = (
             i.stage * m + i.microbatch
         )  # this micro-batch at this stage; ± m: at its neighbours
@@ -281,18 +312,11 @@ class _Numbers:
             )
         if op is Op.W:
             return (base[Op.I] + here,)
-        # A send needs what it sends and, where sends block, the posted receive.
+        # A send needs what it sends, and room for it.
         if op is Op.SEND_ACT:
-            return (
-                (base[Op.F] + here, base[Op.RECV_ACT] + here + m)
-                if rendezvous
-                else (base[Op.F] + here,)
-            )
+            return (base[Op.F] + here, *self.before[i])
         if op is Op.SEND_GRAD:
-            made_by = self._backward(here) + here
-            return (
-                (made_by, base[Op.RECV_GRAD] + here - m) if rendezvous else (made_by,)
-            )
+            return (self._backward(here) + here, *self.before[i])
         # B and I need their own forward, and the gradient of the stage behind.
         forward = base[Op.F] + here
         if i.stage == self.stages - 1:
@@ -330,7 +354,6 @@ def _check_finished(
     needs: list[list[tuple[int, ...]]],
     numbers: _Numbers,
     done: list[float | None],
-    rendezvous: bool,
 ) -> None:
     """Raise ScheduleError for a deadlock, with the instruction that each blocked rank waits for."""
     unfinished = [
@@ -363,21 +386,10 @@ def _check_finished(
             f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
             f"and waits for {what}"
         )
-    # What to change depends on whether a send waits for its receive.
-    kind, advice = (
-        (
-            "rendezvous",
-            "Post receives before the sends that precede their use, as add_transfers "
-            "does by default, or use sends that do not block.",
-        )
-        if rendezvous
-        else (
-            "buffered",
-            "In a valid order F of a stage comes after F of the previous stage, and B after F of its "
-            "own stage and after B of the next stage.",
-        )
+    raise ScheduleError(
+        f"deadlock: {'; '.join(stuck)}. In a valid order F of a stage comes after F of the previous stage, and B "
+        "after F of its own stage and after B of the next stage; transfers are placed by add_transfers."
     )
-    raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")
 
 
 def _place_of(

@@ -12,6 +12,7 @@ from ..errors import ScheduleError
 from .instruction import (
     BACKWARD,
     COMPUTE,
+    FORTH,
     RECEIVES,
     SENDS,
     Instruction,
@@ -23,9 +24,6 @@ from .instruction import (
 Channel = tuple[int, int, str]  # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES
 MAKES = frozenset({Op.F, Op.B, Op.I})  # a tensor for a neighbouring stage
-FORTH = frozenset(
-    {Op.F, Op.SEND_ACT, Op.RECV_ACT}
-)  # they pass activations on; others return gradients
 SHOWN = 6  # instructions named in an error message; the others are counted
 
 

@@ -19,6 +19,7 @@ import torch
 from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
+from ..pipeline.simulate import Simulation
 from .fake_stages import own_stages
 from .rank_plan import data_groups, plan_rank
 from .run_plan import RunPlan, microbatches_of, plan_schedule
@@ -105,7 +106,9 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryB
     """The plan of a step in which the stages of this rank stay gathered."""
     count = microbatches_of(config)
     schedule = plan_schedule(config, count, True, run.stage_costs())
-    program = schedule[mesh.coordinate("pp")]
+    position = mesh.coordinate("pp")
+    program = schedule[position]
+    messages = Simulation(schedule, (), ())
     placement = run.shape.placement
     plan = plan_rank(
         config,
@@ -113,7 +116,7 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryB
         data_groups(config, mesh.grid, mesh.rank, placement),
         own_stages(config, mesh, run, program),
         program,
-        count,
+        messages.peak_receives[position] + messages.peak_sends[position],
         0,
         mesh.device.type,
     )

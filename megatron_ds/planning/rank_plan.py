@@ -20,8 +20,8 @@ from ..mpu.grid import Grid
 from ..mpu.group import Group, Traffic, solo
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, Matrices, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
+from ..pipeline.executor import program_length
 from ..pipeline.instruction import SENDS, Program
-from ..pipeline.simulate import Simulation
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter
@@ -128,15 +128,17 @@ def plan_rank(
     groups: DataGroups,
     stages: Sequence[FakeStage],
     program: Program,
-    microbatches: int,
+    messages_held: int,
     num_metrics: int,
     device: str,
 ) -> RankPlan:
     """groups: from `data_groups`. stages: of this rank. num_metrics: names in the ledgers of all stages.
 
-    program: of this rank for `microbatches`, with transfers and collectives
+    program: of this rank with transfers and collectives
+    messages_held: most posted receives and sent tensors of the rank, `Simulation.peak_receives`, `peak_sends`
     device: planned, "cpu" or "cuda"
     """
+    microbatches = program_length(program)
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings = ZeroSettings.from_config(config)
     use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
@@ -192,14 +194,13 @@ def plan_rank(
             len(sends) * message,
             len(sends),
         )
-    # Buffers: gathered layers, gradients, posted receives, and one pending send in each direction.
-    receives = Simulation((program,), (), ()).peak_receives[0]
+    # Buffers: gathered layers, gradients, and messages.
     received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
     buffers = (
         whole * dtype.itemsize
         + received
         + _gradient_buffers(config, settings, plans, groups)
-        + (receives + len(set(sends))) * message
+        + messages_held * message
     )
     kept = {stage.index: stage.run.kept for stage in stages}
     return RankPlan(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 from ..config import RunConfig, Source
 from ..config.training_schedule import make_token_drop
@@ -67,10 +68,16 @@ class WorldPlan:
             groups,
             self.stages_of(pp),
             self.schedule[pp],
-            self.microbatches,
+            self.messages_held[pp],
             len(self.metrics),
             self.device,
         )
+
+    @cached_property
+    def messages_held(self) -> tuple[int, ...]:
+        """Posted receives and sent tensors of each pipeline rank, the most at once."""
+        of_ranks = Simulation(self.schedule, (), ())
+        return tuple(map(add, of_ranks.peak_receives, of_ranks.peak_sends))
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:

@@ -1,8 +1,9 @@
 """The text that a run logs before its first step: grid, model, stages, schedule, memory, options."""
 
+import os
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,6 +38,9 @@ GROUPS = {
     "deepspeed": lambda name: Path(name.rpartition(" ")[0]).name,
 }
 WIDTH = 110
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+DEFAULT_QUEUES = 8
+MOST_QUEUES = 32
 
 
 def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
@@ -56,7 +60,9 @@ def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
             "",
             f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
             f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
-            *filter(None, (allocator_text(),)),
+            *filter(
+                None, (allocator_text(), queues_text(os.environ, mesh.device.type))
+            ),
             _zero(engine),
             _memory(engine),
             *filter(None, (kept_inputs_text(config, mesh.device.type),)),
@@ -64,6 +70,19 @@ def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
             values_text(config),
             *filter(None, (report_without_effect(config), notes_text(config))),
         )
+    )
+
+
+def queues_text(environ: Mapping[str, str], device: str) -> str:
+    """How many hardware queues the streams of a GPU share, in one line; empty on a CPU, and with all queues."""
+    value = environ.get(QUEUES, "")
+    if device != "cuda" or value == str(MOST_QUEUES):
+        return ""
+    is_set = f"is {value}" if value else f"is not set, which means {DEFAULT_QUEUES}"
+    return (
+        f"{QUEUES} {is_set}: streams that share a hardware queue wait for each other. Results are the same; set "
+        f"it to {MOST_QUEUES}, so that transfers overlap with computation, unless other code of the process needs "
+        "the order of one queue"
     )
 
 

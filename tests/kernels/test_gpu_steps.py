@@ -17,9 +17,13 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.context_parallel import block_exchange
 from megatron_ds.host.side_streams import Mark, SideStream
+from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import attention_tiles, kernel_table, partial_attention
 from megatron_ds.ops.attention_tiles import TileLimits
+from megatron_ds.pipeline.passes import lower
+from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.simulate import simulate
 from megatron_ds.zero.arrival import Arrivals
 from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda, gpu
 from tests.harness.fake_nccl import FakeNccl, FakeWork
@@ -165,6 +169,26 @@ def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
             assert of_rank.total() == waits * STEPS and all(
                 THE_WAIT in place for place in of_rank
             ), of_rank
+
+
+@pytest.mark.parametrize("schedule, p", [("1f1b", 2), ("gpipe", 2), ("zb-h1", 3)])
+def test_a_rank_holds_the_planned_sends_when_its_host_is_a_step_ahead(
+    schedule, p, monkeypatch
+):
+    """No send is known to be complete before it is waited for."""
+    held = Counter()
+    send = Channels.send
+
+    def counted_send(channels, *arguments):
+        send(channels, *arguments)
+        messages = (tensor for of in channels._sent.values() for tensor, _ in of)
+        sent = sum(tensor.is_floating_point() for tensor in messages)
+        held[channels.group.rank] = max(held[channels.group.rank], sent)
+
+    monkeypatch.setattr(Channels, "send", counted_send)
+    assert not train(f"pp={p},schedule={schedule}", "cuda").problems
+    lowered = lower(SCHEDULES[schedule](p, BATCH), p)
+    assert tuple(held[rank] for rank in range(p)) == simulate(lowered).peak_sends
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,tp=2,comm_type=all_gather"])

@@ -1,7 +1,9 @@
 """Channels on threads: order within a channel, none between channels, a rank talking to itself."""
 
 import time
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,14 +133,60 @@ class SlowMail:
 def test_sent_tensors_are_held_until_they_have_left_and_no_longer():
     mail = SlowMail()
     channels = Channels(Group("pp", (4, 5), 0, mail))
-    for _ in range(3):
+    for _ in range(2):
         channels.send("act", 1, torch.zeros(2))
-    assert channels.num_waiting == 3
+    assert channels.num_waiting == 2 and mail.arrived == 0
     mail.arrived = 2
     channels.send("act", 1, torch.zeros(2))
-    assert channels.num_waiting == 2
+    assert channels.num_waiting == 1
     channels.drain()
-    assert channels.num_waiting == 0 and mail.arrived == 4
+    assert channels.num_waiting == 0 and mail.arrived == 3
+
+
+def test_a_channel_holds_two_sends_and_waits_for_the_older_before_a_third():
+    """On a GPU no send is known to be complete: without the wait a whole step of tensors would be held."""
+    mail = SlowMail()
+    channels = Channels(Group("pp", (4, 5), 0, mail))
+    for number in range(5):
+        channels.send("act", 1, torch.full((2,), float(number)))
+        assert mail.arrived == max(0, number - 1)
+    assert channels.num_waiting == 2
+    assert sum(map(len, channels._sent.values())) == 2
+    channels.send("grad", 1, torch.zeros(2))  # another channel has room of its own
+    assert channels.num_waiting == 3 and mail.arrived == 3
+
+
+class Receives:
+    """A transport that notes when receives are posted and waited for."""
+
+    def __init__(self):
+        self.log = []
+
+    def irecv(self, tensor, source, tag):
+        number = sum(what == "post" for what, _ in self.log)
+        self.log.append(("post", number))
+        return SimpleNamespace(wait=lambda: self.log.append(("wait", number)))
+
+
+def test_a_receive_is_posted_when_the_message_before_it_in_its_channel_has_arrived():
+    transport = Receives()
+    channels = Channels(Group("pp", (4, 5, 6), 1, transport))
+    pending = [channels.recv("act", 0, (2,), torch.float32) for _ in range(3)]
+    other = channels.recv("grad", 2, (2,), torch.float32)
+    assert transport.log == [
+        ("post", 0),
+        ("wait", 0),
+        ("post", 1),
+        ("wait", 1),
+        ("post", 2),
+        ("post", 3),  # another channel
+    ]
+    # Each message is waited for once, and the channels keep none that has been.
+    del transport.log[:]
+    tensors = [weakref.ref(of.wait()) for of in (*pending, other)]
+    assert transport.log == [("wait", 2), ("wait", 3)]
+    del pending, other
+    assert not any(tensor() is not None for tensor in tensors)
 
 
 def test_a_message_that_does_not_come_names_sender_receiver_and_kind():

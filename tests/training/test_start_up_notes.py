@@ -15,6 +15,7 @@ from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.ops.kernel_table import Operation, kernels_text
 from megatron_ds.training.pretrain import pretrain
 from megatron_ds.training.run_checkpoint import log_other_workers
+from megatron_ds.training.startup_text import queues_text
 
 pytestmark = pytest.mark.plan
 
@@ -22,6 +23,16 @@ JOB = (
     "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3"
 ).split()
+
+
+def test_the_start_names_the_hardware_queues_of_a_gpu():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert queues_text({name: "1"}, "cpu") == queues_text({name: "32"}, "cuda") == ""
+    assert queues_text({name: "1"}, "cuda").startswith(
+        f"{name} is 1: streams that share"
+    )
+    assert "is not set, which means 8:" in queues_text({}, "cuda")
+    assert "set it to 32" in queues_text({}, "cuda")
 
 
 def test_the_log_names_the_kernels_that_ran():

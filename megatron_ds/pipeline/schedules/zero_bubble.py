@@ -139,12 +139,12 @@ def zb_auto(
         rule = _AutoRule(limit, weight_share, first_gradients, *knobs)
         search = _Search(range(p), m, costs, rule)
         found.append((search.score, search.schedule))
+    orders = [min(found, key=lambda entry: entry[0])[1]]
     # The fixed orders, where memory admits them, are candidates too.
     for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
         if needed <= limit:
-            order = known(p, m)
-            found.append((score_of(order, p, costs), order))
-    return min(found, key=lambda entry: entry[0])[1]
+            orders.append(known(p, m))
+    return min(orders, key=lambda order: score_of(order, p, costs))
 
 
 @schedule(
