@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -60,4 +61,5 @@ def test_one_missing_module_is_named(absent, caplog):
 
 def test_the_table_has_the_modules_of_the_build():
     text = (ROOT / "setup.py").read_text()
-    assert all(f'"megatron_ds.{name}"' in text for name in COMPILED)
+    built = {f"_{name}" for name in re.findall(r'extension\("\w+/(\w+)"', text)}
+    assert built >= set(COMPILED)
