@@ -697,7 +697,7 @@ def test_sparse_attention_that_cannot_be_is_refused_by_name(read, block, says):
     "words, says",
     [
         ("--window-size 8,0 --sparse-attention local", "both choose the keys"),
-        ("--sparse-num-local-blocks 8", "no mode is chosen"),
+        ("--sparse-num-local-blocks 8", "no effect without --sparse-attention fixed"),
         (
             "--model bert --sparse-attention local --sparse-direction unidirectional",
             "earlier and later ones",

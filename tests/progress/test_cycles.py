@@ -254,7 +254,7 @@ def test_the_rate_of_the_scheduler_replaces_that_of_the_optimizer(tmp_path):
             "WarmupLR",
             {"warmup_num_steps": 5},
             ("--train-iters", "80", "--cycle-min-mom", "0.7"),
-            "use --lr-decay-style OneCycle",
+            "no effect without --lr-decay-style OneCycle",
         ),
         ("OnCycle", {}, (), "did you mean 'OneCycle'"),
     ],
