@@ -22,7 +22,7 @@ PACKAGE = ROOT / "megatron_ds"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 MOST_ON_A_LINE = 5.5  # of any file but those of DENSE
-MOST_OF_DENSE = 6.9
+MOST_OF_DENSE = 6.5
 MOST_OF_MEDIAN = 4.8
 MOST_OF_PACKAGE = 5.2
 MOST_LINES_WITHOUT_COMMENT = 25
