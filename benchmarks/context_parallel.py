@@ -163,7 +163,9 @@ class PlainRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, sums = ctx.saved_tensors
-        where, rank, size = ctx.where, ctx.rank, len(ctx.where)
+        where = ctx.where
+        rank = ctx.rank
+        size = len(where)
         queries, dout = PlainRing.heads(q), PlainRing.heads(dout.reshape(q.shape))
         block, dblock, dq = (
             torch.stack((k, v)),
@@ -232,7 +234,9 @@ def run_rank(args: argparse.Namespace) -> None:
     group = Group("cp", (0, 1), rank, GlooTransport(dist.group.WORLD, "cp"))
     for length in args.lengths:
         seconds = {name: [] for name in args.contestants}
-        whole, results, calls = inputs(length, args.groups, dtype), {}, {}
+        whole = inputs(length, args.groups, dtype)
+        results = {}
+        calls = {}
         for name in args.contestants:
             attend, zigzag = contestant(name, group, length)
             where = SequenceSlice(Part(rank, 2), zigzag=zigzag).index(length)

@@ -338,7 +338,9 @@ def _same_rows(ours: ListFile, theirs) -> bool:
 
 def resumed_draws(cases: int) -> tuple[int, int, int]:
     """(cases, in which upstream went on with other samples after a resume, and in which we did)."""
-    rng, theirs, ours = random.Random(3), 0, 0
+    rng = random.Random(3)
+    theirs = 0
+    ours = 0
     for _ in range(cases):
         with (
             tempfile.TemporaryDirectory() as name,

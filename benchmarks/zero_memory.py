@@ -76,7 +76,7 @@ PRECISIONS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank. state, predicted_state, working: bytes. sent, predicted_sent: payload bytes by operation.
+    """Figures of a rank. state, predicted_state, working: bytes. sent, predicted_sent: payload bytes by operation.
 
     elements  what a ring sends, in elements of what is sent
     psi       parameters of the model

@@ -180,7 +180,11 @@ def _names_of_forks() -> Iterator[tuple[str, ...]]:
                     dialect.project,
                 )
         for name, (option, _) in dialect.readers.items():
-            yield f"`{name}`", f"`{option}`, its words in another form", dialect.project
+            yield (
+                f"`{name}`",
+                f"`{option}`, whose words it spells in another way",
+                dialect.project,
+            )
 
 
 def _keys() -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import add
 
 from ..errors import ScheduleError
 from .instruction import (
@@ -147,6 +148,11 @@ class Simulation:
             lanes = Counter((i.op, home[other_end(i).stage]) for i in sends)
             peaks.append(sum(min(n, SENDS_UNDER_WAY) for n in lanes.values()))
         return tuple(peaks)
+
+    @property
+    def peak_messages(self) -> tuple[int, ...]:
+        """Per rank, the most buffers of messages: posted receives and held sends."""
+        return tuple(map(add, self.peak_receives, self.peak_sends))
 
 
 def check(

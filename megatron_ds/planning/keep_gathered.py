@@ -108,7 +108,6 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryB
     schedule = plan_schedule(config, count, True, run.stage_costs())
     position = mesh.coordinate("pp")
     program = schedule[position]
-    messages = Simulation(schedule, (), ())
     placement = run.shape.placement
     plan = plan_rank(
         config,
@@ -116,7 +115,7 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryB
         data_groups(config, mesh.grid, mesh.rank, placement),
         own_stages(config, mesh, run, program),
         program,
-        messages.peak_receives[position] + messages.peak_sends[position],
+        Simulation(schedule, (), ()).peak_messages[position],
         0,
         mesh.device.type,
     )

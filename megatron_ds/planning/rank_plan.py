@@ -135,7 +135,7 @@ def plan_rank(
     """groups: from `data_groups`. stages: of this rank. num_metrics: names in the ledgers of all stages.
 
     program: of this rank with transfers and collectives
-    messages_held: most posted receives and sent tensors of the rank, `Simulation.peak_receives`, `peak_sends`
+    messages_held: `Simulation.peak_messages` of the rank
     device: planned, "cpu" or "cuda"
     """
     microbatches = program_length(program)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add
 
 from ..config import RunConfig, Source
 from ..config.training_schedule import make_token_drop
@@ -75,9 +74,8 @@ class WorldPlan:
 
     @cached_property
     def messages_held(self) -> tuple[int, ...]:
-        """Posted receives and sent tensors of each pipeline rank, the most at once."""
-        of_ranks = Simulation(self.schedule, (), ())
-        return tuple(map(add, of_ranks.peak_receives, of_ranks.peak_sends))
+        """`Simulation.peak_messages` of the schedule."""
+        return Simulation(self.schedule, (), ()).peak_messages
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:

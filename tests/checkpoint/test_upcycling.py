@@ -54,7 +54,7 @@ def engine_of(config):
 
 
 def loss_of(engine) -> float:
-    """Of the first step."""
+    """The loss of the first step."""
     config = engine.config
     with closing(
         open_loader(config, mock_samples(config, BATCH, seed=1), engine.mesh)

@@ -298,7 +298,7 @@ LONG = 16_384  # memory that threads have does not count
 
 
 def long_plan(kind, heads):
-    """That of one of two ranks, and the bytes of their output of attention."""
+    """The plan of one of two ranks, and the bytes of the output of its attention."""
     hidden = 64
     flags = (
         "--seq-length",

@@ -81,7 +81,7 @@ def named(tokens):
 
 
 def without_type(content):
-    """As in special_tokens_map.json: objects without their type."""
+    """The content in the form of special_tokens_map.json: objects without their type."""
     return {
         name: {key: part for key, part in value.items() if key != "__type"}
         if isinstance(value, dict)

@@ -81,7 +81,7 @@ def penalized_layers(config, ctx):
 
 @dataclass
 class Result:
-    """Of a run: numbers of each step, and the final weights."""
+    """The numbers of each step of a run, and its final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -120,7 +120,7 @@ def job_of(dtype: str = "fp32", per_token: bool = False) -> list[str]:
 
 
 def train_layout(job: list[str], layout: str) -> Result:
-    """With the reports of the ledger's sums that rank 0 gets."""
+    """Train a layout, and keep the reports of the ledger's sums that rank 0 gets."""
     reports, real = [], StepMetrics.report
 
     def report(self, *arguments):

@@ -90,7 +90,7 @@ class Case:
         ]
 
     def value(self, key: str, default: str) -> str:
-        """Of the layout."""
+        """The value of a key of the layout."""
         return dict(item.split("=") for item in self.layout.split(",")).get(
             key, default
         )

@@ -182,7 +182,7 @@ def test_ranks_that_share_sequences_train_like_one_process(case):
 def test_ranks_with_compiled_attention_train_like_one_process(
     style, comm, flags, layout, monkeypatch
 ):
-    """Of heads with 32 channels. Ranks of a2a take D of their tokens' rows in place of a second output."""
+    """Heads have 32 channels. Ranks of a2a take D of their tokens' rows in place of a second output."""
     kept, before = [], ToTokens.of_rows
     monkeypatch.setattr(
         ToTokens, "of_rows", lambda *given: kept.append(1) or before(*given)

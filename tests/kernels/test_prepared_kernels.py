@@ -287,3 +287,22 @@ def test_widths_are_those_of_calls_with_rows():
         gelu(torch.ones(7))
     swiglu(torch.ones(2, 24))
     assert list(calls) == [(swiglu, torch.float32, 16), (rms_norm, torch.bfloat16, 8)]
+
+
+@pytest.mark.parametrize("optimizer, update", [("adam", "adamw"), ("lion", "lion")])
+def test_operations_of_a_step_and_the_update_are_chosen_before_it(
+    monkeypatch, optimizer, update
+):
+    """The choice checks an implementation against torch, which must not wait for the first step."""
+    chosen = set()
+    monkeypatch.setattr(
+        Operation,
+        "first_choice",
+        lambda operation, *where: chosen.add((operation.name, *where)),
+    )
+    calls = {(rms_norm, torch.bfloat16, 64): None, (rms_norm, torch.bfloat16, 8): None}
+    prepared_kernels._choose(calls, optimizer)
+    assert chosen == {
+        ("rms_norm", "cuda", torch.bfloat16),
+        (update, "cuda", torch.float32),
+    }

@@ -90,7 +90,7 @@ def test_a_rank_that_ends_by_its_own_options(failing, flags, words):
     ended = run_jobs([0, 1], [2, 2], *([flags, []] if failing == 0 else [[], flags]))
     assert [rank.code for rank in ended] == [2, 2]
     own, other = ended[failing].err, ended[1 - failing].err
-    # on one host rank 0 speaks for the others
+    # a rank other than 0 leaves it to rank 0 to print its error
     assert (words in own) == (failing == 0) and "ended before it joined" not in own
     assert f"rank {failing} on " in other
     assert f"ended before it joined the other ranks: {words}" in other

@@ -224,7 +224,9 @@ def closed(documents, padding):
     masks = [
         mask for mask in (documents and documents.foreign, padding) if mask is not None
     ]
-    return None if not masks else masks[0] if len(masks) == 1 else masks[0] | masks[1]
+    if not masks:
+        return None
+    return masks[0] if len(masks) == 1 else masks[0] | masks[1]
 
 
 @pytest.mark.parametrize("case", [*CASES, *WINDOWS], ids=name_of)

@@ -36,10 +36,11 @@ def written_out(
     """One head at a time: exp(s) / (exp(sink) + Σ exp(s)), zeros where nothing is seen; in float64."""
     s, _, n, _ = q.shape
     distance = torch.arange(s) - torch.arange(s)[:, None]
-    seen = distance >= -(s if pattern.left is None else pattern.left)
-    seen &= distance <= (
-        0 if pattern.causal else s if pattern.right is None else pattern.right
-    )
+    left = s if pattern.left is None else pattern.left
+    right = s if pattern.right is None else pattern.right
+    if pattern.causal:
+        right = 0
+    seen = (distance >= -left) & (distance <= right)
     seen = seen[None] if hidden is None else seen & ~hidden[:, 0]  # [b, s, s]
     heads = []
     for i in range(n):

@@ -62,7 +62,7 @@ class MoEOptions:
         None,
         at_least=1,
         needs=EXPERTS,
-        help="Total width of the shared experts, which see every token. Default: none.",
+        help="Total width of the shared experts, which process every token. Default: none.",
     )
     moe_shared_expert_gate: bool = option(
         False,
