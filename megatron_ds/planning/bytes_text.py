@@ -1,13 +1,12 @@
 """The part of a dry run's text about bytes: memory of the ranks, and what one of them sends.
 
-memory of a rank on CUDA devices: ZeRO stage 1, bf16 weights, fp32 gradients, adam, no recomputation
-                                 worst: rank 0       rank 4
-  stage                                      0            1
-  weights                            1.234 GiB    1.123 GiB
+memory of a rank on CPU devices: ZeRO stage 0, float32 weights, float32 gradients, adam, no recomputation
+                                rank 0, the worst
+  weights                               1.698 MiB
   …
-traffic of a step, payload of rank 4 (last column: the part sent in a ring):
-  operation       over   ranks  count          bytes                  ring
-  reduce-scatter  dp-cp      8      1  1,234,567,890  1.150 GiB  1.006 GiB
+traffic of a step, payload of rank 5 (last column: the part sent in a ring):
+  operation       over         ranks  count      bytes                  ring
+  reduce-scatter  dp-cp            2      1    502,272  490.5 KiB  245.2 KiB
   …
 """
 
@@ -108,6 +107,7 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
     if len(rows) == 1:
         yield "  none"
         return
+    # Operation and axes are flush left.
     yield from table(rows, left=2)
     # What all operations send together, and what the busiest rank sends.
     total = in_bytes(wire_bytes(mine))

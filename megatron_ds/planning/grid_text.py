@@ -1,11 +1,12 @@
 """The part of a dry run's text about the grid: sizes of its axes, and the groups of one rank.
 
 grid: 8 ranks = tensor 2 × pipeline 2 × data 2, order tp-cp-ep-dp-pp; rank 5 is tp 1, pp 1, dp 0
-  group          size  groups  of rank 5
-  tensor (tp)       2       4  4, 5
+  group                  size  groups  of rank 5
+  tensor (tp)               2       4  4, 5
+  pipeline (pp)             2       4  1, 5
   …
   ranks of each tensor group, [ ] holds rank 5:
-           dp 0    dp 1
+            dp 0    dp 1
     pp 0   0, 1    2, 3
     pp 1  [4, 5]   6, 7
 """

@@ -73,9 +73,15 @@ class ScriptLaunch:
 
 @dataclass
 class Script:
-    """Reads a script. files: what it would write, by name as written; folder: where its neighbours lie.
+    """Reads a script.
 
-    copies  names of `files` whose text is that of a neighbour: messages show no values of theirs
+    folder     where its neighbours lie
+    files      what it would write, by name as written
+    copies     names of `files` whose text is that of a neighbour: messages show no values of theirs
+    launches   the trainings that it would start
+    functions  name → statements
+    depth      how many scripts, functions and texts the statement that is read is inside of
+    read       number of statements so far
     """
 
     folder: Path
