@@ -56,11 +56,9 @@ def measure(workload: Workload, args: argparse.Namespace) -> None:
             speeds[name].append(tokens_per_second(model, workload, args))
     for name in DTYPES:
         speeds[name].pop(0)  # memory is allocated, kernels are made
-        median, low, high = (
-            statistics.median(speeds[name]),
-            min(speeds[name]),
-            max(speeds[name]),
-        )
+        median = statistics.median(speeds[name])
+        low = min(speeds[name])
+        high = max(speeds[name])
         print(f"{workload.name} {name}: {median:.0f} tokens/s ({low:.0f}–{high:.0f})")
     ratios = [bf16 / fp32 for fp32, bf16 in zip(*speeds.values(), strict=True)]
     print(

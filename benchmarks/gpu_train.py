@@ -93,12 +93,17 @@ def measure(
     device = torch.device(args.device)
     config, planned, count = fitting(name, flags, layers, device, args.more)
     kernel_table.select(config.train.kernels)
-    mesh, gpu = Mesh(Grid.fit(1), 0, lambda *_: None, device), device.type == "cuda"
+    mesh = Mesh(Grid.fit(1), 0, lambda *_: None, device)
+    gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    engine, seconds, launched, losses = build_engine(config, mesh), [], [], []
+    engine = build_engine(config, mesh)
+    seconds = []
+    launched = []
+    losses = []
     prepared = prepare_kernels(engine)
-    size, length = config.train.global_batch_size, config.model.seq_length
+    size = config.train.global_batch_size
+    length = config.model.seq_length
     samples = random_samples(4 * size, length, config.model.vocab_size, seed=1)
     progress = Progress()
     with closing(open_loader(config, samples, mesh)) as loader:

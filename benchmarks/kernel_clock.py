@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-WARM_UP, CACHE_BYTES = 5, 1 << 28
+WARM_UP = 5
+CACHE_BYTES = 1 << 28
 SECONDS = 1.5  # of the repetitions of slow calls, such as dropout in torch's operations
 
 
@@ -22,7 +23,9 @@ class Clock:
     """Microseconds of calls on a device."""
 
     def __init__(self, device: torch.device, repeats: int, seconds: float = SECONDS):
-        self.device, self.repeats, self.seconds = device, repeats, seconds
+        self.device = device
+        self.repeats = repeats
+        self.seconds = seconds
         self.warm_up = min(WARM_UP, repeats)
         nbytes = CACHE_BYTES if device.type == "cuda" else 1
         self._cache = torch.empty(nbytes, dtype=torch.int8, device=device)
@@ -35,6 +38,7 @@ class Clock:
         taken: list[list[float]] = [[] for _ in calls]
         start = time.monotonic()
         for i in range(self.warm_up + self.repeats):
+            # Slow calls end early, after one that is counted.
             is_late = i > 0 and time.monotonic() - start > self.seconds
             if is_late and taken[0]:
                 break
@@ -45,6 +49,7 @@ class Clock:
         return [statistics.median(of_call) for of_call in taken]
 
     def _once(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Microseconds of each call. The cache is overwritten first."""
         self._cache.zero_()
         stamps = [self._now()]
         for call in calls:
@@ -52,10 +57,12 @@ class Clock:
             stamps.append(self._now())
         if self.device.type != "cuda":
             return [(end - start) * 1e6 for start, end in zip(stamps, stamps[1:])]
+        # Events are read when the device has reached them.
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) * 1e3 for start, end in zip(stamps, stamps[1:])]
 
     def _now(self) -> Any:
+        """A time stamp: an event of the stream on a GPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -80,33 +87,36 @@ def traffic(
     function: Callable, arguments: tuple, written: Sequence[int]
 ) -> tuple[int, int]:
     """Bytes of one forward and its backward; written: numbers of the tensors that it changes."""
-    given, kept = tensors_of(arguments), []
+    given = tensors_of(arguments)
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t) or t, lambda t: t
     ):
         results = tensors_of(function(*arguments))
+    # What is written: results, changed arguments, and what is kept for backward.
     unchanged = {t.data_ptr() for i, t in enumerate(given) if i not in written}
-    made = [
-        t
-        for t in (*results, *(given[i] for i in written), *kept)
-        if t.data_ptr() not in unchanged
-    ]
+    changed = [given[i] for i in written]
+    made = []
+    for t in (*results, *changed, *kept):
+        if t.data_ptr() not in unchanged:
+            made.append(t)
     forward = distinct_bytes(given) + distinct_bytes(made)
-    trained, differentiable = (
-        [t for t in ts if t.requires_grad] for ts in (given, results)
-    )
+    # The backward, where there is one.
+    trained = [t for t in given if t.requires_grad]
+    differentiable = [t for t in results if t.requires_grad]
     if not trained or not differentiable:
         return forward, 0
     gradients = [torch.ones_like(t) for t in differentiable]
     found = torch.autograd.grad(differentiable, trained, gradients, allow_unused=True)
-    return forward, distinct_bytes([*gradients, *kept]) + distinct_bytes(
-        t for t in found if t is not None
-    )
+    read = distinct_bytes([*gradients, *kept])
+    made = distinct_bytes(t for t in found if t is not None)
+    return forward, read + made
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors; memory that begins at one address counts once."""
     found: dict[int, int] = {}
     for t in tensors:
-        found[t.data_ptr()] = max(found.get(t.data_ptr(), 0), t.nbytes)
+        address = t.data_ptr()
+        found[address] = max(found.get(address, 0), t.nbytes)
     return sum(found.values())

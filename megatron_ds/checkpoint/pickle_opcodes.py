@@ -118,6 +118,7 @@ class Opcodes:
             if code == STOP:
                 kept.append((begin, at + 1, b""))
                 return at + 1, kept
+            # Of the other opcodes, those that the kind of file needs.
             if self._protocol2 and code in (_MEMO, _GLOBAL):
                 at = _end_of_protocol2(content, at)
                 continue

@@ -30,6 +30,7 @@ def table(
     flush_left = set(range(left))
     if last_left:
         flush_left.add(columns - 1)
+    # Each row is filled with blanks.
     lines = []
     for row in rows:
         cells = []

@@ -199,12 +199,14 @@ def _prepare(
     """Read the settings; give the module its dtype, device, values and specs. Not collective."""
     model = sources.model
     client = _client_of(model, trained)
+    # The settings, with the values that the sources give.
     name, found = block_of(config)
     formats, rest = formats_of(name, found)
     block = fill_autos(rest, sources)
     check_curriculum(block, model)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     settings = read_settings(block, world.data.size, lr, name)
+    # The values of the module: drawn by name, or zeros where ZeRO will fill them.
     partitions = partitions_of(model)
     if partitions and draw is None:
         check_values(model, partitions)
@@ -214,6 +216,7 @@ def _prepare(
     )
     if dtype := autocast_of(SourceReading(), name, block):
         run_in_autocast(model, getattr(torch, dtype), world.device)
+    # Its optimizers, and what they train.
     inner = _inner_optimizers(model, settings, block, client, trained)
     freeze_others(model, inner.groups)
     write_specs(model, world)

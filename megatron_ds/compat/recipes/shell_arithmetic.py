@@ -60,6 +60,7 @@ def _number(node: ast.AST) -> int:
     elif isinstance(node, ast.Compare) and _is_single(node):
         function = BINARY[type(node.ops[0])]
         value = function(_number(node.left), _number(node.comparators[0]))
+    # Signs, choices, "and" and "or".
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = -_number(node.operand)
     elif isinstance(node, ast.IfExp):

@@ -316,6 +316,7 @@ class Script:
             if text is not None:
                 self._write(command, edited(text, words, self.scope.budget), is_copy)
             return None
+        # An edit in place.
         if name == "sed" and any(word.startswith("-i") for word in words):
             target = words[-1]
             text = self.text_of(target)
@@ -324,6 +325,7 @@ class Script:
                     self.copies.add(target)
                 self.files[target] = edited(text, words, self.scope.budget)
             return None
+        # Text that is printed into a file, or into the value of a `$(…)`.
         if name == "echo" and (command.writes or self.output is not None):
             text = " ".join(word for word in words[1:] if word not in ("-n", "-e"))
             if command.writes:
