@@ -60,6 +60,7 @@ def check_corpora(folder):
         # Their bytes, and what is read from them.
         ours, theirs = write_both(folder / f"c{case}", dtype, zip(tokens, documents))
         equal_files(ours, theirs)
+        # Ours reads theirs, and theirs ours.
         read = IndexedDataset(theirs)
         read.check()
         peer = (
@@ -89,6 +90,7 @@ def check_large_corpus(folder):
     documents = [(zeros, [len(zeros)])] * 68 + [(last, [400, 599]), (last[:0], [])]
     ours, theirs = write_both(folder / "large", np.int32, documents, opened=Sparse)
     equal_files(ours, theirs, contents=False)
+    # Its size, and what it takes of the disk.
     found = (folder / "large_ours.bin").stat()
     size = found.st_size
     held = found.st_blocks * 512
@@ -135,10 +137,12 @@ def write_both(prefix, dtype, documents, opened=lambda file: file):
 
     ours = f"{prefix}_ours"
     theirs = f"{prefix}_theirs"
+    # Theirs writes tokens at once and the index at the end, as ours does.
     builder = IndexedDatasetBuilder(f"{theirs}.bin", dtype=dtype)
     builder.data_file = opened(builder.data_file)
     with IndexedWriter(ours, dtype) as writer:
         writer._bin = opened(writer._bin)
+        # Each document goes to both.
         for tokens, lengths in documents:
             writer.add_document(tokens, lengths)
             builder.add_document(tokens, lengths)
@@ -278,6 +282,7 @@ def check_sample_index(rng, peer):
     lengths = rng.integers(0, rng.choice([2, 9, 300]), int(rng.integers(1, 60))).astype(
         np.int32
     )
+    # At least one sample.
     lengths[rng.integers(len(lengths))] += 2
     epochs = int(rng.integers(1, 4))
     seq_length = int(rng.integers(2, 80))

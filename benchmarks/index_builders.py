@@ -159,6 +159,7 @@ def row(name, case, rounds, peer):
             result = build()
             spent.append(time.perf_counter() - start)
             assert build is ours or (expected := result) is not None
+    # Equal results, then times and memory.
     assert same(expected, result), f"{name}: results differ"
     a, b = (f"{statistics.median(t):.3f} ({min(t):.3f}–{max(t):.3f})" for t in times)
     memory = [

@@ -9,6 +9,7 @@ the same memory count once: a sum and its summands have one gradient.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ SECONDS = 1.5  # of the repetitions of slow calls, such as dropout in torch's op
 
 
 class Clock:
-    """Microseconds of calls on a device."""
+    """Microseconds of calls on a device.
+
+    repeats  how many calls are counted, after `warm_up` that are not
+    seconds  after which slow calls are no longer repeated
+    """
 
     def __init__(self, device: torch.device, repeats: int, seconds: float = SECONDS):
         self.device = device
@@ -51,15 +56,17 @@ class Clock:
     def _once(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Microseconds of each call. The cache is overwritten first."""
         self._cache.zero_()
+        # A stamp before the first call and after each.
         stamps = [self._now()]
         for call in calls:
             call()
             stamps.append(self._now())
+        turns = list(pairwise(stamps))
         if self.device.type != "cuda":
-            return [(end - start) * 1e6 for start, end in zip(stamps, stamps[1:])]
+            return [(end - start) * 1e6 for start, end in turns]
         # Events are read when the device has reached them.
         torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) * 1e3 for start, end in zip(stamps, stamps[1:])]
+        return [start.elapsed_time(end) * 1e3 for start, end in turns]
 
     def _now(self) -> Any:
         """A time stamp: an event of the stream on a GPU."""
@@ -71,7 +78,8 @@ class Clock:
 
 
 def copy_bandwidth(clock: Clock, nbytes: int) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Bytes a second that a copy reads and writes. nbytes: of the copied tensor."""
+    # Numbers of fp32.
     source = torch.zeros(nbytes // 4, device=clock.device)
     target = torch.empty_like(source)
     [us] = clock.microseconds(lambda: target.copy_(source))
@@ -86,12 +94,18 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 def traffic(
     function: Callable, arguments: tuple, written: Sequence[int]
 ) -> tuple[int, int]:
-    """Bytes of one forward and its backward; written: numbers of the tensors that it changes."""
+    """(bytes of one forward, bytes of its backward).
+
+    written: numbers of the tensors among the arguments that it changes
+    """
     given = tensors_of(arguments)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t) or t, lambda t: t
-    ):
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         results = tensors_of(function(*arguments))
     # What is written: results, changed arguments, and what is kept for backward.
     unchanged = {t.data_ptr() for i, t in enumerate(given) if i not in written}
@@ -115,6 +129,7 @@ def traffic(
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors; memory that begins at one address counts once."""
+    # The largest of the tensors at each address.
     found: dict[int, int] = {}
     for t in tensors:
         address = t.data_ptr()

@@ -46,6 +46,7 @@ class Part(nn.Module):
         if self.is_first:
             self.wte = whole.wte
             self.wpe = whole.wpe
+        # The head starts as a copy of the embedding.
         if self.is_last:
             self.lnf = whole.lnf
             self.head = nn.Linear(
@@ -66,14 +67,16 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     """A step of torch.distributed.pipelining. cut: blocks per stage; "" divides them evenly."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
+    # The stages of this rank, and the blocks of each.
     mine = PLACES.get(schedule, ((0,), (1,)))[rank]
     num_stages = 2 * len(mine)
     counts = [int(n) for n in cut.split("+")] if cut else _even(w.layers, num_stages)
     if len(counts) != num_stages or sum(counts) != w.layers:
+        example = "+".join(map(str, _even(w.layers, num_stages)))
         raise SystemExit(
-            f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here and the model "
-            f"{w.layers} blocks. Name {num_stages} numbers with that sum, as in "
-            f"{'+'.join(map(str, _even(w.layers, num_stages)))}."
+            f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here "
+            f"and the model {w.layers} blocks. "
+            f"Name {num_stages} numbers with that sum, as in {example}."
         )
     # The parts of this rank, and the shapes of what they exchange.
     bounds = [sum(counts[:s]) for s in range(num_stages + 1)]
@@ -84,8 +87,9 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     hidden = torch.zeros(m, w.seq, w.hidden, dtype=weights, requires_grad=True)
     tokens = torch.zeros(m, w.seq, dtype=torch.long)
     logits = torch.zeros(m, w.seq, w.vocab, dtype=weights, requires_grad=True)
-    stages = [
-        PipelineStage(
+    stages = []
+    for s, part in zip(mine, parts):
+        stage = PipelineStage(
             part,
             s,
             num_stages,
@@ -93,13 +97,16 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
             input_args=(tokens if part.is_first else hidden,),
             output_args=(logits if part.is_last else hidden,),
         )
-        for s, part in zip(mine, parts)
-    ]
+        stages.append(stage)
     # The schedule, with the loss of a micro-batch.
     num_microbatches = w.global_batch // m
     loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
-    run = getattr(schedules, SCHEDULES[schedule])(
-        stages if schedule in PLACES else stages[0], num_microbatches, loss_fn=loss
+    make = getattr(schedules, SCHEDULES[schedule])
+    several = schedule in PLACES
+    run = make(
+        stages if several else stages[0],
+        num_microbatches,
+        loss_fn=loss,
     )
     # The copies of the tied matrix, which the gradient norm counts once.
     everything = nn.ModuleList(parts)
@@ -148,6 +155,7 @@ def _sum_tied(first: torch.Tensor | None, last: torch.Tensor | None) -> None:
 def _clip(counted: list[torch.Tensor], everything: nn.Module) -> None:
     """Clip the gradients by the norm over all ranks. counted: parameters that the norm counts here."""
     norms = torch._foreach_norm([p.grad for p in counted])
+    # Each rank has a part of the parameters.
     square = torch.stack([norm.square() for norm in norms]).sum()
     dist.all_reduce(square)
     factor = (CLIP / (square.sqrt() + 1e-6)).clamp(max=1.0)
@@ -163,6 +171,7 @@ class _Embed(nn.Module):
         self.wpe = wpe
 
     def forward(self, tokens):
+        """Tokens [b, s] → the sum of their embeddings and those of their positions [b, s, h]."""
         return self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
 
 
@@ -205,10 +214,12 @@ def dspp(w: Workload, dtype: str, method: str) -> Step:
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        pairs = [
-            (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-            for rows in data[i % NUM_BATCHES].split(w.micro_batch)
-        ]
+        # Inputs and labels of each micro-batch.
+        pairs = []
+        for rows in data[i % NUM_BATCHES].split(w.micro_batch):
+            inputs = rows[:, :-1].contiguous()
+            labels = rows[:, 1:].contiguous()
+            pairs.append((inputs, labels))
         return float(engine.train_batch(data_iter=iter(pairs)))
 
     return step

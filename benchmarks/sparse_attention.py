@@ -99,6 +99,7 @@ def measure(args: argparse.Namespace, block: int) -> None:
     """Prints the table of one size of blocks."""
     causal = not args.bidirectional
     s = args.tokens
+    # Queries, keys and values.
     draw = torch.Generator().manual_seed(0)
     shape = s, 1, args.heads, args.channels
     tensors = [
