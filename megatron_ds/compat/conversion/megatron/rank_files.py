@@ -3,7 +3,6 @@
 mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt      and distrib_optim.pt
 """
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -171,8 +170,12 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
 
 
 def _positions(sizes: Coordinates) -> Iterator[Coordinates]:
-    """All positions of a grid of (tp, pp, ep) ranks."""
-    return itertools.product(*map(range, sizes))
+    """All positions of a grid of (tp, pp, ep) ranks, one by one: a damaged file may state any sizes."""
+    tp, pp, ep = sizes
+    for t in range(tp):
+        for p in range(pp):
+            for e in range(ep):
+                yield t, p, e
 
 
 def _check_rank(file: RankFile, sizes: Coordinates | None) -> None:
