@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu_day
+from benchmarks import gpu_day, gpu_train
 from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.processes
@@ -17,21 +17,27 @@ def test_the_day_of_a_gpu_is_rehearsed_into_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "executable", warm_python()
     )  # of the processes of the parts
-    file = tmp_path / "results.json"
-    words = ["--rehearse", "--only", "training", "kernels", "--output", str(file)]
-    assert gpu_day.main(words) == 0, file.read_text()
+    file = tmp_path / "gpu-results.json"
+    parts = ["training", "kernels", "torch-compile", "training-torch-kernels"]
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu_day.main(["--rehearse", "--only", *parts]) == 0, file.read_text()
     results = json.loads(file.read_text())
     assert results["machine"]["torch"] == torch.__version__
     training, kernels = (results["parts"][name] for name in ("training", "kernels"))
     assert training["code"] == kernels["code"] == 0
 
     models = {model["model"]: model for model in training["figures"]}
-    assert models.keys() == {"gpt-tiny", "llama-tiny"}
+    assert models.keys() == gpu_train.REHEARSED.keys()
     for model in models.values():
         assert model["layers"] == 2 and model["step_s"] > 0 and model["planned_gib"] > 0
         assert all(
             abs(loss - math.log(131)) < 1 for loss in model["losses"]
         )  # untrained, 131 tokens
+
+    peer = results["parts"]["torch-compile"]["figures"]
+    assert peer["step_s"] > 0 and abs(peer["loss"] - math.log(131)) < 1
+    [by_torch] = results["parts"]["training-torch-kernels"]["figures"]
+    assert by_torch["model"] == "gpt-tiny" and by_torch["step_s"] > 0
 
     rows = kernels["figures"]["rows"]
     assert [row for row in rows if row["why"]] == []
