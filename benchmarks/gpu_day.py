@@ -28,7 +28,7 @@ from typing import IO
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 30  # of the output of a part that are kept
+LINES = 60  # of the output of a part that are kept
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-TESTS = "PYTHON -m pytest -v --tb=short -p no:cacheprovider tests/gpu"
+TESTS = "PYTHON -m pytest -vv --tb=short -p no:cacheprovider tests/gpu"
 TRAIN = "PYTHON benchmarks/gpu_train.py --json FILE"
 PEER = "PYTHON benchmarks/gpu_peer.py --json FILE"
 KERNELS = "PYTHON benchmarks/kernels.py --json FILE"

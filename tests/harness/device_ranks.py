@@ -32,6 +32,7 @@ from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 STEPS, LAYERS, BATCH = 3, 4, 4
 LONGEST_DELAY = 400_000  # cycles of a GPU's clock: about 0.2 ms
+GPU = torch.device("cuda", 0)
 LANE_NAMES = ("activations", "gradients")
 
 
@@ -189,7 +190,7 @@ def train_on_one_gpu(
     seed: int | None,
     dtype: str = "fp32",
     more: tuple[str, ...] = (),
-    device: torch.device = torch.device("cuda", 0),
+    device: torch.device = GPU,
 ) -> tuple:
     """(trace, weights) of all ranks of a layout, which are threads on one GPU.
 
