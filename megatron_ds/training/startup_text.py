@@ -61,7 +61,12 @@ def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
             f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
             f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
             *filter(
-                None, (allocator_text(), queues_text(os.environ, mesh.device.type))
+                None,
+                (
+                    allocator_text(),
+                    queues_text(os.environ, mesh.device.type),
+                    dropout_text(config, mesh.device.type),
+                ),
             ),
             _zero(engine),
             _memory(engine),
@@ -83,6 +88,17 @@ def queues_text(environ: Mapping[str, str], device: str) -> str:
         f"{QUEUES} {is_set}: streams that share a hardware queue wait for each other. Results are the same; set "
         f"it to {MOST_QUEUES}, so that transfers overlap with computation, unless other code of the process needs "
         "the order of one queue"
+    )
+
+
+def dropout_text(config: RunConfig, device: str) -> str:
+    """What dropout of attention costs on a GPU, in one line; empty on a CPU, and without it."""
+    p = config.model.attention_dropout
+    if device != "cuda" or not p:
+        return ""
+    return (
+        f"--attention-dropout {p:g} needs the probabilities, which fused attention does not have: attention takes "
+        "several times as long. Set it to 0 unless the recipe needs it"
     )
 
 

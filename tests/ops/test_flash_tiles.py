@@ -100,9 +100,7 @@ def test_tiles_with_a_bias_run_the_memory_efficient_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("packet", [FLASH, FLASH_BACKWARD], ids=str)
-def test_a_kernel_that_computes_something_else_is_not_used(
-    packet, monkeypatch, caplog
-):
+def test_a_kernel_that_computes_something_else_is_not_used(packet, monkeypatch, caplog):
     function = cuda_attention.IN_PLACE_OF[packet]
 
     def wrong(*arguments, **options):

@@ -33,7 +33,10 @@ NEWER = {
     "FA4": ("flash_attn.cute", ((9, 0), (10, 0))),
     "FA3": ("flash_attn_interface", ((9, 0),)),
 }
-ROWS, HEADS, GROUPS = 160, 4, 2  # of the check
+# Sizes of the check.
+ROWS = 160
+HEADS = 4
+GROUPS = 2
 LIMIT = 8  # times the tolerance of kernels, for roundings of probabilities in 16 bits
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention
@@ -174,12 +177,20 @@ def _in_tiles(q: torch.Tensor, tiles: Sequence, dout: torch.Tensor) -> list:
     """Output, dq, dk and dv of keys in several tiles."""
     scale = 1 / math.sqrt(q.shape[-1])
     parts = [forward(q, k, v, triangle, scale) for k, v, triangle in tiles]
-    sums = torch.stack([part for _, part in parts]).logsumexp(0)
-    out = sum(o.float() * (s - sums).exp()[..., None] for o, s in parts).to(q.dtype)
-    final = FinalRows(dout, out, sums)
+    sums = torch.stack([of_tile for _, of_tile in parts]).logsumexp(0)
+
+    # the merged output
+    wide = torch.zeros_like(q, dtype=torch.float32)
+    for out, of_tile in parts:
+        weight = (of_tile - sums).exp()
+        wide += weight[..., None] * out
+    final = FinalRows(dout, wide.to(q.dtype), sums)
+
+    # gradients of each tile
     found = [backward(q, k, v, final, triangle, scale) for k, v, triangle in tiles]
-    dq, dk, dv = zip(*found, strict=True)
-    return [out, sum(t.float() for t in dq), torch.cat(dk, 2), torch.cat(dv, 2)]
+    of_queries, of_keys, of_values = zip(*found, strict=True)
+    dq = torch.stack(of_queries).float().sum(0)
+    return [final.out, dq, torch.cat(of_keys, 2), torch.cat(of_values, 2)]
 
 
 def _written_out(
