@@ -54,7 +54,7 @@ def error_between(
     got = _values(function, example[0])
     expected = _values(in_torch, tree_map(_wide, example[1]))
     assert len(got) == len(expected), (function, in_torch)
-    return max((_error(g, e) for g, e in zip(got, expected)), default=0.0)
+    return max((tensor_error(g, e) for g, e in zip(got, expected)), default=0.0)
 
 
 def _wide(argument: Any) -> Any:
@@ -90,8 +90,8 @@ def _weights(t: torch.Tensor) -> torch.Tensor:
     return (numbers / 4).to(t.dtype).view(t.shape)
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The error of one tensor over the tolerance of its dtype."""
+def tensor_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest expected number, in tolerances of the dtype of `got`."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if not got.is_floating_point():
         return 0.0 if torch.equal(got, expected) else float("inf")

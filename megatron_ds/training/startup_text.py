@@ -59,6 +59,7 @@ def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
         _optimizer(config),
         allocator_text(),
         queues_text(os.environ, device),
+        dropout_text(config, device),
         _zero(engine),
         _memory(engine),
         kept_inputs_text(config, device),
@@ -93,6 +94,17 @@ def queues_text(environ: Mapping[str, str], device: str) -> str:
         f"other. Results are the same; set it to {MOST_QUEUES}, "
         "so that transfers overlap with computation, unless other code of the "
         "process needs the order of one queue"
+    )
+
+
+def dropout_text(config: RunConfig, device: str) -> str:
+    """What dropout of attention costs on a GPU, in one line; empty on a CPU, and without it."""
+    p = config.model.attention_dropout
+    if device != "cuda" or not p:
+        return ""
+    return (
+        f"--attention-dropout {p:g} needs the probabilities, which fused attention does not have: attention takes "
+        "several times as long. Set it to 0 unless the recipe needs it"
     )
 
 
