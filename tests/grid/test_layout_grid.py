@@ -25,7 +25,7 @@ from tests.harness.layout_runs import (
     run_layout,
 )
 from tests.harness.moe_runs import MARGIN, ExpertsSeen, watched_experts
-from tests.harness.tiny_jobs import tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 
@@ -161,7 +161,7 @@ CHANGING = {
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name, axis in CHANGING.items() for value in axis.values],
+    [(name, value) for name, axis in CHANGING.items() for value in [*axis.values][1:]],
 )
 def test_each_value_of_a_model_trains_otherwise_than_another_one(name, value):
     case = plain_case(OPTIONS, RULES, {name: value})
@@ -174,4 +174,4 @@ def test_each_value_of_a_model_trains_otherwise_than_another_one(name, value):
         alone(tuple([*job_of(each), "--seed", "1"]), "")[0].merged[0].losses
         for each in (case, other)
     )
-    assert here != pytest.approx(there, rel=1e-5)
+    assert here != pytest.approx(there, rel=TOLERANCE["fp32"].loss)

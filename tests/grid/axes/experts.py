@@ -165,12 +165,7 @@ AXES = (
     Axis(
         "experts",
         {"none": {}} | {name: of_limit for name in LIMITS},
-        needs=(
-            lambda experts, dtype: (experts, dtype) != ("probs", "bf16"),
-            # Documents that begin alike have equal probabilities at their first tokens.
-            lambda experts, documents: experts != "probs" or documents == "joined",
-            lambda experts, samples: experts != "probs" or samples != "packed",
-        ),
+        needs=(lambda experts, dtype: (experts, dtype) != ("probs", "bf16"),),
         shows=rows,
     ),
     Axis(
