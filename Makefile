@@ -1,6 +1,6 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
 # make test         ruff and all tests that need no GPU: 12 to 40 minutes on two cores, by the processor
-# make test-all     the same with every case of the layout grid and of other products
+# make test-all     the same with more cases and all steps of the layout grid, and whole products
 # make gpu          all that one GPU can show, in nine minutes: steps, tests, kernels; into $OUT/gpu-results.json.
 #                   Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
 # make lint         ruff: fixes what it can, and formats

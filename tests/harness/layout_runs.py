@@ -34,7 +34,7 @@ from tests.harness.threads import run_ranks
 GLOBAL_BATCH, NUM_LAYERS = 4, 3  # three layers are two stages that differ
 JOB_STEPS = 20  # of the job: its rates warm up and decay over them
 # Of the job, that are run: its beginning, and with `make test-all` the whole of it.
-STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 4
+STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 3
 
 
 @dataclass
