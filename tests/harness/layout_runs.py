@@ -22,6 +22,7 @@ from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
+from tests.harness.late_messages import LateNetwork
 from tests.harness.layout_comparison import (
     difference,
     merge,
@@ -85,8 +86,20 @@ class Run:
     model: object
 
 
-def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
-    """`job`: flags of the model; `layout`: as compare_layouts.py takes it."""
+def run_layout(
+    job: list[str],
+    layout: str,
+    steps: int = STEPS,
+    network: LateNetwork | None = None,
+    shares_memory: bool | None = None,
+) -> Run:
+    """Train a layout on threads.
+
+    job            flags of the model
+    layout         as compare_layouts.py takes it
+    network        by which messages arrive late; its ranks do not share memory
+    shares_memory  whether ranks are on one host, where gathered weights are mapped; None: half of the layouts
+    """
     request = parse_layout(layout, mbs="1")
     config = parse([*job, *request.flags], world_size=request.world_size)
     grid = config.grid(request.world_size)
@@ -104,9 +117,10 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
         )
 
     with counted_calls() as calls:
-        # Half of the layouts as on one host, where gathered weights are mapped, the others as on several.
+        if shares_memory is None:
+            shares_memory = network is None and zlib.crc32(layout.encode()) % 2 == 1
         traces = run_ranks(
-            request.world_size, main, shares_memory=zlib.crc32(layout.encode()) % 2 == 1
+            request.world_size, main, shares_memory, network and network.transport
         )
     return Run(
         merge(traces),
