@@ -22,6 +22,8 @@ from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import attention_tiles, kernel_table, partial_attention
 from megatron_ds.ops.attention_tiles import TileLimits
+from megatron_ds.pipeline import passes
+from megatron_ds.pipeline import simulate as simulation
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
@@ -329,6 +331,33 @@ FAULTY = [
 def test_a_wait_that_is_left_out_is_found(fault, layout, dtype):
     with patch.object(*FAULTS[fault]):
         assert train(layout, "cuda", dtype).problems
+
+
+class Unnoticed(dict):
+    """The posted receives of `Channels`, of which it notices none: it then waits for none of them."""
+
+    def __contains__(self, channel):
+        return False
+
+    def __delitem__(self, channel):
+        pass
+
+
+def test_receives_that_are_posted_early_block_a_single_hardware_queue(monkeypatch):
+    """No stream lacks an event and the numbers are right: only the queue shows it."""
+    make = Channels.__init__
+
+    def unnoticing(channels, group):
+        make(channels, group)
+        channels._posted = Unnoticed()
+
+    monkeypatch.setattr(Channels, "__init__", unnoticing)
+    at_once = lambda messages, program, starts: [(0.0, passes.FIRST)] * len(messages)
+    monkeypatch.setattr(passes, "_posts", at_once)
+    monkeypatch.setattr(simulation, "check_one_queue", lambda schedule: None)
+    run = train("pp=2,schedule=gpipe", "cuda")
+    assert not run.problems
+    assert len(blocked_queues(run.orders)) == 2
 
 
 @pytest.mark.parametrize(
