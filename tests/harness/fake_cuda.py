@@ -316,6 +316,10 @@ class FakeGpu(DispatchMode):
                 self._use(func, HOST, args, kwargs)
             out = func(*args, **kwargs)
             return self.pin(out) if pins else out
+        if func.overloadpacket is aten._foreach_copy_ and on_host(args):
+            for target, source in zip(*args[:2]):  # as CUDA does between devices
+                self.run(aten.copy_.default, (target, source, *args[2:]), kwargs)
+            return None
         self._refuse_mixed(func, args, kwargs)
         inner_args, inner_kwargs = mapped(inner_of, (args, kwargs))
         packet = func.overloadpacket
