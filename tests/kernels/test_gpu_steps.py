@@ -203,6 +203,15 @@ def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
         assert all(THE_WAIT in place for of in on_gpu.waits() for place in of)
 
 
+def test_weights_in_host_memory_are_written_with_one_wait():
+    layout = "zero=3,dp=2,offload_param=cpu"
+    on_gpu = train(layout, "cuda", "bf16")
+    check_like_the_cpu(on_gpu, layout, "bf16", ())
+    for of_rank in on_gpu.waits():
+        at_start = sum(n for at, n in of_rank.items() if "parameter_set.py" in at)
+        assert of_rank.total() - at_start == 2 * STEPS, of_rank
+
+
 def check_like_the_cpu(on_gpu: Run, layout: str, dtype: str, more) -> None:
     """Ordered, also where all streams of a rank share one hardware queue, and the numbers of a CPU."""
     assert not on_gpu.problems
