@@ -15,6 +15,7 @@ from tests.grid import test_moe_grid as experts
 from tests.harness.late_messages import LateNetwork, Origin
 from tests.harness.layout_runs import GLOBAL_BATCH, Run, run_layout
 from tests.harness.moe_runs import job_of
+from tests.harness.threads import ThreadTransport
 from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
@@ -42,9 +43,9 @@ def same_bits(run: Run, other: Run) -> bool:
 def test_a_layout_trains_to_the_same_bits_when_messages_arrive_late(grid, case):
     job, layout = grid.job_of(case), grid.layout_of(case)
     network = LateNetwork()
-    late = run_layout(job, layout, STEPS, network)
+    late = run_layout(job, layout, STEPS, network.transport)
     assert not network.unfinished()
-    assert same_bits(late, run_layout(job, layout, STEPS, shares_memory=False))
+    assert same_bits(late, run_layout(job, layout, STEPS, ThreadTransport))
 
 
 class Wait(NamedTuple):
@@ -99,9 +100,9 @@ def test_a_wait_that_is_left_out_is_found(wait):
     job = wait.makes_job()
     network = LateNetwork(forgets=wait.is_of)
     try:
-        run = run_layout(job, wait.layout, STEPS, network)
+        run = run_layout(job, wait.layout, STEPS, network.transport)
     except Exception:  # noqa: BLE001  whatever NaN and huge numbers lead to
         run = None
     assert network.forgotten
-    plain = run_layout(job, wait.layout, STEPS, shares_memory=False)
+    plain = run_layout(job, wait.layout, STEPS, ThreadTransport)
     assert run is None or not same_bits(run, plain)

@@ -7,6 +7,7 @@ alive, bytes of optimizer state. None of it is read from the configuration.
 import functools
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -90,15 +91,14 @@ def run_layout(
     job: list[str],
     layout: str,
     steps: int = STEPS,
-    network: LateNetwork | None = None,
-    shares_memory: bool | None = None,
+    transport: Callable | None = None,
 ) -> Run:
     """Train a layout on threads.
 
-    job            flags of the model
-    layout         as compare_layouts.py takes it
-    network        by which messages arrive late; its ranks do not share memory
-    shares_memory  whether ranks are on one host, where gathered weights are mapped; None: half of the layouts
+    job        flags of the model
+    layout     as compare_layouts.py takes it
+    transport  as `run_ranks` takes it; None: half of the layouts run as on one host, where gathered weights are
+               mapped, the others as on several, where messages arrive late
     """
     request = parse_layout(layout, mbs="1")
     config = parse([*job, *request.flags], world_size=request.world_size)
@@ -117,11 +117,12 @@ def run_layout(
         )
 
     with counted_calls() as calls:
-        if shares_memory is None:
-            shares_memory = network is None and zlib.crc32(layout.encode()) % 2 == 1
-        traces = run_ranks(
-            request.world_size, main, shares_memory, network and network.transport
-        )
+        shares_memory = transport is None and zlib.crc32(layout.encode()) % 2 == 1
+        network = LateNetwork()
+        if transport is None and not shares_memory:
+            transport = network.transport
+        traces = run_ranks(request.world_size, main, shares_memory, transport)
+        assert not network.unfinished()
     return Run(
         merge(traces),
         [seen[rank] for rank in range(request.world_size)],

@@ -38,7 +38,7 @@ def test_gradients_of_experts_without_tokens_are_reduced_in_the_backward(
 
     monkeypatch.setattr(store, "complete", noted)
     job = job_of("--moe-router-topk", "2", "--reduce-bucket-size", "4096")
-    run = run_layout(job, f"dp=4,ep=2,zero={zero}", STEPS, LateNetwork())
+    run = run_layout(job, f"dp=4,ep=2,zero={zero}", STEPS, LateNetwork().transport)
     alone = run_layout(job, "mbs=1", STEPS)
     found = difference(run.merged, alone.merged, run.model)
     assert found.is_within(TOLERANCE["fp32"]), found
