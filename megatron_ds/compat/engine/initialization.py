@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -356,6 +357,8 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups(world.by_axes, world.model, world.model, solo("embd"), *halves)
+    if world.device.type == "cuda" and config.zero.stage == 3:
+        return groups.gathering_apart(partial(world.connect_apart, purpose="gathers"))
     return groups.sharing_memory() if world.device.type == "cpu" else groups
 
 
