@@ -70,7 +70,6 @@ planning/expert_text.py
 planning/plan_tables.py
 tensor_parallel/init.py
 training/data_facts.py
-training/observe/state_statistics.py
 training/replica_check.py
 training/startup_text.py
 extensions/onebit/signs.py
