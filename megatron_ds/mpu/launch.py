@@ -23,6 +23,7 @@ from ..console import one_line, shortened
 from ..errors import CommunicationError, ConfigError, MegatronDSError
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
+from .flight_recorder import switch_on
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .rendezvous import Place, meet, report_absence
 from .stuck_ranks import current_call, name_stuck_ranks, register_host
@@ -107,14 +108,15 @@ def start(
 
     alone: start it for one rank, too
 
-    CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not connect in
-    time, have another world size, or ended by an error.
+    CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not
+    connect in time, have another world size, or ended by an error.
     """
     with reported_to_others(launch):
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = _own_device(launch)
             torch.cuda.set_device(device)
+            switch_on(os.environ)
         if launch.world_size > 1:
             check_file_limit(launch.world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -389,12 +391,9 @@ def world_timeout() -> timedelta | None:
     """
     import torch.distributed as dist
 
-    world = dist.group.WORLD
-    options = [
-        getattr(world._get_backend(device), "options", None)
-        for device in world._device_types
-    ]
-    return next((found._timeout for found in options if found is not None), None)
+    from .transport import timeout_of
+
+    return timeout_of(dist.group.WORLD)
 
 
 def transport_over(

@@ -17,7 +17,9 @@ neighbours exchange a number on every lane when the group is made. (Do not give 
 the send to the next.)
 """
 
+import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,8 +29,15 @@ from torch import Tensor
 from ..errors import CommunicationError
 from ..host.memory_maps import SharedPages, share_pages
 from ..host.signal_pipes import SignalPipes, share_pipes
+from .flight_recorder import save_record
 from .group import AllOf, Messages, Work
-from .stuck_ranks import current_call, name_stuck_ranks, report_failure
+from .stuck_ranks import (
+    ANSWER_SECONDS,
+    current_call,
+    name_stuck_ranks,
+    report_failure,
+    within,
+)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 EXCHANGE_TAG = (1 << 20) + (1 << 16) + 1  # above those of channels and of gloo.py
@@ -49,6 +58,15 @@ def lone_process_group(rank: int) -> dist.ProcessGroup | None:
     )
 
 
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
+    """How long the collectives of a torch ProcessGroup may take; None if its backends have no timeout."""
+    options = [
+        getattr(process_group._get_backend(device), "options", None)
+        for device in process_group._device_types
+    ]
+    return next((found._timeout for found in options if found is not None), None)
+
+
 class TorchTransport:
     """`group.Transport` over one torch ProcessGroup. Failures and timeouts raise CommunicationError."""
 
@@ -63,6 +81,12 @@ class TorchTransport:
         self.lanes = lanes
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
+
+    @property
+    def wait_seconds(self) -> float:
+        """The timeout of the process group."""
+        timeout = timeout_of(self.process_group)
+        return math.inf if timeout is None else timeout.total_seconds()
 
     def open_lanes(self, device: torch.device) -> None:
         """Connect each rank with the next, and the last with the first, on every lane. Collective."""
@@ -167,9 +191,9 @@ class TorchTransport:
 
     def share_signals(self) -> SignalPipes | None:
         """Signals among the ranks, which wait as long as the group's collectives. Collective."""
-        backend = self.process_group._get_backend(torch.device("cpu"))
-        seconds = backend.options._timeout.total_seconds()
-        return share_pipes(self.rank, self.ranks, self.all_gather_object, seconds)
+        return share_pipes(
+            self.rank, self.ranks, self.all_gather_object, self.wait_seconds
+        )
 
     def failure(self, what: str, error: Exception) -> CommunicationError:
         """The error to raise for `error`, with the group, its ranks and the probable cause."""
@@ -279,6 +303,8 @@ def _failure_message(transport: TorchTransport, what: str, error: Exception) -> 
             "A peer did not arrive in time (--distributed-timeout-minutes, or "
             f"init_distributed(timeout=…), sets the time to wait). {stuck}"
         )
+        if recorded := within(ANSWER_SECONDS, lambda: save_record(me)):
+            why = f"{why}. {recorded}"
     else:
         report_failure()
         why = "Look for the earliest error among these ranks"

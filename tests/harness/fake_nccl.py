@@ -6,6 +6,8 @@ keeps its tensors alive until `wait`, and `wait` makes the current stream wait, 
 
 import torch
 
+from megatron_ds.errors import CommunicationError
+
 from .fake_cuda import DeviceTensor, gpu, inner_of
 from .threads import ThreadTransport
 
@@ -39,6 +41,9 @@ class FakeNccl(ThreadTransport):
     def __init__(self, transport: ThreadTransport, axes: str):
         self.__dict__.update(transport.__dict__)
         self.axes = axes
+
+    def failure(self, what, error):
+        return CommunicationError(f"{what} failed: {error}")
 
     def _queue(self, what, stream, reads, writes, do):
         of = gpu()
