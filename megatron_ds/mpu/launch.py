@@ -23,6 +23,7 @@ from ..console import one_line, shortened
 from ..errors import CommunicationError, ConfigError, MegatronDSError
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
+from .control import control_group, forget
 from .flight_recorder import switch_on
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .rendezvous import Place, meet, report_absence
@@ -108,7 +109,7 @@ def start(
 
     alone: start it for one rank, too
 
-    CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not
+    Where there are GPUs, its groups have NCCL alone, else gloo. Raises CommunicationError when other ranks do not
     connect in time, have another world size, or ended by an error.
     """
     with reported_to_others(launch):
@@ -119,7 +120,7 @@ def start(
             switch_on(os.environ)
         if launch.world_size > 1:
             check_file_limit(launch.world_size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if launch.world_size > 1:
         _join(launch, backend, timeout)
     elif alone:
@@ -132,6 +133,7 @@ def stop() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
+        forget()
         dist.destroy_process_group()
 
 
@@ -353,6 +355,7 @@ def connect_torch(
     """
     timeout = timeout or world_timeout()
     mine = None
+    control = control_group(timeout) if _has_nccl() else None
     num_lanes = NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
@@ -360,7 +363,7 @@ def connect_torch(
                 _new_group(list(ranks), timeout, axes) for _ in range(1 + num_lanes)
             ]
             if rank in ranks:
-                mine = transport_over(made[0], axes, made[1:])
+                mine = transport_over(made[0], axes, made[1:], control)
     if num_lanes and mine is not None:
         mine.open_lanes(torch.device("cuda", torch.cuda.current_device()))
     if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
@@ -373,7 +376,10 @@ def _new_group(ranks: list[int], timeout: timedelta | None, axes: str) -> Any:
 
     try:
         with only_errors():
-            return dist.new_group(ranks, timeout=timeout, group_desc=axes)
+            backend = "nccl" if _has_nccl() else None
+            return dist.new_group(
+                ranks, timeout=timeout, backend=backend, group_desc=axes
+            )
     except RuntimeError as error:
         call = f" in {current_call()}" if current_call() else ""
         raise CommunicationError(
@@ -397,14 +403,18 @@ def world_timeout() -> timedelta | None:
 
 
 def transport_over(
-    process_group: Any, axes: str = "", lanes: Sequence[Any] = ()
+    process_group: Any,
+    axes: str = "",
+    lanes: Sequence[Any] = (),
+    control: Any = None,
 ) -> Transport:
-    """The transport over one torch ProcessGroup. lanes: others of the same ranks, see `TorchTransport`."""
+    """The transport over one torch ProcessGroup. lanes: others of the same ranks; control: the gloo group of
+    the world, both of `TorchTransport`."""
     from .gloo import GlooTransport
     from .transport import TorchTransport
 
     return (
-        TorchTransport(process_group, axes, lanes)
+        TorchTransport(process_group, axes, lanes, control)
         if _has_nccl()
         else GlooTransport(process_group, axes)
     )
