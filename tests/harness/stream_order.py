@@ -147,8 +147,9 @@ def place() -> str:
     """File, line and function of the innermost frame inside the package, but for what acts for its caller."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if "/megatron_ds/" in file and not file.endswith(FOR_CALLERS):
-            return f"{file.rsplit('/megatron_ds/')[-1]}:{frame.f_lineno} ({frame.f_code.co_name})"
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        acts_for_caller = file.endswith(FOR_CALLERS) and name != "_unlock"
+        if "/megatron_ds/" in file and not acts_for_caller:
+            return f"{file.rsplit('/megatron_ds/')[-1]}:{frame.f_lineno} ({name})"
         frame = frame.f_back
     return "a test"

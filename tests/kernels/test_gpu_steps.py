@@ -84,6 +84,7 @@ class Run:
                 if "init.py" not in wait
                 and "a test" not in wait
                 and "keep_gathered.py" not in wait
+                and "(_unlock)" not in wait  # of memory, at the end of a run
             )
             for order in self.orders
         ]
