@@ -51,7 +51,7 @@ class WaitingTensor:
                 self._copied = stream.mark()
 
     def __del__(self):
-        """Of a tensor that was not taken, since a backward has ended early."""
+        """Return the host memory of a tensor that was not taken, because a backward has ended early."""
         if self._buffer is not None:
             self.leave()
             self.give_back()

@@ -23,6 +23,7 @@ the send to the next.)
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,6 +95,12 @@ class TorchTransport:
         """The timeout of the process group."""
         timeout = timeout_of(self.process_group)
         return math.inf if timeout is None else timeout.total_seconds()
+
+    @cached_property
+    def is_of_gpus_alone(self) -> bool:
+        """Whether the process group cannot carry CPU tensors."""
+        devices = self.process_group._device_types
+        return bool(devices) and torch.device("cpu") not in devices
 
     def open_lanes(self, device: torch.device) -> None:
         """Connect each rank with the next, and the last with the first, on every lane. Collective."""
@@ -232,7 +239,7 @@ class TorchTransport:
         )
 
     def _start(self, what: str, function: Callable, *arguments: Any) -> Work:
-        if self.control is not None and arguments[0].device.type == "cpu":
+        if arguments[0].device.type == "cpu" and self.is_of_gpus_alone:
             return self._start_on_device(what, function, *arguments)
         return self._guard(
             what, lambda: function(*arguments, group=self.process_group, async_op=True)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from .meta_tensors import has_memory
-from .product import add_product_, affine, product_into
+from .product import FP32_SUMS, add_product_, affine, product_into
 
 ALIGNMENT = 16  # bytes, of a row
 GROUPED_ARCHITECTURES = (9, 10)  # major compute capability
@@ -109,7 +109,9 @@ def add_grouped_gradient_(
 
     overwrites: replace what `out` contains, by 0 for an empty run
     """
-    if _has_kernel(x, out):
+    # One product a run is not rounded before it is added; grouped_mm has 16-bit results alone.
+    is_exact = add_product_.has(FP32_SUMS, out.device.type, out.dtype)
+    if _has_kernel(x, out) and not is_exact:
         products = F.grouped_mm(dy.t(), x, offs=runs.ends)
         out.copy_(products) if overwrites else out.add_(products)
         return

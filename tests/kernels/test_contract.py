@@ -31,8 +31,8 @@ OWN_SIZES = {
 }
 # An example is plain causal attention, which these do not take: tests/ops/test_windows.py compares the
 # first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
-# test_flex_attention.py of tests/ops and of tests/gpu.
-OTHER_CASES = {("attention", "flex")}
+# test_flex_attention.py of tests/ops and of tests/gpu. torch's sums in fp32 exist on GPUs alone: test_fp32_sums.py.
+OTHER_CASES = {("attention", "flex"), ("add_product_", "fp32 sums")}
 ENTRIES = [
     pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
     for operation in OPERATIONS.values()

@@ -181,7 +181,7 @@ def test_collectives_of_cpu_tensors_go_by_way_of_the_gpu():
         return Finished()
 
     transport = TorchTransport.__new__(TorchTransport)
-    transport.control, transport.process_group = object(), object()
+    transport.is_of_gpus_alone, transport.process_group = True, object()
     x = torch.arange(3.0)
     with fake_cuda(), FakeGpu(), patch.object(dist, "all_reduce", doubled):
         transport.all_reduce(x, "sum").wait()
