@@ -9,14 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_ds.config import parse
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.device_wait import patience, read_numbers
 from megatron_ds.mpu.flight_recorder import DEFAULTS, switch_on
 from megatron_ds.mpu.group import Group, solo
-from megatron_ds.mpu.launch import connect_torch
+from megatron_ds.mpu.launch import Launch, connect_torch
+from megatron_ds.training import distributed
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import tiny_job
 
 TIMEOUT, RANKS, STUCK = 4.0, 3, 1
 RECORD = b"the last collectives"
@@ -85,3 +88,23 @@ def test_the_flight_recorder_is_on_unless_the_user_decides():
     chosen = {names[-1]: "chosen" for names in DEFAULTS}
     switch_on(chosen)
     assert set(chosen.values()) == {"chosen"} and len(chosen) == len(DEFAULTS)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_error_is_in_the_log_before_the_groups_are_closed(
+    device, monkeypatch, caplog
+):
+    """Groups of NCCL whose work never ends may not close."""
+    seen = []
+    monkeypatch.setattr(
+        distributed.launching, "start", lambda *arguments: torch.device(device)
+    )
+    monkeypatch.setattr(distributed.launching, "stop", lambda: seen.append(caplog.text))
+    monkeypatch.setattr(distributed, "set_allocator", lambda **options: None)
+    job = tiny_job("gpt2", "fp32", False, 0.0, 1, 1, 1)
+    config = parse([*job, "--micro-batch-size", "1"])
+    with pytest.raises(CommunicationError, match="rank 5 is stuck"):
+        with distributed.joined(config, Launch()):
+            raise CommunicationError("rank 5 is stuck")
+    assert ["rank 5 is stuck" in text for text in seen] == [device == "cuda"]
