@@ -3,7 +3,7 @@
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
 cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products (cpu/compiled_product.py) of a single
 bf16 row, of bf16 matrices unless there is AMX, and on AMD's of fp32 matrices; and sums of other 16-bit
-products in fp32 by cpu/compiled_addition.py.
+products in fp32 by cpu/compiled_addition.py. On GPUs 16-bit products are added to fp32 sums by gpu/fp32_sums.py.
 """
 
 from functools import partial
@@ -12,7 +12,8 @@ import torch
 
 from .cpu import compiled_addition, compiled_product
 from .cpu.widened_products import add_widened_product_, is_widened, widened_product
-from .kernel_table import CPU, Operation, random_tensors
+from .gpu import fp32_sums
+from .kernel_table import CPU, GPU, Operation, random_tensors
 from .meta_tensors import has_memory
 
 
@@ -57,6 +58,7 @@ def _affine_example(
     )
 
 
+FP32_SUMS = "fp32 sums"
 LOW = (torch.bfloat16, torch.float16)
 MOST_NARROW = (
     1 << 22
@@ -208,6 +210,15 @@ def _compiled_sum(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> None:
     compiled_product.add_product_(out, a, b, overwrites)
+
+
+add_product_.implementation(
+    FP32_SUMS,
+    devices=GPU,
+    dtypes=(torch.float32,),
+    suits=fp32_sums.suits,
+    available=fp32_sums.reason_against,
+)(fp32_sums.add_product_)
 
 
 @add_product_.example

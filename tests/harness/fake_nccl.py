@@ -8,6 +8,8 @@ from collections import Counter
 
 import torch
 
+from megatron_ds.errors import CommunicationError
+
 from .fake_cuda import DeviceTensor, gpu, inner_of
 from .threads import ThreadTransport
 
@@ -43,6 +45,10 @@ class FakeNccl(ThreadTransport):
         self.axes = axes
         self._counts: Counter = Counter()  # of collectives, and of each lane's messages
 
+    def failure(self, what, error):
+        return CommunicationError(f"{what} failed: {error}")
+
+    def _queue(self, what, stream, reads, writes, do):
     def _queue(self, what, stream, reads, writes, do, lanes=None):
         """lanes: of messages; None for a collective."""
         of = gpu()
