@@ -48,7 +48,6 @@ class FakeNccl(ThreadTransport):
     def failure(self, what, error):
         return CommunicationError(f"{what} failed: {error}")
 
-    def _queue(self, what, stream, reads, writes, do):
     def _queue(self, what, stream, reads, writes, do, lanes=None):
         """lanes: of messages; None for a collective."""
         of = gpu()
