@@ -84,6 +84,8 @@ def _rotary_example(
 
 def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed heads → q [s, b, n, d], k and v [s, b, g, d], views where strides allow them."""
+    if qkv.shape[3] == 3:  # a key and a value for each query
+        return qkv.unbind(3)
     q, k, v = qkv.split(
         (qkv.shape[3] - 2, 1, 1), dim=3
     )  # one split: its backward is one concatenation

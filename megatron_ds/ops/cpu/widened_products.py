@@ -85,12 +85,15 @@ def is_widened(t: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def widened_product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a b, or a b + bias, in fp32, rounded to the dtype of a."""
+    """a b, or a b + bias, in fp32, rounded to the dtype of a; in `out` if it is given."""
     (n, k), m = a.shape, b.shape[1]
     bias = None if bias is None else bias.float()
-    out = a.new_empty(n, m)
+    out = a.new_empty(n, m) if out is None else out
     if k > max(n, m):
         sums = WORKSPACE.take("product", n, m)
         sums.zero_() if bias is None else sums.copy_(bias)
