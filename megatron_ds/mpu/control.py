@@ -67,6 +67,7 @@ def ring_gather(
     packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     objects = {at: obj}
     for step in range(1, size):
+        # The length goes first: the neighbour makes room for what follows.
         length = torch.tensor([packed.numel()])
         sent = [
             dist.isend(message, after, control, tag) for message in (length, packed)
