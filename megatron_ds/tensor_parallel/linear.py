@@ -250,6 +250,7 @@ class _ColumnLinear(torch.autograd.Function):
         # The products of the layer are chosen for contiguous matrices.
         products = ctx.products if dy.is_contiguous() else UNBOUND
         dy = dy.reshape(-1, dy.shape[-1])  # [s b, out/t]
+        # The gather of the input runs while the gradient of the input is computed.
         finish_dw = None
         if needs_dw and call.sequence_parallel:
             begin = partial(_begin_gather, x, call.group, weight, dy, products)
@@ -261,6 +262,7 @@ class _ColumnLinear(torch.autograd.Function):
             if call.is_divided:
                 dx, reduced = _start_reduce(dx, call)
             dx = dx.view(ctx.shape)
+        # The reduction runs while the gradient of the weight is computed.
         dw = None
         if finish_dw is not None:
             dw = finish_dw()

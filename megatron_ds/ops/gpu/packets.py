@@ -72,10 +72,12 @@ def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
 def common_width(length: int, *tensors: torch.Tensor) -> int:
     """`vector_width` of contiguous tensors that are read as one row whose parts have this length."""
     itemsize = tensors[0].element_size()
+    most = BYTES // itemsize
     addresses = 0
     for t in tensors:
-        addresses |= t.data_ptr()  # 0 on the meta device
-    return math.gcd(BYTES // itemsize, length, addresses // itemsize)
+        address = t.data_ptr()  # 0 on the meta device
+        addresses |= address
+    return math.gcd(most, length, addresses // itemsize)
 
 
 def rows_together(t: torch.Tensor) -> torch.Tensor:

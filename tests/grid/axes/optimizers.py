@@ -34,6 +34,7 @@ AXES = (
         "optimizer",
         {
             "adam": {},
+            "amsgrad": {"--amsgrad": ""},
             "uncorrected": {"--no-adam-bias-correction": ""},
             "adagrad": {"--optimizer": "adagrad"},
             "lamb": LAMB,
