@@ -191,6 +191,15 @@ def add_product_(
         out.addmm_(a, b)
 
 
+add_product_.implementation(
+    FP32_SUMS,
+    devices=GPU,
+    dtypes=(torch.float32,),
+    suits=fp32_sums.suits,
+    available=fp32_sums.reason_against,
+)(fp32_sums.add_product_)
+
+
 @add_product_.implementation("whole", devices=GPU)
 def _sum_on_gpu(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
@@ -222,15 +231,6 @@ def _compiled_sum(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> None:
     compiled_product.add_product_(out, a, b, overwrites)
-
-
-add_product_.implementation(
-    FP32_SUMS,
-    devices=GPU,
-    dtypes=(torch.float32,),
-    suits=fp32_sums.suits,
-    available=fp32_sums.reason_against,
-)(fp32_sums.add_product_)
 
 
 @add_product_.example
