@@ -1,19 +1,24 @@
 """Save a checkpoint: all ranks write chunks into a hidden directory, which rank 0 then publishes.
 
-    all     write own chunks, sync                          .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
-    rank 0  index, run.json, sync; rename; tracker          iter_0000200/, latest_checkpointed_iteration.txt
-            delete old checkpoints
+    begin    all      agree on the bytes; rank 0 makes     .iter_0000200.writing-5f0c2a91/
+    write    all      own chunks, sync                     .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
+    publish  rank 0   index, run.json, sync; rename;       iter_0000200/, latest_checkpointed_iteration.txt
+                      tracker; delete old checkpoints
 
 A crash at any point leaves the checkpoint that the tracker named before (see `folder.py`). Rank 0 holds the
 lock of the folder during a save (`lock.py`); a training run holds it from start to end.
+
+`save` goes through the stages at once. `Saving` has them one by one: only `begin` and `publish` communicate, so
+another thread may write while training goes on (`background_save.py`).
 """
 
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..mpu.agree import gather_from_all_ranks, on_one_rank
@@ -50,62 +55,110 @@ def save(
     Collective over `world`. Raises CheckpointError on all ranks when any rank failed, or when another live
     job saves into the folder; the previous checkpoint is then unchanged.
     """
-    from .storage import (  # imports take 0.8 s; only processes that save need them
-        write_index,
-        write_pieces,
-    )
-
-    folder = Path(directory)
     pieces = list(pieces)
-    failing = {
-        "doing": f"could not save iteration {step} to {directory}",
-        "kind": CheckpointError,
-    }
-    # Values that are not JSON are an error before anything is written.
-    values = on_one_rank(world, lambda: plain(run), **failing)
-    share = bytes_written_here(pieces, coordinates)
-    with locked(folder, world) as lock:
+    saving = Saving(directory, step, coordinates, world, limit, retain)
+    saving.begin(pieces, run)
+    return saving.publish(lambda: saving.write(saving.own(pieces)))
+
+
+class Saving:
+    """The save of one step, stage by stage: `begin`, `write`, `publish`. Arguments as of `save`."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        step: int,
+        coordinates: Coordinates,
+        world: Group,
+        limit: int | None = None,
+        retain: int | None = None,
+    ):
+        self.folder = Path(directory)
+        self.step = step
+        self._coordinates = coordinates
+        self._world = world
+        self._kept = (limit, retain)
+        self._failing = {
+            "doing": f"could not save iteration {step} to {directory}",
+            "kind": CheckpointError,
+        }
+        self._held = ExitStack()  # the lock of the folder
+
+    def own(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The pieces that this rank writes."""
+        return written_here(pieces, self._coordinates)
+
+    def begin(self, pieces: Iterable[Piece], run: Mapping) -> None:
+        """Agree on the save, and make the hidden directory. Collective over the world."""
+        # Values that are not JSON are an error before anything is written.
+        self._values = on_one_rank(self._world, lambda: plain(run), **self._failing)
+        share = bytes_written_here(list(pieces), self._coordinates)
+        self._lock = self._held.enter_context(locked(self.folder, self._world))
 
         def prepare() -> tuple[int, int | None, Path | None]:
             """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
-            if world.rank:
+            if self._world.rank:
                 return share, None, None
-            lock.check()
-            writing = folders.begin(folder, step)
-            return share, free_bytes(folder), writing
+            self._lock.check()
+            writing = folders.begin(self.folder, self.step)
+            return share, free_bytes(self.folder), writing
 
-        def finish() -> None:
-            """Rank 0: index and run.json, then publish, then delete old checkpoints."""
-            save_id = secrets.token_hex(16)
-            write_run_file(
-                writing, step, values, save_id, write_index(writing, parts, save_id)
-            )
-            lock.check()
-            folders.publish(folder, step, writing)
-            lock.saves.look(folder)
-            prune(folder, step, limit, retain)
-
-        # A step in three parts: prepare, write, publish. All ranks finish one before the next.
-        begun = gather_from_all_ranks(world, prepare, **failing)
-        needed, (_, free, writing) = sum(share for share, *_ in begun), begun[0]
-        guarded = lambda action: _explaining(action, folder, needed, free, share)
         try:
-            write = lambda: write_pieces(
-                writing, written_here(pieces, coordinates), coordinates, world.rank
+            begun = gather_from_all_ranks(self._world, prepare, **self._failing)
+        except BaseException:
+            self._held.close()
+            raise
+        needed = sum(share for share, *_ in begun)
+        _, free, self._writing = begun[0]
+        self._numbers = (needed, free, share)
+
+    def write(self, pieces: Iterable[Piece]) -> Any:
+        """Write and sync this rank's own pieces; its part of the index. Not collective."""
+        # The import takes 0.8 s; only processes that save need it.
+        from .storage import write_pieces
+
+        write = lambda: write_pieces(
+            self._writing, pieces, self._coordinates, self._world.rank
+        )
+        return self._guarded(write)
+
+    def publish(self, written: Callable[[], Any]) -> Path:
+        """Make the checkpoint visible when all ranks have written; its path. Collective over the world.
+
+        written: returns what `write` returned on this rank, or raises its error
+        """
+        world = self._world
+        try:
+            parts = gather_from_all_ranks(world, written, **self._failing)
+            on_one_rank(
+                world,
+                lambda: self._guarded(lambda: self._publish(parts)),
+                **self._failing,
             )
-            parts = gather_from_all_ranks(world, lambda: guarded(write), **failing)
-            on_one_rank(world, lambda: guarded(finish), **failing)
         # The hidden directory of a failed save is removed.
         except BaseException:
             if world.rank == 0:
-                shutil.rmtree(writing, ignore_errors=True)
+                shutil.rmtree(self._writing, ignore_errors=True)
             raise
-    return folder / folders.name_of(step)
+        finally:
+            self._held.close()
+        return self.folder / folders.name_of(self.step)
 
+    def _publish(self, parts: list) -> None:
+        """Rank 0: index and run.json, then publish, then delete old checkpoints."""
+        from .storage import write_index
 
-def _explaining(action: Callable[[], T], folder: Path, *numbers: int | None) -> T:
-    """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""
-    try:
-        return action()
-    except (OSError, RuntimeError) as error:
-        raise explained(error, folder, *numbers) from error
+        save_id = secrets.token_hex(16)
+        index = write_index(self._writing, parts, save_id)
+        write_run_file(self._writing, self.step, self._values, save_id, index)
+        self._lock.check()
+        folders.publish(self.folder, self.step, self._writing)
+        self._lock.saves.look(self.folder)
+        prune(self.folder, self.step, *self._kept)
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""
+        try:
+            return action()
+        except (OSError, RuntimeError) as error:
+            raise explained(error, self.folder, *self._numbers) from error

@@ -57,6 +57,8 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
             add("  in the update of matrices", lambda p: in_bytes(p.in_update))
         if name == "  of one micro-batch" and any(p.in_host for p in plans):
             add("activations in host memory", lambda p: in_bytes(p.in_host))
+        if name == "optimizer" and any(p.copied for p in plans):
+            add("copy for --async-save, up to", lambda p: in_bytes(p.copied))
         if name == "parameters" and has_experts(plan.config):
             add("  of these of experts", lambda p: f"{p.of_experts:,}")
         if name == "optimizer":

@@ -67,6 +67,9 @@ class RankPlan:
     in_host     activations in host memory, at the maximum; not in `kept` and not in `peak`
     in_update   what optimizers of matrices need during an update (update_memory.py)
     gathered    the part of `buffers` that holds gathered layers
+    copied      host memory for the state that --async-save writes, at most: each of the ranks that hold the
+                same content writes a part of it
+    is_host     the device is the host's processor, so that `copied` is in `peak`
     """
 
     rank: int
@@ -84,11 +87,14 @@ class RankPlan:
     in_host: int = 0
     in_update: int = 0
     gathered: int = 0
+    copied: int = 0
+    is_host: bool = False
 
     @property
     def peak(self) -> int:
         """Estimate of the maximum on the device. During the update there are no activations."""
         at_most = max(self.kept + self.at_work, self.in_update)
+        at_most += self.copied if self.is_host else 0
         return self.state.total - sum(self.away.values()) + self.buffers + at_most
 
 
@@ -184,11 +190,15 @@ def plan_rank(
     reserved = {stage.index: stage.run.reserved for stage in stages}
     in_host = {stage.index: stage.run.in_host for stage in stages}
     of_experts = [p for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES]
+    state = predict_sets(plans, groups.rank_by_axes, sizes)
+    copied = 0
+    if config.checkpoint.async_save:
+        copied = _most_saved(config, state)
     return RankPlan(
         rank=rank,
         stages=tuple(kept),
         parameters=sum(p.numel() for p in parameters),
-        state=predict_sets(plans, groups.rank_by_axes, sizes),
+        state=state,
         away={where: count for where, count in places.items() if where != "device"},
         buffers=buffers,
         kept=most_kept(program, kept),
@@ -200,7 +210,17 @@ def plan_rank(
         in_host=most_kept(program, in_host),
         in_update=bytes_of_update(plans, parameters, settings, groups, device),
         gathered=whole * dtype.itemsize,
+        copied=copied,
+        is_host=device == "cpu",
     )
+
+
+def _most_saved(config: RunConfig, state: ZeroMemory) -> int:
+    """Bytes of weights and optimizer state that a rank holds of a checkpoint. Masters are saved as the weights."""
+    weights = state.masters or state.parameters
+    if config.checkpoint.no_save_optim:
+        return weights
+    return weights + state.optimizer
 
 
 def _add_optimizers(

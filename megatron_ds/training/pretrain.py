@@ -225,7 +225,7 @@ def train(
         if (
             checkpoint.save
             and mesh.rank == 0
-            and (path := find(Path(checkpoint.save), trainer.saved_step))
+            and (path := find(Path(checkpoint.save), trainer.saves.step))
         ):
             logger.info("the last checkpoint is %s", path)
     was_complete = (

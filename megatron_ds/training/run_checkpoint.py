@@ -29,7 +29,7 @@ from ..checkpoint.load import check_same_model, differences, latest, load, read_
 from ..checkpoint.lock import locked
 from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.run_file import progress_of, require
-from ..checkpoint.save import save
+from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
 from ..config.options.training_options import CheckpointConfig
@@ -249,48 +249,70 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     Returns False where the state has a value that is not finite. No training recovers from one, so nothing is
     written then: the last good checkpoint stays, and stays the one that a restart loads.
     """
-    config = engine.config
-    mesh = engine.mesh
     begin = time.perf_counter()
-    pieces = saved_pieces(engine)
-    # No rank writes if any has a value that is not finite.
-    found = all_gather_object(_not_finite(pieces), mesh.group("world"))
-    if any(found):
-        rank = next(rank for rank, name in enumerate(found) if name)
-        if mesh.rank == 0:
-            logger.warning(
-                "iteration %d is not saved: %s has values that are not finite (on rank %d), and "
-                "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
-                "run, and continue from the last of them with other data or a lower learning rate",
-                progress.step,
-                found[rank],
-                rank,
-                Path(config.checkpoint.save),
-            )
+    pieces = finite_pieces(engine, progress)
+    if pieces is None:
         return False
-    # Progress and the optimizer's numbers go into run.json, tensors into the files.
-    run = description | {
+    saving = new_saving(engine, progress)
+    saving.begin(pieces, run_values(engine, progress, description))
+    path = saving.publish(lambda: saving.write(saving.own(pieces)))
+    if engine.mesh.rank == 0:
+        log_saved(path, begin)
+    return True
+
+
+def new_saving(engine: Replica, progress: Progress) -> Saving:
+    """A save of this run that has not begun."""
+    checkpoint = engine.config.checkpoint
+    return Saving(
+        Path(checkpoint.save),
+        progress.step,
+        engine.mesh.coordinates,
+        engine.mesh.group("world"),
+        checkpoint.save_total_limit,
+        checkpoint.save_retain_interval,
+    )
+
+
+def run_values(engine: Replica, progress: Progress, description: dict) -> dict:
+    """The values of run.json at this moment: the tensors are in other files."""
+    return description | {
         "progress": progress.to_dict(),
         "optimizer": engine.optimizer.extra_state(),
     }
-    path = save(
-        Path(config.checkpoint.save),
-        progress.step,
-        pieces,
-        coordinates=mesh.coordinates,
-        world=mesh.group("world"),
-        run=run,
-        limit=config.checkpoint.save_total_limit,
-        retain=config.checkpoint.save_retain_interval,
+
+
+def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
+    """Log that a checkpoint is complete. begin: perf_counter at its start; stall: seconds that steps waited."""
+    logger.info(
+        "saved %s in %.1f s%s (%s)",
+        path,
+        time.perf_counter() - begin,
+        "" if stall is None else f", of which training waited {stall:.1f} s",
+        size(bytes_in(path)),
     )
+
+
+def finite_pieces(engine: Replica, progress: Progress) -> list[Piece] | None:
+    """The pieces of a checkpoint that is written now; None if any rank has a value that is not finite, which is
+    logged. Collective over the world."""
+    mesh = engine.mesh
+    pieces = saved_pieces(engine)
+    found = all_gather_object(_not_finite(pieces), mesh.group("world"))
+    if not any(found):
+        return pieces
+    rank = next(rank for rank, name in enumerate(found) if name)
     if mesh.rank == 0:
-        logger.info(
-            "saved %s in %.1f s (%s)",
-            path,
-            time.perf_counter() - begin,
-            size(bytes_in(path)),
+        logger.warning(
+            "iteration %d is not saved: %s has values that are not finite (on rank %d), and "
+            "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
+            "run, and continue from the last of them with other data or a lower learning rate",
+            progress.step,
+            found[rank],
+            rank,
+            Path(engine.config.checkpoint.save),
         )
-    return True
+    return None
 
 
 def _not_finite(pieces: Sequence[Piece]) -> str | None:

@@ -25,9 +25,10 @@ from ..mpu.grid import ranks_in_short
 from ..mpu.mesh import Mesh
 from .observe.records import EvalRecord, TrainRecord
 
-NEW_NAMES = (
-    2.0**32
-)  # one vote for an exchange of names, above any number of votes for a stop
+# Votes of ranks are counted in one number: for a stop, for a checkpoint that is written, for an exchange of names.
+# Each is above any number of the ones before.
+WRITTEN = 2.0**16
+NEW_NAMES = 2.0**32
 RESERVED = {
     "lm loss",
     "perplexity",
@@ -41,6 +42,7 @@ class StepReport:
 
     tokens   counted in the loss
     stop     whether a rank asked to end the run
+    written  ranks that have written their file of the checkpoint under way
     terms    loss terms that layers added, by name, without their weight
     metrics  metrics that layers recorded, by name
     """
@@ -50,6 +52,7 @@ class StepReport:
     stop: bool
     terms: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    written: int = 0
 
     @property
     def named(self) -> Mapping[str, float]:
@@ -87,7 +90,11 @@ class StepMetrics:
         return self.report(self.queue(losses, entries, stop).tolist(), losses, entries)
 
     def queue(
-        self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False
+        self,
+        losses: Sequence[Loss],
+        entries: Sequence[Entry],
+        stop: bool = False,
+        is_written: bool = False,
     ) -> torch.Tensor:
         """The sums over all ranks, float64, on the device; `report` takes them. The arguments are those of
         `reduce`. Collective over the world; the host does not wait, except at the first step.
@@ -95,9 +102,10 @@ class StepMetrics:
         mine = _names(entries)
         if self.names is None:
             self._exchange(mine)
-        return self._summed(
-            losses, entries, stop + NEW_NAMES * (not mine <= self.names.items())
-        )
+        votes = stop + WRITTEN * is_written
+        if not mine <= self.names.items():
+            votes += NEW_NAMES
+        return self._summed(losses, entries, votes)
 
     def report(
         self, numbers: Sequence[float], losses: Sequence[Loss], entries: Sequence[Entry]
@@ -115,7 +123,12 @@ class StepMetrics:
         terms = {name: mean for name, mean in means.items() if self.names[name]}
         metrics = {name: mean for name, mean in means.items() if not self.names[name]}
         return StepReport(
-            total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics
+            total / max(count, 1),
+            tokens,
+            votes % WRITTEN > 0,
+            terms,
+            metrics,
+            int(votes % NEW_NAMES // WRITTEN),
         )
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:

@@ -21,6 +21,7 @@ from ..config.training_schedule import (
     make_token_drop,
     make_weight_decay,
 )
+from ..errors import MegatronDSError
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..ops.kernel_table import implementations_recorded, kernels_text
@@ -36,7 +37,7 @@ from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, TrainRecord
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .replica_check import check_replicas
-from .run_checkpoint import save_run
+from .saves import Saves
 from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
 from .trigger_files import exit_file, take_save_file
@@ -83,7 +84,6 @@ class Trainer:
         self.loaders = loaders
         self.log = log
         self.progress = progress
-        self.description = description
         self.config = config = engine.config
         # Schedules of numbers that change from step to step.
         self.learning_rates = make_learning_rates(config)
@@ -99,8 +99,9 @@ class Trainer:
         self.stop = stop or StopRequest()
         self.tracer = Tracer(engine)
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
-        self.saved_step = progress.step if config.checkpoint.load else -1
-        self._validated_step = self._tried_step = -1
+        loaded = progress.step if config.checkpoint.load else None
+        self.saves = Saves(engine, description, loaded)
+        self._validated_step = -1
         self._has_warned_of_stall = self._has_tuned = False
         # What is logged, since the last line.
         self._window: list[_Done] = []
@@ -122,15 +123,21 @@ class Trainer:
                 and 0 in self.config.checkpoint.extra_save_iters
                 and self.config.checkpoint.save
             ):
-                self.save()
+                self.saves.save(self.progress)
             reason = EVALUATED if self.config.train.skip_train else self._loop()
+            self.saves.finish()
             if self.config.checkpoint.save and self.progress.step not in (
-                self.saved_step,
-                self._tried_step,
+                self.saves.step,
+                self.saves.tried,
             ):
-                self.save()
+                self.saves.save(self.progress, is_last=True)
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
+        except MegatronDSError as error:
+            # All ranks stop here, so that they can complete the checkpoint under way.
+            if getattr(error, "on_all_ranks", False):
+                self.saves.finish()
+            raise
         finally:
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
@@ -143,6 +150,7 @@ class Trainer:
         while not self._is_finished():
             outcome = step_and_log()
             step_and_log = self._step
+            self.saves.after_step(outcome.written)
             if outcome.stop:
                 return self._stop_reason()
             if self._has_tuned:
@@ -163,7 +171,7 @@ class Trainer:
                 _due(self.config.checkpoint.save_interval, step)
                 or self._saves_besides(step)
             ):
-                self.save()
+                self.saves.save(self.progress)
             if _due(train.exit_interval, step) and not self._is_finished():
                 return f"exit interval {train.exit_interval}"
         return "finished"
@@ -237,6 +245,8 @@ class Trainer:
                 weight_decay=self.weight_decay(before),
                 beta1=self.beta1(before) if self.beta1 else None,
                 stop=self._wants_to_stop(),
+                is_written=self.saves.is_written,
+                before_update=self.saves.before_update,
                 times=profile or self.times,
             )
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
@@ -438,12 +448,6 @@ class Trainer:
             self.evaluate("validation")
         if self.loaders.test:
             self.evaluate("test")
-
-    def save(self) -> None:
-        """Write a checkpoint of this moment. Collective over the world."""
-        if save_run(self.engine, self.progress, self.description):
-            self.saved_step = self.progress.step
-        self._tried_step = self.progress.step
 
 
 def stall_text(share: float, workers: int, mock: bool) -> str:

@@ -13,14 +13,16 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint  # noqa: F401  before the forks
 
+from megatron_ds.checkpoint.background_save import BackgroundSave, Copies
 from megatron_ds.checkpoint.folder import steps_in
 from megatron_ds.checkpoint.load import latest, load, read_run
-from megatron_ds.checkpoint.save import save
+from megatron_ds.checkpoint.save import Saving, save
 from megatron_ds.mpu.group import solo
 from tests.harness.deaths import die_at_change, forked, survived
 from tests.harness.states import Layout, pieces_of
@@ -40,6 +42,13 @@ def save_seed(folder: Path, step: int, seed: int, limit: int | None = None) -> N
     )
 
 
+def save_behind(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
+    """The same in the background, published at once."""
+    pieces = pieces_of(Layout(), 0, seed)
+    saving = Saving(folder, step, {}, solo(), limit)
+    BackgroundSave(saving, pieces, {"seed": seed}, Copies()).publish()
+
+
 def loaded_seed(folder: Path) -> int:
     """Load what `latest` finds, compare every bit, and say whose state it is."""
     step = latest(folder)
@@ -51,7 +60,9 @@ def loaded_seed(folder: Path) -> int:
     return seed
 
 
-def die_everywhere(base: Path, step: int, limit: int | None) -> int:
+def die_everywhere(
+    base: Path, step: int, limit: int | None, saves: Callable = save_seed
+) -> int:
     """One save of `step` over a folder holding 10 and 20, dying at each change in turn; how many changes
     there are."""
     for n in range(1, MOST_CHANGES):
@@ -61,7 +72,7 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
             forked(
                 lambda: (
                     die_at_change(n),  # noqa: B023
-                    save_seed(folder, step, seed=99, limit=limit),  # noqa: B023
+                    saves(folder, step, seed=99, limit=limit),  # noqa: B023
                 )
             )
         )
@@ -82,7 +93,9 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
     raise AssertionError("the save never ends")
 
 
-def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
+def die_sometime(
+    folder: Path, draw: random.Random, times: int, saves: Callable = save_seed
+) -> int:
     """Saves one after the other, killed at a random moment after the first or second; how many saves went
     through in all.
 
@@ -97,7 +110,7 @@ def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
 
         def save_on():
             for k in range(seed + 1, seed + 1000):  # noqa: B023
-                save_seed(folder, k, seed=k, limit=3)
+                saves(folder, k, seed=k, limit=3)
                 os.write(told, b".")  # noqa: B023
 
         process = forked(save_on)
@@ -118,8 +131,13 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed in (10, 20):
         save_seed(base / "start", seed, seed=seed)
-    new, again = die_everywhere(base, 30, limit=2), die_everywhere(base, 20, limit=None)
-    print(new, again, die_sometime(base / "random", draw, times=12))
+    print(
+        die_everywhere(base, 30, limit=2),
+        die_everywhere(base, 20, limit=None),
+        die_everywhere(base, 30, limit=2, saves=save_behind),
+        die_sometime(base / "random", draw, times=12),
+        die_sometime(base / "behind", draw, times=12, saves=save_behind),
+    )
 
 
 if __name__ == "__main__":

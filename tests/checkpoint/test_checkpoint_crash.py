@@ -21,10 +21,8 @@ def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert answer.returncode == 0, answer.stderr
-    changes_of_a_new_step, changes_of_a_step_again, saves_before_kills = map(
-        int, answer.stdout.split()
-    )
-    assert (
-        changes_of_a_new_step > 10 and changes_of_a_step_again > 10
-    )  # the deaths were inside the save
-    assert saves_before_kills >= 12  # one at least before each kill
+    new_step, step_again, behind, *saves_before_kills = map(int, answer.stdout.split())
+    # the deaths were inside the saves
+    assert min(new_step, step_again, behind) > 10
+    # one at least before each kill
+    assert len(saves_before_kills) == 2 and min(saves_before_kills) >= 12

@@ -101,10 +101,10 @@ def signal_outside_the_loop(rank: int, *, number: int, at: str, victim: int):
 def killed_in_save(rank: int, *, step: int, change: int, victim: int):
     """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of
     `step`."""
-    from megatron_ds.training import trainer
+    from megatron_ds.training import saves
     from tests.checkpoint.crashing_saves import die_at_change
 
-    real = trainer.save_run
+    real = saves.save_run
 
     def save_run(engine, progress, description):
         if rank == victim and progress.step == step:
@@ -112,7 +112,7 @@ def killed_in_save(rank: int, *, step: int, change: int, victim: int):
         real(engine, progress, description)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "save_run", save_run)
+        patch.setattr(saves, "save_run", save_run)
         yield
 
 

@@ -23,7 +23,7 @@ NO_GRAPHS = "no effect yet: kernels are launched one by one; there are no CUDA g
 
 MEGATRON_FLAGS = table(
     accepted={
-        "a checkpoint is complete before the next step begins; what it holds is the same": "--async-ckpt-use-cached-structure --async-ckpt-use-cpu-shm --async-save --async-strategy "
+        "--async-save copies a rank's state and writes it in a thread of that rank": "--async-ckpt-use-cached-structure --async-ckpt-use-cpu-shm --async-strategy "
         "--use-persistent-ckpt-worker",
         "every rank writes and reads its own part of a checkpoint, which loads at any layout": "--auto-detect-ckpt-format --ckpt-assume-constant-structure --ckpt-fully-parallel-load "
         "--ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-save --dist-ckpt-workers "

@@ -632,6 +632,13 @@ class CheckpointConfig:
         help="Iterations after which a checkpoint is saved besides those of --save-interval; 0 is before the "
         "first step.",
     )
+    async_save: bool = option(
+        False,
+        needs=need("checkpoint.save"),
+        help="Write checkpoints while training goes on: steps wait only until the state is copied into host "
+        "memory, which takes as much of it as the rank's part of a checkpoint. A checkpoint is visible when it is "
+        "complete; one is under way at a time.",
+    )
     no_save_optim: bool = option(
         False,
         help="Write weights only.",

@@ -1,0 +1,150 @@
+"""A save in the background has the bytes of a save, holds the state of its beginning whatever happens to it then,
+is invisible until it is published, and fails on all ranks."""
+
+import hashlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ds.checkpoint import background_save
+from megatron_ds.checkpoint.background_save import BackgroundSave, Copies
+from megatron_ds.checkpoint.load import latest, load, read_run
+from megatron_ds.checkpoint.save import Saving, save
+from megatron_ds.errors import CheckpointError
+from megatron_ds.mpu.group import solo
+from tests.harness.fake_cuda import FakeGpu, fake_cuda
+from tests.harness.states import Layout, pieces_of, tp_coordinates
+from tests.harness.threads import run_ranks
+
+pytestmark = pytest.mark.threads
+
+LAYOUT = Layout(tp=2, dp=2, stage=1)
+
+
+def begun(folder, step, pieces, copies=None, coordinates=None, world=None, seed=None):
+    saving = Saving(folder, step, coordinates or {}, world or solo())
+    return BackgroundSave(saving, pieces, {"seed": seed}, copies or Copies())
+
+
+def digests(folder):
+    """SHA-256 of the tensors' files; the index and run.json have the save's random id."""
+    files = sorted(folder.glob("*.distcp"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def spoil(pieces):
+    for piece in pieces:
+        piece.tensor.fill_(-7)
+
+
+def test_the_files_are_those_of_a_save_at_the_moment_of_its_beginning(tmp_path):
+    """On four ranks; the state changes as soon as the save has begun, and the memory serves a second save."""
+    both = tmp_path / "now", tmp_path / "behind"
+
+    def main(rank, world):
+        group = world.group("world", range(LAYOUT.world_size), rank)
+        coordinates = tp_coordinates(LAYOUT, rank)
+        copies = Copies()
+        for step in (1, 2):
+            pieces = pieces_of(LAYOUT, rank, step)
+            own = dict(coordinates=coordinates, world=group)
+            save(both[0], step, pieces, run={"seed": step}, **own)
+            pending = begun(both[1], step, pieces, copies, coordinates, group, step)
+            spoil(pieces)
+            pending.publish()
+        return copies.nbytes
+
+    assert all(run_ranks(LAYOUT.world_size, main))
+    for step in (1, 2):
+        now, behind = (folder / f"iter_{step:07d}" for folder in both)
+        assert digests(now) == digests(behind) and digests(now)
+        assert read_run(both[1], step)["seed"] == step
+
+
+def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = Saving.write
+
+    def held(saving, pieces):
+        assert gate.wait(60)
+        return write(saving, pieces)
+
+    save(tmp_path, 1, pieces_of(Layout(), 0, 1), coordinates={}, world=solo(), run={})
+    monkeypatch.setattr(Saving, "write", held)
+    pending = begun(tmp_path, 2, pieces_of(Layout(), 0, 2))
+    assert not pending.is_written and latest(tmp_path) == 1
+    gate.set()
+    assert pending.publish().name == "iter_0000002" and latest(tmp_path) == 2
+    pieces = pieces_of(Layout(), 0, seed=None)
+    load(tmp_path, 2, pieces, coordinates={}, world=solo())
+    for piece, right in zip(pieces, pieces_of(Layout(), 0, 2), strict=True):
+        assert torch.equal(piece.tensor, right.tensor)
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
+    write = Saving.write
+
+    def failing(saving, pieces):
+        if saving._world.rank == 2:
+            raise OSError(28, "No space left on device")
+        return write(saving, pieces)
+
+    monkeypatch.setattr(Saving, "write", failing)
+
+    def main(rank, world):
+        group = world.group("world", range(LAYOUT.world_size), rank)
+        pieces = pieces_of(LAYOUT, rank, 1)
+        pending = begun(
+            tmp_path, 1, pieces, coordinates=tp_coordinates(LAYOUT, rank), world=group
+        )
+        with pytest.raises(CheckpointError, match=r"rank 2.*No space left"):
+            pending.publish()
+
+    run_ranks(LAYOUT.world_size, main)
+    assert latest(tmp_path) is None
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".iter")]
+
+
+class OnGpu:
+    """A piece whose tensor is on the fake GPU."""
+
+    def __init__(self, piece):
+        self.__dict__.update(vars(piece))
+        self.tensor = piece.tensor.to("cuda")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_gpu_copies_beside_the_model_and_before_the_update(
+    tmp_path, waits, monkeypatch
+):
+    """The update changes the state behind the mark; without the wait the copy races with it."""
+    written = []
+    monkeypatch.setattr(Saving, "write", lambda saving, pieces: written.append(pieces))
+    monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
+    with fake_cuda(), FakeGpu() as gpu:
+        pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
+        pending = begun(tmp_path, 1, pieces)
+        if waits:
+            pending.copied.wait()
+        with torch.no_grad():
+            spoil(pieces)
+        problems = sorted(set(gpu.order.problems))
+    assert bool(problems) is not waits, problems
+
+
+class AtOnce:
+    """A thread that runs when it is started, for a recording in one thread."""
+
+    def __init__(self, target, args, **_):
+        self._run = lambda: target(*args)
+
+    def start(self):
+        pass
+
+    def join(self):
+        self._run()
+
+    def is_alive(self):
+        return False

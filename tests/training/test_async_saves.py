@@ -1,0 +1,104 @@
+"""--async-save: the run and its checkpoints are those of one without it, one save is under way at a time, and an
+error of a writer ends all ranks."""
+
+import contextlib
+import re
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from megatron_ds.checkpoint.load import latest
+from tests.harness.pretraining import MOCK, TINY, losses, run_pretrain, train
+from tests.harness.spoilers import signal_at_step
+
+pytestmark = pytest.mark.processes
+
+EACH_STEP = ["--save-interval", "1"]
+SAVED = re.compile(r"saved \S+iter_0*(\d+) in [\d.]+ s, of which training waited")
+
+
+def tensors(folder, step):
+    path = folder / f"iter_{step:07d}"
+    return {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+
+
+@contextlib.contextmanager
+def slow_writers(rank: int, *, seconds: float):
+    """A file takes several steps."""
+    from megatron_ds.checkpoint.save import Saving
+
+    write = Saving.write
+
+    def slowly(saving, pieces):
+        time.sleep(seconds)
+        return write(saving, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saving, "write", slowly)
+        yield
+
+
+@contextlib.contextmanager
+def failing_writer(rank: int, *, victim: int, step: int):
+    """The disk of one rank is full in the save of a step."""
+    from megatron_ds.checkpoint.save import Saving
+
+    write = Saving.write
+
+    def failing(saving, pieces):
+        if rank == victim and saving.step == step:
+            raise OSError(28, "No space left on device")
+        return write(saving, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saving, "write", failing)
+        yield
+
+
+def test_a_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path):
+    layout = ["--zero-stage", "1", "--save-interval", "2"]
+    folders = tmp_path / "waits", tmp_path / "behind"
+    train(2, [*MOCK, *layout, "--save", folders[0]])
+    ended = train(
+        2,
+        [*MOCK, *layout, "--save", folders[1], "--async-save"],
+        spoil=partial(slow_writers, seconds=0.2),
+    )
+    assert losses(folders[0]) == losses(folders[1])
+    for step in (2, 4, 6):
+        assert tensors(folders[0], step) == tensors(folders[1], step) != {}
+    # each is reported once, when it is complete
+    assert SAVED.findall(ended[0].out) == ["2", "4", "6"]
+
+
+def test_a_save_waits_for_the_one_before(tmp_path):
+    """Each step asks for one while a file takes longer than a step: none is lost."""
+    job = [*MOCK, *EACH_STEP, "--save", tmp_path, "--async-save"]
+    ended = train(1, job, spoil=partial(slow_writers, seconds=0.1))
+    assert SAVED.findall(ended[0].out) == ["1", "2", "3", "4", "5", "6"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_of_a_writer_ends_all_ranks_with_its_code(tmp_path, victim):
+    job = [*TINY, "--mock-data", "--train-iters", "100000"]
+    job += ["--save-interval", "2", "--save", tmp_path, "--async-save"]
+    ended = run_pretrain(2, job, spoil=partial(failing_writer, victim=victim, step=4))
+    assert [rank.code for rank in ended] == [2, 2]
+    error = f"could not save iteration 4 to {tmp_path}"
+    assert error in ended[0].err and f"rank {victim}" in ended[0].err
+    assert "No space left" in ended[0].err
+    assert latest(tmp_path) == 2
+
+
+def test_a_signal_completes_the_save_under_way_and_saves_the_last_step(tmp_path):
+    job = [*TINY, "--mock-data", "--train-iters", "100000", "--save-interval", "2"]
+    ended = train(
+        2,
+        [*job, "--save", tmp_path, "--async-save"],
+        spoil=partial(signal_at_step, number=signal.SIGTERM, step=3, victim=1),
+    )
+    assert latest(tmp_path) == 4
+    assert "rank 1 received SIGTERM; 4 steps" in ended[0].out
+    assert "saved " in ended[0].out
