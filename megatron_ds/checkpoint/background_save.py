@@ -1,14 +1,14 @@
 """`BackgroundSave`: a checkpoint that a thread writes while training goes on (`--async-save`).
 
     begin     the stall: ranks agree, and copy what they write into host memory
-    written   the thread has written and synced this rank's file, or failed; asked at any time
+    written   the thread has checked, written and synced this rank's file, or failed; asked at any time
     publish   rank 0 makes the checkpoint visible. Raises the error of any rank's thread, on all ranks
 
 The files are those of `save`, byte for byte. Until `publish` has returned there is no checkpoint, as after a crash.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,24 @@ class BackgroundSave:
     """
 
     def __init__(
-        self, saving: Saving, pieces: Iterable[Piece], run: Mapping, copies: Copies
+        self,
+        saving: Saving,
+        pieces: Iterable[Piece],
+        run: Mapping,
+        copies: Copies,
+        reason_against: Callable[[Iterable[Piece]], str | None] = lambda pieces: None,
     ):
         """Begin it: the pieces may change behind `copied`. Collective over the world.
 
+        reason_against: called by the thread with the copies; a reason drops the save, without an error
         Raises CheckpointError on all ranks when the save cannot begin.
         """
         pieces = list(pieces)
         self.step = saving.step
         self._saving = saving
+        self._reason_against = reason_against
         self._part: Any = None
+        self._reason: str | None = None
         self._error: BaseException | None = None
         saving.begin(pieces, run)
         copied, self.copied = copies.take(saving.own(pieces))
@@ -116,22 +124,30 @@ class BackgroundSave:
         """Whether this rank's file is complete, or has failed."""
         return not self._thread.is_alive()
 
-    def publish(self) -> Path:
-        """Wait until all ranks have written, and make the checkpoint visible; its path. Collective.
+    def publish(self) -> tuple[Path | None, list[str | None]]:
+        """Wait until all ranks have written, and make the checkpoint visible. Collective.
 
+        Returns its path, and each rank's reason against it: with any, there is no checkpoint and no path.
         Raises CheckpointError on all ranks when any rank failed; the previous checkpoint is unchanged.
         """
-        return self._saving.publish(self._written)
+        found = self._saving.collect(self._written)
+        reasons = [reason for _, reason in found]
+        if any(reasons):
+            self._saving.abandon()
+            return None, reasons
+        return self._saving.publish([part for part, _ in found]), reasons
 
-    def _written(self) -> Any:
+    def _written(self) -> tuple[Any, str | None]:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._part
+        return self._part, self._reason
 
     def _write(self, pieces: list[CopiedPiece]) -> None:
         try:
             self.copied.synchronize()
-            self._part = self._saving.write(pieces)
+            self._reason = self._reason_against(pieces)
+            if self._reason is None:
+                self._part = self._saving.write(pieces)
         except BaseException as error:  # noqa: BLE001  `publish` raises it on all ranks
             self._error = error

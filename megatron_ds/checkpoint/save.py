@@ -8,15 +8,15 @@
 A crash at any point leaves the checkpoint that the tracker named before (see `folder.py`). Rank 0 holds the
 lock of the folder during a save (`lock.py`); a training run holds it from start to end.
 
-`save` goes through the stages at once. `Saving` has them one by one: only `begin` and `publish` communicate, so
-another thread may write while training goes on (`background_save.py`).
+`save` goes through the stages at once. `Saving` has them one by one: `write` does not communicate, so another
+thread may do it while training goes on (`background_save.py`).
 """
 
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,11 +58,11 @@ def save(
     pieces = list(pieces)
     saving = Saving(directory, step, coordinates, world, limit, retain)
     saving.begin(pieces, run)
-    return saving.publish(lambda: saving.write(saving.own(pieces)))
+    return saving.publish(saving.collect(lambda: saving.write(saving.own(pieces))))
 
 
 class Saving:
-    """The save of one step, stage by stage: `begin`, `write`, `publish`. Arguments as of `save`."""
+    """The save of one step, stage by stage: `begin`, `write`, `collect`, `publish`. Arguments as of `save`."""
 
     def __init__(
         self,
@@ -122,27 +122,38 @@ class Saving:
         )
         return self._guarded(write)
 
-    def publish(self, written: Callable[[], Any]) -> Path:
-        """Make the checkpoint visible when all ranks have written; its path. Collective over the world.
+    def collect(self, written: Callable[[], Any]) -> list:
+        """What `written` returns on each rank, when all have written. Collective over the world.
 
-        written: returns what `write` returned on this rank, or raises its error
+        Raises CheckpointError on all ranks if it raises on any; the save is then abandoned.
         """
-        world = self._world
-        try:
-            parts = gather_from_all_ranks(world, written, **self._failing)
-            on_one_rank(
-                world,
-                lambda: self._guarded(lambda: self._publish(parts)),
-                **self._failing,
-            )
-        # The hidden directory of a failed save is removed.
-        except BaseException:
-            if world.rank == 0:
-                shutil.rmtree(self._writing, ignore_errors=True)
-            raise
-        finally:
-            self._held.close()
+        with self._abandoned_on_error():
+            return gather_from_all_ranks(self._world, written, **self._failing)
+
+    def publish(self, parts: list) -> Path:
+        """Make the checkpoint visible; its path. Collective over the world.
+
+        parts: what `write` returned on each rank
+        """
+        publish = lambda: self._guarded(lambda: self._publish(parts))
+        with self._abandoned_on_error():
+            on_one_rank(self._world, publish, **self._failing)
+        self._held.close()
         return self.folder / folders.name_of(self.step)
+
+    def abandon(self) -> None:
+        """Remove the hidden directory, and release the folder. Not collective; for all ranks."""
+        if self._world.rank == 0:
+            shutil.rmtree(self._writing, ignore_errors=True)
+        self._held.close()
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def _publish(self, parts: list) -> None:
         """Rank 0: index and run.json, then publish, then delete old checkpoints."""

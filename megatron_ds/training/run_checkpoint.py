@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,12 +250,14 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     written then: the last good checkpoint stays, and stays the one that a restart loads.
     """
     begin = time.perf_counter()
-    pieces = finite_pieces(engine, progress)
-    if pieces is None:
+    pieces = saved_pieces(engine)
+    found = all_gather_object(not_finite(pieces), engine.mesh.group("world"))
+    if not is_finite(found, progress, engine):
         return False
     saving = new_saving(engine, progress)
     saving.begin(pieces, run_values(engine, progress, description))
-    path = saving.publish(lambda: saving.write(saving.own(pieces)))
+    parts = saving.collect(lambda: saving.write(saving.own(pieces)))
+    path = saving.publish(parts)
     if engine.mesh.rank == 0:
         log_saved(path, begin)
     return True
@@ -293,16 +295,15 @@ def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
     )
 
 
-def finite_pieces(engine: Replica, progress: Progress) -> list[Piece] | None:
-    """The pieces of a checkpoint that is written now; None if any rank has a value that is not finite, which is
-    logged. Collective over the world."""
-    mesh = engine.mesh
-    pieces = saved_pieces(engine)
-    found = all_gather_object(_not_finite(pieces), mesh.group("world"))
+def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) -> bool:
+    """Whether no rank has a value that is not finite; logs the first one.
+
+    found: of each rank, what `not_finite` returned
+    """
     if not any(found):
-        return pieces
+        return True
     rank = next(rank for rank, name in enumerate(found) if name)
-    if mesh.rank == 0:
+    if engine.mesh.rank == 0:
         logger.warning(
             "iteration %d is not saved: %s has values that are not finite (on rank %d), and "
             "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
@@ -312,10 +313,10 @@ def finite_pieces(engine: Replica, progress: Progress) -> list[Piece] | None:
             rank,
             Path(engine.config.checkpoint.save),
         )
-    return None
+    return False
 
 
-def _not_finite(pieces: Sequence[Piece]) -> str | None:
+def not_finite(pieces: Iterable[Piece]) -> str | None:
     """The name of the first tensor of weights or optimizer state with a NaN or an infinity; None without one.
 
     The smallest and the largest value are NaN if any is, so no mask of the size of the tensor is made.

@@ -13,11 +13,13 @@ from ..checkpoint.background_save import BackgroundSave, Copies
 from ..progress.ramps import Progress
 from .build import Replica
 from .run_checkpoint import (
-    finite_pieces,
+    is_finite,
     log_saved,
     new_saving,
+    not_finite,
     run_values,
     save_run,
+    saved_pieces,
 )
 
 
@@ -26,6 +28,7 @@ class _Pending:
     """A save under way: when it began, and for how many seconds steps have waited for it."""
 
     save: BackgroundSave
+    progress: Progress
     begin: float
     stall: float
 
@@ -80,7 +83,9 @@ class Saves:
         # After an error there is nothing to wait for.
         self._pending = None
         wait = time.perf_counter()
-        path = pending.save.publish()
+        path, found = pending.save.publish()
+        if not is_finite(found, pending.progress, self._engine):
+            return
         self.step = pending.save.step
         if self._engine.mesh.rank == 0:
             stall = pending.stall + time.perf_counter() - wait
@@ -88,10 +93,12 @@ class Saves:
 
     def _begin(self, progress: Progress) -> None:
         begin = time.perf_counter()
-        pieces = finite_pieces(self._engine, progress)
-        if pieces is None:
-            return
-        values = run_values(self._engine, progress, self._description)
-        saving = new_saving(self._engine, progress)
-        save = BackgroundSave(saving, pieces, values, self._copies)
-        self._pending = _Pending(save, begin, time.perf_counter() - begin)
+        save = BackgroundSave(
+            new_saving(self._engine, progress),
+            saved_pieces(self._engine),
+            run_values(self._engine, progress, self._description),
+            self._copies,
+            not_finite,
+        )
+        stall = time.perf_counter() - begin
+        self._pending = _Pending(save, progress, begin, stall)

@@ -76,7 +76,8 @@ def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
     pending = begun(tmp_path, 2, pieces_of(Layout(), 0, 2))
     assert not pending.is_written and latest(tmp_path) == 1
     gate.set()
-    assert pending.publish().name == "iter_0000002" and latest(tmp_path) == 2
+    path, _ = pending.publish()
+    assert path.name == "iter_0000002" and latest(tmp_path) == 2
     pieces = pieces_of(Layout(), 0, seed=None)
     load(tmp_path, 2, pieces, coordinates={}, world=solo())
     for piece, right in zip(pieces, pieces_of(Layout(), 0, 2), strict=True):
@@ -148,3 +149,18 @@ class AtOnce:
 
     def is_alive(self):
         return False
+
+
+def test_a_reason_of_one_rank_drops_the_save_on_all(tmp_path):
+    def main(rank, world):
+        group = world.group("world", range(LAYOUT.world_size), rank)
+        saving = Saving(tmp_path, 1, tp_coordinates(LAYOUT, rank), group)
+        refuse = lambda pieces: "a bad value" if rank == 3 else None
+        pieces = pieces_of(LAYOUT, rank, 1)
+        pending = BackgroundSave(saving, pieces, {}, Copies(), refuse)
+        return pending.publish()
+
+    expected = (None, [None, None, None, "a bad value"])
+    assert run_ranks(LAYOUT.world_size, main) == [expected] * LAYOUT.world_size
+    assert latest(tmp_path) is None
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".iter")]

@@ -110,7 +110,12 @@ def test_an_overflow_while_the_loss_scale_is_sought_is_no_nan(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value, flags", [(math.nan, []), (math.inf, ["--zero-stage", "1"])]
+    "value, flags",
+    [
+        (math.nan, []),
+        (math.inf, ["--zero-stage", "1"]),
+        (math.nan, ["--zero-stage", "1", "--async-save"]),
+    ],
 )
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value, flags):
     spoil = partial(spoiled_weight, step=3, victim=1, value=value)
