@@ -1,0 +1,289 @@
+"""The command line of `megatron-ds launch`: DeepSpeed's launcher flags with their meaning, and some more.
+
+megatron-ds launch train.py --config run.yaml                      # all GPUs of this machine
+megatron-ds launch --hostfile hosts train.py --config run.yaml     # pdsh or ssh to every host
+megatron-ds launch --launcher slurm train.py ...                   # within salloc or sbatch
+megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the commands
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...cli import Arguments
+from ...errors import ConfigError
+from .hostfile import Slots, chosen_slots, limited, read_hostfile
+from .job import Job, Program, core_list
+from .runners import Means, runner_named
+from .supervise import run_all
+from .variables import exported_variables
+
+HOSTFILE = Path("/job/hostfile")
+PORT = 29500
+LOCAL = "localhost"
+SSH_SECONDS = 30
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the command; all that follows the script belongs to it."""
+    made = Arguments(__doc__)
+    add = made.add_argument_group("hosts").add_argument
+    add(
+        "-H", "--hostfile", type=Path, help="lines HOST slots=N (default /job/hostfile)"
+    )
+    add("-i", "--include", default="", help="hosts and slots to use: h1@h2:0,2")
+    add("-e", "--exclude", default="", help="hosts and slots not to use")
+    add("--num_nodes", type=_count, help="use the first so many hosts")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=_count,
+        help="ranks of each host; on a machine without GPUs, processes",
+    )
+    add(
+        "--master_addr",
+        default="",
+        help="address of rank 0 (default: the first host's)",
+    )
+    add("--master_port", type=int, default=PORT, help=f"its port (default {PORT})")
+
+    add = made.add_argument_group("how the hosts are reached").add_argument
+    add(
+        "--launcher",
+        default="",
+        help="local, ssh, pdsh, slurm or openmpi (default: local on one host, else pdsh or ssh)",
+    )
+    add("--launcher_args", default="", help="words for pdsh, ssh, srun or mpirun")
+    add("--ssh_port", type=_count, help="port of ssh on the hosts")
+    add("--no_ssh_check", action="store_true", help="do not try the first host first")
+    add(
+        "--no_ssh",
+        action="store_true",
+        help="start this host's ranks only; run the same on each host, with --node_rank",
+    )
+    add("--node_rank", type=int, default=-1, help="number of this host, with --no_ssh")
+    add("--force_multi", action="store_true", help="use the launcher for one host, too")
+    add("--venv_script", default="", help="script that remote shells read first")
+    add("--comment", default="", help="of the Slurm job step")
+
+    add = made.add_argument_group("ranks").add_argument
+    add("--module", action="store_true", help="the script is a module, as of python -m")
+    add("--no_python", action="store_true", help="the script runs by itself")
+    add(
+        "--no_local_rank",
+        action="store_true",
+        help="do not append --local_rank=N; without effect on scripts of this package, which get none",
+    )
+    add(
+        "--log-dir",
+        "--enable_each_rank_log",
+        default="",
+        help="folder of a log file for each rank",
+    )
+    add("--bind_cores_to_rank", action="store_true", help="share out the host's cores")
+    add("--bind_core_list", default="", help="the cores to share out: 0-15,32")
+    add(
+        "--grace-seconds", type=float, default=30.0, help="from SIGTERM to SIGKILL (30)"
+    )
+
+    add = made.add_argument_group("the launcher itself").add_argument
+    add("--dry-run", "--print-command", action="store_true", help="print the commands")
+    add("--save_pid", action="store_true", help="write TMP/PID.deepspeed while it runs")
+    add("--autotuning", default="", help=argparse.SUPPRESS)
+    add("--log_level", default="info", help=argparse.SUPPRESS)
+    add(
+        "-q", "--quiet", action="store_true", help="print nothing but the ranks' output"
+    )
+    made.add_argument("script", help="the program that each rank runs")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the job and wait for its end; the exit code of the rank that failed first."""
+    args = _parsed(argv)
+    slots = slots_of(args, os.environ)
+    name = launcher_of(args, slots)
+    means = Means(
+        sys.executable,
+        shlex.split(args.launcher_args),
+        args.ssh_port,
+        args.venv_script,
+        args.comment,
+    )
+    job = job_of(args, slots, name)
+    started = runner_named(name)(job, means)
+    if args.dry_run:
+        for process in started:
+            settings = [f"{key}={value}" for key, value in process.variables.items()]
+            print(shlex.join([*settings, *process.words]))
+        return 0
+    return run_all(job, started, quiet=args.quiet, writes_pid=args.save_pid)
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    words = sys.argv[1:] if argv is None else list(argv)
+    own, rest = split_words(words)
+    args = parser().parse_args(own)
+    args.arguments = rest
+    if args.autotuning:
+        raise ConfigError(
+            "--autotuning is not supported: `megatron-ds plan` prints memory and time of a layout without "
+            "running it."
+        )
+    if args.log_dir == "None":  # DeepSpeed's default, as a word
+        args.log_dir = ""
+    return args
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the launcher's flags and the script, the script's arguments).
+
+    The script is the first word that is neither a flag nor the value of one.
+    """
+    takes_value = {
+        flag
+        for action in parser()._actions
+        if action.option_strings and action.nargs is None
+        for flag in action.option_strings
+    }
+    i = 0
+    while i < len(words) and words[i].startswith("-"):
+        is_pair = words[i] in takes_value
+        i += 2 if is_pair else 1
+    return list(words[: i + 1]), list(words[i + 1 :])
+
+
+def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
+    """The hosts and slots of the job."""
+    by_count = args.num_nodes is not None or args.num_gpus is not None
+    if by_count and (args.include or args.exclude):
+        raise ConfigError(
+            "--num_nodes and --num_gpus choose hosts and slots, and so do --include and --exclude; give one pair."
+        )
+    hosts = _hosts(args, environ)
+    include = args.include
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    # As DeepSpeed: on one machine the visible devices are its slots.
+    if set(hosts) == {LOCAL} and visible and not (by_count or include or args.exclude):
+        if re.fullmatch(r"\d+(,\d+)*", visible):
+            return {LOCAL: tuple(map(int, visible.split(",")))}
+    slots = chosen_slots(hosts, include, args.exclude)
+    return limited(slots, args.num_nodes, args.num_gpus)
+
+
+def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
+    """Host → slots: of the hostfile, of Slurm's allocation, or this machine."""
+    if args.hostfile is not None or HOSTFILE.is_file():
+        return read_hostfile(args.hostfile or HOSTFILE)
+    if args.launcher == "slurm":
+        return slurm_hosts(environ, args.num_gpus)
+    if args.num_nodes is not None and args.num_nodes > 1:
+        raise ConfigError(
+            f"--num_nodes {args.num_nodes} without a hostfile: name the hosts in a file for --hostfile, or use "
+            "--launcher slurm within an allocation."
+        )
+    return {LOCAL: args.num_gpus or device_count()}
+
+
+def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, int]:
+    """The nodes of Slurm's allocation, and the GPUs or tasks of each."""
+    listed = environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise ConfigError(
+            "--launcher slurm runs within an allocation, or needs --hostfile: start it by sbatch or salloc."
+        )
+    words = ["scontrol", "show", "hostnames", listed]
+    names = subprocess.run(words, capture_output=True, text=True, check=True)
+    found = re.match(r"\d+", environ.get("SLURM_GPUS_ON_NODE", ""))
+    tasks = re.match(r"\d+", environ.get("SLURM_NTASKS_PER_NODE", ""))
+    count = per_node or int((found or tasks or re.match("1", "1"))[0])
+    return {name: count for name in names.stdout.split()}
+
+
+def device_count() -> int:
+    """The GPUs of this machine; 1 without any."""
+    import torch  # takes seconds, and is needed on one machine only
+
+    return torch.cuda.device_count() or 1
+
+
+def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
+    """The name of the runner."""
+    if args.no_ssh:
+        return "local"
+    is_single = len(slots) == 1 and not args.force_multi
+    if args.launcher:
+        name = args.launcher.lower()
+        return "local" if is_single and name in ("pdsh", "ssh", "openmpi") else name
+    if is_single:
+        return "local"
+    return "pdsh" if shutil.which("pdsh") else "ssh"
+
+
+def job_of(args: argparse.Namespace, slots: Slots, launcher: str) -> Job:
+    """The job of a command line."""
+    if args.no_ssh:
+        hosts = list(slots)
+        if not 0 <= args.node_rank < len(hosts):
+            raise ConfigError(
+                f"--no_ssh needs --node_rank from 0 to {len(hosts) - 1}, got {args.node_rank}."
+            )
+    folder = Path.cwd()
+    cores = core_list(args.bind_core_list) if args.bind_core_list else ()
+    is_bound = args.bind_cores_to_rank or bool(args.bind_core_list)
+    return Job(
+        slots=slots,
+        program=Program(
+            (args.script, *args.arguments),
+            "" if args.no_python else sys.executable,
+            args.module,
+            has_local_rank=not args.no_local_rank,
+        ),
+        variables=exported_variables(os.environ, Path.home(), folder),
+        folder=str(folder),
+        master_address=args.master_addr or master_address(args, slots, launcher),
+        master_port=args.master_port,
+        log_folder=str(folder / args.log_dir) if args.log_dir else "",
+        bound_cores=cores if is_bound else None,
+        grace_seconds=args.grace_seconds,
+    )
+
+
+def master_address(args: argparse.Namespace, slots: Slots, launcher: str) -> str:
+    """The address of the first host: asked by ssh, else its name. Tries whether ssh works."""
+    first = next(iter(slots))
+    if first == LOCAL or launcher == "local":
+        return "127.0.0.1"
+    if launcher not in ("ssh", "pdsh") or args.dry_run:
+        return first
+    port = ["-p", str(args.ssh_port)] if args.ssh_port else []
+    words = ["ssh", "-o", "BatchMode=yes", *port, first, "hostname", "-I"]
+    try:
+        answer = subprocess.run(
+            words, capture_output=True, text=True, timeout=SSH_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        if args.no_ssh_check:
+            return first
+        reason = (getattr(error, "stderr", "") or str(error)).strip()
+        raise ConfigError(
+            f"the first host, {first}, does not answer by ssh: {reason}. Set up ssh without a password, remove "
+            "the host from the hostfile, or give --master_addr and --no_ssh_check."
+        ) from error
+    words = answer.stdout.split()
+    return words[0] if words else socket.gethostbyname(first)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
