@@ -1,12 +1,13 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
 # make test         ruff and all tests that need no GPU: 12 to 40 minutes on two cores, by the processor
-# make test-all     the same with every case of the layout grid and of other products
-# make gpu          all that one GPU can show, in under ten minutes: tests, kernels, steps; into gpu-results.json
+# make test-all     the same with more cases and all steps of the layout grid, and whole products
+# make gpu          all that one GPU can show, in nine minutes: steps, tests, kernels; into $OUT/gpu-results.json.
+#                   Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
 # make lint         ruff: fixes what it can, and formats
 # make docs         regenerate docs/reference/flags.md
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
-# All targets run in the virtual environment .venv. For your own commands activate it: source .venv/bin/activate
+# All other targets run in the virtual environment .venv. For your own commands activate it: source .venv/bin/activate
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -28,8 +29,9 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(IN_TESTS) OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-gpu: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/gpu_day.py
+# Neither network nor installation: the checkout, and a python3 with torch, transformers, pytest and hypothesis.
+gpu:
+	$(PYTHON) benchmarks/gpu_day.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check --fix .

@@ -27,6 +27,8 @@ from megatron_ds.host.scratch_file import Region, ScratchFile
 
 
 class Done:
+    """A transfer that has ended."""
+
     def wait(self) -> None:
         pass
 
@@ -67,6 +69,7 @@ def sweep(regions: list[Region], buffers: list[torch.Tensor], what: str) -> None
 
 
 def engines(arguments: argparse.Namespace) -> dict[str, AsyncIO]:
+    """Name → contestant. io_uring is left out where the system has none."""
     block = arguments.block_kib << 10
     found = {
         "plain": PlainIO(block),
@@ -116,7 +119,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, what in seconds:
             file.io = contestants[name]
-            start, busy = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            busy = time.process_time()
             sweep(regions, buffers, what)
             seconds[name, what].append(time.perf_counter() - start)
             cpu[name, what].append(time.process_time() - busy)

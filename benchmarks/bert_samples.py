@@ -22,7 +22,10 @@ from megatron_ds.data.samples.bert_data import BertDataset, BertOptions
 from megatron_ds.data.samples.bert_maps import build_mapping
 from megatron_ds.data.samples.masking import Masking, WordPieces
 
-PAD, CLS, SEP, MASK = 0, 101, 102, 103
+PAD = 0
+CLS = 101
+SEP = 102
+MASK = 103
 
 
 def pieces(vocab_size: int) -> WordPieces:
@@ -91,13 +94,14 @@ def differing(ours: dict, theirs: dict) -> list[str]:
 
 
 def compare(cases: int) -> int:
-    random, samples, wrong = np.random.default_rng(1), 0, 0
+    random = np.random.default_rng(1)
+    samples = 0
+    wrong = 0
     for case in range(cases):
-        vocab_size, seq_length = (
-            int(random.integers(120, 2000)),
-            int(random.integers(8, 130)),
-        )
-        pairs, seed = bool(random.integers(2)), int(random.integers(2**31 - 2))
+        vocab_size = int(random.integers(120, 2000))
+        seq_length = int(random.integers(8, 130))
+        pairs = bool(random.integers(2))
+        seed = int(random.integers(2**31 - 2))
         masking = Masking(
             float(random.choice([0.05, 0.15, 0.4])),
             int(random.integers(1, 5)),

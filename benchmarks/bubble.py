@@ -46,7 +46,8 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, times):
-        ctx.weight, ctx.times = weight, times
+        ctx.weight = weight
+        ctx.times = times
         time.sleep(times[0])
         return x * 1.0
 
@@ -95,7 +96,8 @@ def run_rank(
         rank,
         connect_torch("pp", [tuple(range(ranks))], rank),
     )
-    home, stages = placement(name, ranks, chunks), ranks * chunks
+    home = placement(name, ranks, chunks)
+    stages = ranks * chunks
     times = tuple(t / 1000 / chunks for t in args.times)
     mine = {
         s: Stage(
@@ -198,11 +200,10 @@ def main() -> int:
         for ranks in args.ranks:
             preferred = (2, 1) if name in ("interleaved", "zb-v") else (1, 2)
             chunks = next(filter(SCHEDULES[name].supports, preferred))
-            plan, real = (
-                foretell(args, name, ranks, chunks),
-                measure(args, name, ranks, chunks),
-            )
-            bubbles, spans = [s.bubble for s in real], [s.span for s in real]
+            plan = foretell(args, name, ranks, chunks)
+            real = measure(args, name, ranks, chunks)
+            bubbles = [s.bubble for s in real]
+            spans = [s.span for s in real]
             strayed |= abs(statistics.median(bubbles) - plan.bubble) > args.tolerance
             print(
                 f"| {name} | {ranks} | {chunks} | {plan.bubble:.4f} | {statistics.median(bubbles):.4f} "

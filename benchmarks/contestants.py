@@ -169,7 +169,8 @@ def plain_step(
                     default DDP's no_sync
     keep_gradients  between the steps, zeroed; default where they are views of DDP's buckets
     """
-    data, share = torch.from_numpy(token_batches(w)), w.global_batch // world
+    data = torch.from_numpy(token_batches(w))
+    share = w.global_batch // world
     autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16")
     if microbatch is None:
         microbatch = lambda is_last: (
@@ -177,11 +178,9 @@ def plain_step(
         )
 
     def step(i: int) -> float:
-        total, mine = (
-            torch.zeros(()),
-            data[i % NUM_BATCHES][rank * share : (rank + 1) * share].split(
-                w.micro_batch
-            ),
+        total = torch.zeros(())
+        mine = data[i % NUM_BATCHES][rank * share : (rank + 1) * share].split(
+            w.micro_batch
         )
         for j, rows in enumerate(mine):
             with microbatch(j == len(mine) - 1):

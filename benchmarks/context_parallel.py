@@ -53,7 +53,8 @@ from megatron_ds.ops.key_visibility import KeyVisibility  # noqa: E402
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients  # noqa: E402
 from megatron_ds.ops.scoring import Scoring  # noqa: E402
 
-HEADS, CHANNELS = 6, 64
+HEADS = 6
+CHANNELS = 64
 OURS = ("p2p", "all_gather", "a2a", "a2a-zigzag")
 CONTESTANTS = (*OURS, "ring", "zigzag-ring", "deepspeed")
 RIVALS = {
@@ -68,6 +69,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
     """(attention of the rank's tokens [s/c, b, n, d] → [s/c, b, n * d], whether they are zigzag)"""
+    # The tokens of each rank.
     zigzag = name in ("p2p", "all_gather", "a2a-zigzag", "zigzag-ring")
     parts = [
         SequenceSlice(Part(rank, group.size), zigzag=zigzag)
@@ -110,6 +112,7 @@ def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def deepspeed_layer() -> Attend:
+    """DeepSpeed's attention by exchanged heads."""
     from deepspeed import comm
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -129,8 +132,10 @@ class PlainRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, where, rank):
-        queries, block = PlainRing.heads(q), torch.stack((k, v))
-        out, sums = torch.zeros(queries.shape), torch.full(queries.shape[:3], -math.inf)
+        queries = PlainRing.heads(q)
+        block = torch.stack((k, v))
+        out = torch.zeros(queries.shape)
+        sums = torch.full(queries.shape[:3], -math.inf)
         for step in range(len(where)):
             owner = (rank - step) % len(where)
             keys, values = map(PlainRing.heads, block)
@@ -142,22 +147,24 @@ class PlainRing(torch.autograd.Function):
                 False,
                 attn_mask=PlainRing.mask(where, rank, owner, q.dtype),
             )
+            # A query that sees no key of the block adds nothing.
             part_sums = part_sums.masked_fill(part_sums > 1e30, -math.inf)
             blind = (where[rank][:, None] < where[owner]).all(1)
             part_sums[:, :, blind] = -math.inf
+            # Results are merged by their weights in the softmax of both.
             total = torch.logaddexp(sums, part_sums)
             weight = lambda x, total=total: torch.exp(x - total).nan_to_num(0.0)[
                 ..., None
             ]
-            out, sums = (
-                out * weight(sums) + part.float().nan_to_num(0.0) * weight(part_sums),
-                total,
-            )
+            out = out * weight(sums) + part.float().nan_to_num(0.0) * weight(part_sums)
+            sums = total
             if step < len(where) - 1:
                 block = PlainRing.passed_on(block, rank, len(where))
+        # The softmax of all keys is kept for backward.
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.where, ctx.rank = where, rank
+        ctx.where = where
+        ctx.rank = rank
         return out.permute(2, 0, 1, 3).flatten(2)
 
     @staticmethod
@@ -166,12 +173,11 @@ class PlainRing(torch.autograd.Function):
         where = ctx.where
         rank = ctx.rank
         size = len(where)
-        queries, dout = PlainRing.heads(q), PlainRing.heads(dout.reshape(q.shape))
-        block, dblock, dq = (
-            torch.stack((k, v)),
-            torch.zeros(2, *k.shape),
-            torch.zeros(queries.shape),
-        )
+        queries = PlainRing.heads(q)
+        dout = PlainRing.heads(dout.reshape(q.shape))
+        block = torch.stack((k, v))
+        dblock = torch.zeros(2, *k.shape)
+        dq = torch.zeros(queries.shape)
         for step in range(size):
             owner = (rank - step) % size
             keys, values = map(PlainRing.heads, block)
@@ -186,6 +192,7 @@ class PlainRing(torch.autograd.Function):
                 False,
                 attn_mask=PlainRing.mask(where, rank, owner, q.dtype),
             )
+            # The gradients of keys and values travel on with them.
             dq += parts[0]
             for total, part in zip(dblock, parts[1:], strict=True):
                 total += part.permute(2, 0, 1, 3)
@@ -197,15 +204,18 @@ class PlainRing(torch.autograd.Function):
 
     @staticmethod
     def heads(t: torch.Tensor) -> torch.Tensor:
+        """[s, b, n, d] → [b, n, s, d]."""
         return t.permute(1, 2, 0, 3)
 
     @staticmethod
     def mask(where, rank: int, owner: int, dtype: torch.dtype) -> torch.Tensor:
+        """-inf where a query of a rank must not see a key of the owner, 0 elsewhere."""
         later = where[owner] > where[rank][:, None]
         return torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -math.inf)
 
     @staticmethod
     def passed_on(block: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Send a block to the next rank; returns that of the rank before."""
         coming = torch.empty_like(block)
         works = (
             dist.isend(block, (rank + 1) % size),
@@ -227,11 +237,13 @@ def inputs(length: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def run_rank(args: argparse.Namespace) -> None:
     """One rank: take turns, print one JSON line for each length from rank 0."""
-    rank, dtype = int(os.environ["RANK"]), getattr(torch, args.dtype)
+    rank = int(os.environ["RANK"])
+    dtype = getattr(torch, args.dtype)
     set_allocator(keep_freed=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = Group("cp", (0, 1), rank, GlooTransport(dist.group.WORLD, "cp"))
+    # Each length has its own contestants.
     for length in args.lengths:
         seconds = {name: [] for name in args.contestants}
         whole = inputs(length, args.groups, dtype)
@@ -241,6 +253,7 @@ def run_rank(args: argparse.Namespace) -> None:
             attend, zigzag = contestant(name, group, length)
             where = SequenceSlice(Part(rank, 2), zigzag=zigzag).index(length)
             calls[name] = attend, where, [t[where].clone() for t in whole]
+        # They take turns; the first round is compared and not counted.
         for number in range(args.rounds + 1):
             for name, (attend, where, (*leaves, dout)) in calls.items():
                 leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -252,6 +265,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 seconds[name].append(time.perf_counter() - start)
                 if number == 0:
                     results[name] = sums_of(where, out, gradients)
+        # Rank 0 reports.
         check(results, length, dtype)
         if rank == 0:
             print(
@@ -282,6 +296,7 @@ def sums_of(
 
 
 def check(results: dict[str, torch.Tensor], length: int, dtype: torch.dtype) -> None:
+    """Ends the program if two contestants have different results."""
     first, right = next(iter(results.items()))
     for name, sums in results.items():
         if not torch.allclose(
@@ -297,6 +312,7 @@ def start(args: argparse.Namespace) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    # Two processes of this program, with a core each.
     env = os.environ | {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -324,6 +340,7 @@ def start(args: argparse.Namespace) -> None:
 
 
 def show(record: dict, args: argparse.Namespace) -> None:
+    """Prints the tables of one length: times, and ratios of adjacent calls."""
     seconds = record["seconds"]
     print(
         f"\n{record['length']} tokens, {args.dtype}, {args.groups} key-value heads, {args.rounds} rounds; "
@@ -350,6 +367,7 @@ def show(record: dict, args: argparse.Namespace) -> None:
 
 
 def spread(values: list[float], form: str) -> str:
+    """The median and the quartiles."""
     first, _, third = (
         statistics.quantiles(values, n=4, method="inclusive")
         if values[1:]
@@ -379,6 +397,7 @@ def show_errors(args: argparse.Namespace) -> None:
 
 
 def in_one_process(q, k, v, dout) -> list[torch.Tensor]:
+    """The result of attention and its gradients, by torch."""
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = fused(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -389,12 +408,12 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
     length = q.shape[0]
     settings = KeyVisibility(), Scoring()
     parts = [SequenceSlice(Part(rank, ranks)) for rank in range(ranks)]
-    runs, where = (
-        [Runs(p.runs(length)) for p in parts],
-        [p.index(length) for p in parts],
-    )
-    out, dq = torch.empty_like(q), torch.empty_like(q)
+    runs = [Runs(p.runs(length)) for p in parts]
+    where = [p.index(length) for p in parts]
+    out = torch.empty_like(q)
+    dq = torch.empty_like(q)
     totals = [torch.zeros(2, len(i), *k.shape[1:]) for i in where]
+    # Keys arrive at a rank in the order of the ring.
     for rank in range(ranks):
         order = [(rank - step) % ranks for step in range(ranks)]
         partial = PartialAttention(q[where[rank]], runs[rank], *settings)
@@ -412,7 +431,8 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
             gradients.add(k[where[owner]], v[where[owner]], runs[owner], totals[owner])
         out[where[rank]] = result[0].view_as(q[where[rank]])
         dq[where[rank]] = gradients.dq.to(q.dtype)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
     for index, total in zip(where, totals, strict=True):
         dk[index], dv[index] = total.to(k.dtype)
     return [out, dq, dk, dv]

@@ -42,7 +42,10 @@ from megatron_ds.mpu.group import solo
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
-WIDTH, FFN, HEADS, VOCABULARY = 4096, 11008, 32, 32000
+WIDTH = 4096
+FFN = 11008
+HEADS = 32
+VOCABULARY = 32000
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -175,12 +178,14 @@ def direct(source: Path, target: Path, written: int) -> Result:
 
     def read() -> None:
         for path in paths:
-            fd, at = os.open(path, os.O_RDONLY | os.O_DIRECT), 0
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            at = 0
             while count := os.preadv(fd, [into], at):
                 at += count
             os.close(fd)
 
-    start, before = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    before = time.process_time()
     reader = threading.Thread(target=read)
     reader.start()
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)

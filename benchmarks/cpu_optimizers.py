@@ -197,13 +197,15 @@ def contestants(contest: Contest, variants: list[str]) -> dict[str, tuple[bool, 
 
 def seconds(step: Step) -> tuple[float, float]:
     """Seconds of a step: (by the clock, of processor time of all threads)."""
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     step()
     return time.perf_counter() - start, time.process_time() - cpu
 
 
 def copy_step(numel: int) -> Step:
-    source, target = huge_page_zeros(numel), huge_page_zeros(numel)
+    source = huge_page_zeros(numel)
+    target = huge_page_zeros(numel)
     return lambda: target.copy_(source)
 
 

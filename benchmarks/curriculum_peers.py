@@ -78,13 +78,16 @@ def random_schedule(rng: random.Random, low: int, high: int) -> dict:
 
 def compare_difficulties(cases: int) -> tuple[int, int]:
     """(integers compared, unequal)."""
-    rng, compared, unequal = random.Random(0), 0, 0
+    rng = random.Random(0)
+    compared = 0
+    unequal = 0
     for _ in range(cases):
         low = rng.randint(1, 300)
         block = random_schedule(
             rng, low, low + rng.choice([0, rng.randint(0, 20), rng.randint(0, 5000)])
         )
-        theirs, ours = CurriculumScheduler(block), make_difficulty(block)
+        theirs = CurriculumScheduler(block)
+        ours = make_difficulty(block)
         for step in range(1, 200):
             compared += 1
             unequal += theirs.update_difficulty(step) != ours.at(step)
@@ -105,10 +108,8 @@ def random_metrics(rng: random.Random, folder: Path, total: int) -> dict[str, di
     """One metric, or two; each schedule rises, since upstream admits samples twice where a difficulty falls."""
     metrics = {}
     for name in ("a", "b")[: rng.choice([1, 1, 2])]:
-        values, kind = (
-            write_random_metric(rng, folder, name, total),
-            rng.choice(["value", "percentile"]),
-        )
+        values = write_random_metric(rng, folder, name, total)
+        kind = rng.choice(["value", "percentile"])
         low, high = (
             (int(values.min()), int(values.max()))
             if kind == "value"
@@ -158,14 +159,14 @@ def our_order(metrics: dict, folder: Path, total: int, batch: int, steps: int):
 
 def compare_clusters(cases: int) -> dict[str, int]:
     """Which samples are admitted at each step, and in which cluster they are."""
-    rng, counts = (
-        random.Random(1),
-        dict.fromkeys(
-            ("cases", "clusters", "samples", "unequal", "nothing at step 1"), 0
-        ),
+    rng = random.Random(1)
+    counts = dict.fromkeys(
+        ("cases", "clusters", "samples", "unequal", "nothing at step 1"), 0
     )
     for _ in range(cases):
-        total, batch, steps = rng.randint(100, 2000), rng.choice([1, 4, 16]), 60
+        total = rng.randint(100, 2000)
+        batch = rng.choice([1, 4, 16])
+        steps = 60
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             metrics = random_metrics(rng, folder, total)
@@ -271,7 +272,8 @@ def compare_analysis(total: int) -> dict[str, bool]:
         tempfile.TemporaryDirectory() as name,
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        theirs, ours = Path(name) / "theirs", Path(name) / "ours"
+        theirs = Path(name) / "theirs"
+        ours = Path(name) / "ours"
         upstream_analysis(rows, theirs)
         dataset_id = {"samples": total}
         for metric in ("total_vocab_freq", "vocab_rarity"):
@@ -346,7 +348,9 @@ def resumed_draws(cases: int) -> tuple[int, int, int]:
             tempfile.TemporaryDirectory() as name,
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            folder, total, batch = Path(name), 500, 8
+            folder = Path(name)
+            total = 500
+            batch = 8
             values = write_random_metric(rng, folder, "a", total)
             metrics = {
                 "a": {
@@ -382,7 +386,8 @@ def resumed_draws(cases: int) -> tuple[int, int, int]:
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
-    rows, bad = [], 0
+    rows = []
+    bad = 0
     compared, unequal = compare_difficulties(2000)
     rows.append(
         (

@@ -37,7 +37,9 @@ LEFT_OUT = {
     "dist-packages",
     "__pycache__",
 }
-LENGTH, BATCH, EVERY = 512, 4, 10
+LENGTH = 512
+BATCH = 4
+EVERY = 10
 STEPS_TIMED = [
     *((LENGTH, kept) for kept in (64, 128, 192, 256, 320, 384, 448, LENGTH)),
     *((length, length) for length in (64, 128, 192, 256, 320, 384, 448)),
@@ -153,7 +155,8 @@ def prepare(out: Path) -> None:
 
 def train(out: Path, name: str) -> None:
     """A run; its metrics appear under its name when it is complete."""
-    c, metrics = CONTESTANTS[name], out / f"{name}.partial"
+    c = CONTESTANTS[name]
+    metrics = out / f"{name}.partial"
     metrics.unlink(missing_ok=True)
     call(
         "pretrain_gpt.py",
@@ -201,15 +204,16 @@ class Result:
 
 
 def read(out: Path, name: str) -> Result | None:
-    path, seconds, loss, tokens = out / f"{name}.jsonl", 0.0, 0.0, 0
+    path = out / f"{name}.jsonl"
+    seconds = 0.0
+    loss = 0.0
+    tokens = 0
     if not path.exists():
         return None
     for record in map(json.loads, path.read_text().splitlines()):
         if record["kind"] == "train":
-            seconds, tokens = (
-                seconds + EVERY * record["step_seconds"],
-                record["layer_tokens"],
-            )
+            seconds = seconds + EVERY * record["step_seconds"]
+            tokens = record["layer_tokens"]
         elif record["kind"] == "validation":
             loss = record["loss"]
     return Result(
@@ -304,12 +308,10 @@ def times(out: Path, rounds: int = 9) -> None:
         config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse),
         Mesh(Grid(), 0),
     )
-    tokens, taken = (
-        torch.randint(
-            2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
-        ),
-        {},
+    tokens = torch.randint(
+        2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
     )
+    taken = {}
     for _ in range(rounds):
         for length, kept in STEPS_TIMED:
             batch = Batch(

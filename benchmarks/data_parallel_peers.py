@@ -121,11 +121,9 @@ def zero(
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        total, mine = (
-            torch.zeros(()),
-            data[i % NUM_BATCHES][rank * share : (rank + 1) * share].split(
-                w.micro_batch
-            ),
+        total = torch.zeros(())
+        mine = data[i % NUM_BATCHES][rank * share : (rank + 1) * share].split(
+            w.micro_batch
         )
         for rows in mine:
             loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())

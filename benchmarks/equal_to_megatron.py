@@ -42,12 +42,14 @@ def main():
 
 
 def check_corpora(folder):
+    """Random corpora that both write have equal bytes, and each reads the files of the other."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset as Theirs
 
     rng = np.random.default_rng(0)
     for case in range(20 * len(DTYPES)):
         dtype = list(DTYPES.values())[case % len(DTYPES)]
-        longest, count = rng.choice([1, 3, 9]), int(rng.integers(1, 30))
+        longest = rng.choice([1, 3, 9])
+        count = int(rng.integers(1, 30))
         documents = [
             rng.integers(0, longest, int(rng.integers(0, 5))).tolist()
             for _ in range(count)
@@ -55,8 +57,10 @@ def check_corpora(folder):
         tokens = [
             rng.integers(0, 100, sum(lengths)).astype(dtype) for lengths in documents
         ]
+        # Their bytes, and what is read from them.
         ours, theirs = write_both(folder / f"c{case}", dtype, zip(tokens, documents))
         equal_files(ours, theirs)
+        # Ours reads theirs, and theirs ours.
         read = IndexedDataset(theirs)
         read.check()
         peer = (
@@ -78,15 +82,20 @@ def check_corpora(folder):
 
 
 def check_large_corpus(folder):
+    """A corpus of more than 4 GiB, in which zeros take no room."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset as Theirs
 
-    zeros, last = np.zeros(16 << 20, np.int32), np.arange(1, 1000, dtype=np.int32)
+    zeros = np.zeros(16 << 20, np.int32)
+    last = np.arange(1, 1000, dtype=np.int32)
     documents = [(zeros, [len(zeros)])] * 68 + [(last, [400, 599]), (last[:0], [])]
     ours, theirs = write_both(folder / "large", np.int32, documents, opened=Sparse)
     equal_files(ours, theirs, contents=False)
+    # Its size, and what it takes of the disk.
     found = (folder / "large_ours.bin").stat()
-    size, held = found.st_size, found.st_blocks * 512
-    read, peer = IndexedDataset(theirs), Theirs(str(ours))
+    size = found.st_size
+    held = found.st_blocks * 512
+    read = IndexedDataset(theirs)
+    peer = Theirs(str(ours))
     read.check()
     assert (
         size > 4 << 30
@@ -107,6 +116,7 @@ class Sparse:
         self._file = file
 
     def write(self, data):
+        """Write bytes; a run of zeros becomes a hole."""
         if data.count(0) == len(data):
             self._file.flush()
             end = os.fstat(self._file.fileno()).st_size + len(data)
@@ -122,13 +132,17 @@ class Sparse:
 
 
 def write_both(prefix, dtype, documents, opened=lambda file: file):
+    """(our prefix, theirs) of the same documents. opened: file → the file that is written to."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    ours, theirs = f"{prefix}_ours", f"{prefix}_theirs"
+    ours = f"{prefix}_ours"
+    theirs = f"{prefix}_theirs"
+    # Theirs writes tokens at once and the index at the end, as ours does.
     builder = IndexedDatasetBuilder(f"{theirs}.bin", dtype=dtype)
     builder.data_file = opened(builder.data_file)
     with IndexedWriter(ours, dtype) as writer:
         writer._bin = opened(writer._bin)
+        # Each document goes to both.
         for tokens, lengths in documents:
             writer.add_document(tokens, lengths)
             builder.add_document(tokens, lengths)
@@ -137,6 +151,7 @@ def write_both(prefix, dtype, documents, opened=lambda file: file):
 
 
 def equal_files(ours, theirs, contents=True):
+    """Raises if two corpora differ in their index, size or, with `contents`, tokens."""
     assert filecmp.cmp(f"{ours}.idx", f"{theirs}.idx", shallow=False), (
         f"{ours}.idx differs"
     )
@@ -147,11 +162,13 @@ def equal_files(ours, theirs, contents=True):
 
 
 def check_samples(folder):
+    """Samples of one corpus and of blends are equal."""
     import torch.distributed
 
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
     )
+    # Three corpora of different sizes.
     rng = np.random.default_rng(1)
     prefixes = []
     for name, documents in (("web", 400), ("books", 90), ("code", 40)):
@@ -167,6 +184,7 @@ def check_samples(folder):
         (prefixes, [1.0, 1.0, 1.0]),
         (prefixes, None),
     )
+    # Each blend with two lengths of samples.
     for words, weights in blends:
         for seq_length, wanted in ((16, (700, 60, 20)), (7, (150, 8, 8))):
             mine = ours_of(folder, words, weights, seq_length, wanted)
@@ -192,6 +210,7 @@ def check_samples(folder):
 
 
 def ours_of(folder, prefixes, weights, seq_length, wanted):
+    """Our datasets of train, valid and test. wanted: samples of each."""
     words = (
         prefixes
         if weights is None
@@ -212,6 +231,7 @@ def ours_of(folder, prefixes, weights, seq_length, wanted):
 
 
 def theirs_of(folder, prefixes, weights, seq_length, wanted):
+    """Megatron's datasets of train, valid and test."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -258,11 +278,14 @@ def check_index_maps(cases, compiled):
 
 
 def check_sample_index(rng, peer):
+    """One random case of the first token of each sample."""
     lengths = rng.integers(0, rng.choice([2, 9, 300]), int(rng.integers(1, 60))).astype(
         np.int32
     )
+    # At least one sample.
     lengths[rng.integers(len(lengths))] += 2
-    epochs, seq_length = int(rng.integers(1, 4)), int(rng.integers(2, 80))
+    epochs = int(rng.integers(1, 4))
+    seq_length = int(rng.integers(2, 80))
     order = rng.permutation(np.tile(np.arange(len(lengths), dtype=np.int32), epochs))
     tokens = int(lengths.sum())
     for build, dtype in (
@@ -279,7 +302,9 @@ def check_sample_index(rng, peer):
 
 
 def check_blends(rng, peer):
-    count, size = int(rng.integers(1, 40)), int(rng.integers(0, 400))
+    """One random case of blends by weight, and of all samples."""
+    count = int(rng.integers(1, 40))
+    size = int(rng.integers(0, 400))
     weights = rng.choice(
         [
             rng.random(count) + 1e-6,
@@ -288,18 +313,22 @@ def check_blends(rng, peer):
         ]
     )
     shares = weights / weights.sum()
-    which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    which = np.zeros(size, np.int16)
+    sample = np.zeros(size, np.int64)
     peer.build_blending_indices(which, sample, shares, count, size, False)
     assert all(map(same, blend.build_blend_index(shares, size), (which, sample)))
     sizes = rng.integers(1, 30, count).astype(
         np.int64
     )  # theirs writes outside its arrays when a size is 0
-    which, sample = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
+    which = np.zeros(sizes.sum(), np.int16)
+    sample = np.zeros(sizes.sum(), np.int64)
     peer.build_exhaustive_blending_indices(which, sample, sizes, count)
     assert all(map(same, blend.build_exhaustive_index(sizes), (which, sample)))
 
 
 def check_sentences(rng, peer):
+    """One random case of BERT's samples."""
+    # Documents of sentences, some of them empty.
     bounds = np.r_[
         0, np.cumsum(rng.integers(0, rng.integers(2, 12), int(rng.integers(0, 40))))
     ].astype(np.int64)
@@ -308,17 +337,13 @@ def check_sentences(rng, peer):
     )
     bounds = bounds[int(rng.integers(0, len(bounds))) :]
     titles = rng.integers(0, 20, len(bounds) - 1).astype(np.int32)
-    epochs, most, longest, seed = (
-        int(rng.integers(1, 5)),
-        int(rng.choice([1, 5, 50, 2**62])),
-        int(rng.integers(2, 200)),
-        int(rng.integers(1, 2**31 - 1)),
-    )
-    short, least, one = (
-        float(rng.choice([0, 0.1, 0.4, 1, 0.03])),
-        int(rng.integers(1, 4)),
-        bool(rng.integers(0, 2)),
-    )
+    epochs = int(rng.integers(1, 5))
+    most = int(rng.choice([1, 5, 50, 2**62]))
+    longest = int(rng.integers(2, 200))
+    seed = int(rng.integers(1, 2**31 - 1))
+    short = float(rng.choice([0, 0.1, 0.4, 1, 0.03]))
+    least = int(rng.integers(1, 4))
+    one = bool(rng.integers(0, 2))
     limits = dict(
         num_epochs=epochs, max_num_samples=most, max_seq_length=longest, seed=seed
     )

@@ -32,6 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.way:
         return train(args)
+    # Each way is a process, which takes a step for each line that it reads.
     command = [sys.executable, __file__, "--length", str(args.length), "--way"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     running = {way: subprocess.Popen([*command, way], **pipes) for way in WAYS}
@@ -43,6 +44,7 @@ def main() -> None:
             steps[way].append(
                 [float(word) for word in running[way].stdout.readline().split()]
             )
+    # The first step of each is not counted.
     for way in WAYS:
         running[way].communicate()
         cpu, clock, kernel, _ = (min(column[1:]) for column in zip(*steps[way]))
@@ -69,7 +71,8 @@ def train(args: argparse.Namespace) -> None:
         step = contestants.ours(w, 1, "fp32", (), stack)
         peak_memory.forget_peak()
         for i, _ in enumerate(sys.stdin):
-            before, start = os.times(), time.perf_counter()
+            before = os.times()
+            start = time.perf_counter()
             step(i)
             now = os.times()
             print(

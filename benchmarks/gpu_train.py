@@ -1,11 +1,13 @@
-"""Training steps of GPT-1.3B and of Llama-7B-shaped models on one GPU: MFU, and peak memory beside the plan.
+"""Training steps on one GPU, of GPT-1.3B and of models with the layers of Llama 7B and Mixtral: MFU, and peak
+memory beside the plan.
 
-    python benchmarks/gpu_train.py                         # both models, bf16, 12 steps each
+    python benchmarks/gpu_train.py                         # all models, bf16, 12 steps each
     python benchmarks/gpu_train.py --only gpt-1.3b --steps 20 -- --kernels torch
     python benchmarks/gpu_train.py --rehearse              # tiny models on any machine
 
-Mock data, one process. The number of layers of the 7B shape is the largest of a few whose plan fits into the
-free memory: a step of fewer layers has the same work per layer. Flags after `--` are added to all runs. MFU
+Mock data, one process. The number of layers of the shapes is the largest of a few whose plan fits into the free
+memory: a step of fewer layers has the same work per layer. The long models train one sequence of 32k tokens,
+with causal attention and with a window. Flags after `--` are added to all runs. MFU
 counts model FLOPs, without recomputation. `launched_s` is when the host had launched the update, after it had
 waited for the norm; what is left of the step is the update and what it gathers.
 """
@@ -46,6 +48,13 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --vocab-size 32000 --micro-batch-size 2 "
     "--global-batch-size 2 --bf16 --hidden-dropout 0 --attention-dropout 0"
 )
+# A layer of Mixtral 8x7B with all of its experts: what a rank computes without expert parallelism.
+MIXTRAL = (
+    LLAMA.replace("11008", "14336") + " --num-query-groups 8 "
+    "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+)
+# One sequence of 32k tokens.
+LONG = LLAMA.replace("4096 --position", "32768 --position").replace("size 2", "size 1")
 SMALL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 131 --micro-batch-size 2 "
     "--global-batch-size 2 --max-position-embeddings 32 --bf16 --hidden-dropout 0 --attention-dropout 0"
@@ -58,9 +67,18 @@ MODELS = {
         (24,),
     ),
     "llama-7b-shape": (LLAMA, (32, 24, 16, 8, 4)),
+    "mixtral-shape": (MIXTRAL, (4, 2, 1)),
+    "long-sequence": (LONG, (8, 4, 2)),
+    "long-window": (f"{LONG} --window-size 4095,0", (8, 4, 2)),
 }
 ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu"
-REHEARSED = {"gpt-tiny": (SMALL, (2,)), "llama-tiny": (f"{SMALL} {ROPE}", (2,))}
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+REHEARSED = {
+    "gpt-tiny": (SMALL, (2,)),
+    "llama-tiny": (f"{SMALL} {ROPE}", (2,)),
+    "mixtral-tiny": (f"{SMALL} {ROPE} {EXPERTS}", (2,)),
+    "window-tiny": (f"{SMALL} {ROPE} --window-size 7,0", (2,)),
+}
 COMMON = "--mock-data --lr 1e-4 --train-iters 1000 --lr-warmup-iters 10 --num-workers 1 --eval-iters 0"
 FILLED = 0.94  # of the free memory that a plan may need
 
@@ -93,12 +111,17 @@ def measure(
     device = torch.device(args.device)
     config, planned, count = fitting(name, flags, layers, device, args.more)
     kernel_table.select(config.train.kernels)
-    mesh, gpu = Mesh(Grid.fit(1), 0, lambda *_: None, device), device.type == "cuda"
+    mesh = Mesh(Grid.fit(1), 0, lambda *_: None, device)
+    gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    engine, seconds, launched, losses = build_engine(config, mesh), [], [], []
+    engine = build_engine(config, mesh)
+    seconds = []
+    launched = []
+    losses = []
     prepared = prepare_kernels(engine)
-    size, length = config.train.global_batch_size, config.model.seq_length
+    size = config.train.global_batch_size
+    length = config.model.seq_length
     samples = random_samples(4 * size, length, config.model.vocab_size, seed=1)
     progress = Progress()
     with closing(open_loader(config, samples, mesh)) as loader:

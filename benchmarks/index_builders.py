@@ -27,6 +27,7 @@ ITEMS = 10_000_000
 
 
 def sample_index(items, seq_length):
+    """The first token of each sample, for documents of 500 tokens on average."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(5.7, 1.0, items)
     lengths = np.maximum(1, lengths * (500 / lengths.mean())).astype(np.int32)
@@ -41,6 +42,8 @@ def sample_index(items, seq_length):
 
 
 def document_shuffle(items):
+    """The order of the documents; theirs is numpy's shuffle."""
+
     def ours():
         array = np.arange(items, dtype=np.int32)
         index_maps.shuffle(array, np.random.RandomState(1234))
@@ -55,11 +58,13 @@ def document_shuffle(items):
 
 
 def weighted(size, count):
+    """A blend of corpora by weight."""
     shares = np.random.default_rng(1).random(count)
     shares /= shares.sum()
 
     def theirs(peer):
-        which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        which = np.zeros(size, np.int16)
+        sample = np.zeros(size, np.int64)
         peer.build_blending_indices(which, sample, shares, count, size, False)
         return which, sample
 
@@ -67,6 +72,7 @@ def weighted(size, count):
 
 
 def exhaustive(size, count):
+    """A blend in which every sample of each corpus occurs once."""
     sizes = (
         np.random.default_rng(1)
         .multinomial(size, np.full(count, 1 / count))
@@ -74,7 +80,8 @@ def exhaustive(size, count):
     )
 
     def theirs(peer):
-        which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        which = np.zeros(size, np.int16)
+        sample = np.zeros(size, np.int64)
         peer.build_exhaustive_blending_indices(which, sample, sizes, count)
         return which, sample
 
@@ -82,6 +89,7 @@ def exhaustive(size, count):
 
 
 def sentences(items, longest):
+    """The samples of BERT. longest: tokens of one."""
     rng = np.random.default_rng(2)
     bounds = np.r_[0, np.cumsum(rng.integers(2, 30, items * 645 // 10_000))]
     sizes = np.maximum(2, rng.lognormal(3.0, 0.6, int(bounds[-1]))).astype(np.int32)
@@ -142,6 +150,7 @@ def main():
 
 
 def row(name, case, rounds, peer):
+    """A row of the table; raises if the results differ."""
     theirs, ours = case
     times = [], []
     for _ in range(rounds):
@@ -150,6 +159,7 @@ def row(name, case, rounds, peer):
             result = build()
             spent.append(time.perf_counter() - start)
             assert build is ours or (expected := result) is not None
+    # Equal results, then times and memory.
     assert same(expected, result), f"{name}: results differ"
     a, b = (f"{statistics.median(t):.3f} ({min(t):.3f}–{max(t):.3f})" for t in times)
     memory = [

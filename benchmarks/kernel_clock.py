@@ -9,20 +9,31 @@ the same memory count once: a sum and its summands have one gradient.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-WARM_UP, CACHE_BYTES = 5, 1 << 28
+WARM_UP = 5
+CACHE_BYTES = 1 << 28
 SECONDS = 1.5  # of the repetitions of slow calls, such as dropout in torch's operations
+# Cycles that the device sleeps before the first call, about half a millisecond: the host launches all calls of a
+# repetition meanwhile, so that no call waits for its launch.
+HOST_LEAD = 1_000_000
 
 
 class Clock:
-    """Microseconds of calls on a device."""
+    """Microseconds of calls on a device.
+
+    repeats  how many calls are counted, after `warm_up` that are not
+    seconds  after which slow calls are no longer repeated
+    """
 
     def __init__(self, device: torch.device, repeats: int, seconds: float = SECONDS):
-        self.device, self.repeats, self.seconds = device, repeats, seconds
+        self.device = device
+        self.repeats = repeats
+        self.seconds = seconds
         self.warm_up = min(WARM_UP, repeats)
         nbytes = CACHE_BYTES if device.type == "cuda" else 1
         self._cache = torch.empty(nbytes, dtype=torch.int8, device=device)
@@ -35,6 +46,7 @@ class Clock:
         taken: list[list[float]] = [[] for _ in calls]
         start = time.monotonic()
         for i in range(self.warm_up + self.repeats):
+            # Slow calls end early, after one that is counted.
             is_late = i > 0 and time.monotonic() - start > self.seconds
             if is_late and taken[0]:
                 break
@@ -45,17 +57,24 @@ class Clock:
         return [statistics.median(of_call) for of_call in taken]
 
     def _once(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Microseconds of each call. The cache is overwritten first."""
         self._cache.zero_()
+        if self.device.type == "cuda":
+            torch.cuda._sleep(HOST_LEAD)
+        # A stamp before the first call and after each.
         stamps = [self._now()]
         for call in calls:
             call()
             stamps.append(self._now())
+        turns = list(pairwise(stamps))
         if self.device.type != "cuda":
-            return [(end - start) * 1e6 for start, end in zip(stamps, stamps[1:])]
+            return [(end - start) * 1e6 for start, end in turns]
+        # Events are read when the device has reached them.
         torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) * 1e3 for start, end in zip(stamps, stamps[1:])]
+        return [start.elapsed_time(end) * 1e3 for start, end in turns]
 
     def _now(self) -> Any:
+        """A time stamp: an event of the stream on a GPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -64,7 +83,8 @@ class Clock:
 
 
 def copy_bandwidth(clock: Clock, nbytes: int) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Bytes a second that a copy reads and writes. nbytes: of the copied tensor."""
+    # Numbers of fp32.
     source = torch.zeros(nbytes // 4, device=clock.device)
     target = torch.empty_like(source)
     [us] = clock.microseconds(lambda: target.copy_(source))
@@ -79,34 +99,44 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 def traffic(
     function: Callable, arguments: tuple, written: Sequence[int]
 ) -> tuple[int, int]:
-    """Bytes of one forward and its backward; written: numbers of the tensors that it changes."""
-    given, kept = tensors_of(arguments), []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t) or t, lambda t: t
-    ):
+    """(bytes of one forward, bytes of its backward).
+
+    written: numbers of the tensors among the arguments that it changes
+    """
+    given = tensors_of(arguments)
+    kept = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         results = tensors_of(function(*arguments))
+    # What is written: results, changed arguments, and what is kept for backward.
     unchanged = {t.data_ptr() for i, t in enumerate(given) if i not in written}
-    made = [
-        t
-        for t in (*results, *(given[i] for i in written), *kept)
-        if t.data_ptr() not in unchanged
-    ]
+    changed = [given[i] for i in written]
+    made = []
+    for t in (*results, *changed, *kept):
+        if t.data_ptr() not in unchanged:
+            made.append(t)
     forward = distinct_bytes(given) + distinct_bytes(made)
-    trained, differentiable = (
-        [t for t in ts if t.requires_grad] for ts in (given, results)
-    )
+    # The backward, where there is one.
+    trained = [t for t in given if t.requires_grad]
+    differentiable = [t for t in results if t.requires_grad]
     if not trained or not differentiable:
         return forward, 0
     gradients = [torch.ones_like(t) for t in differentiable]
     found = torch.autograd.grad(differentiable, trained, gradients, allow_unused=True)
-    return forward, distinct_bytes([*gradients, *kept]) + distinct_bytes(
-        t for t in found if t is not None
-    )
+    read = distinct_bytes([*gradients, *kept])
+    made = distinct_bytes(t for t in found if t is not None)
+    return forward, read + made
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors; memory that begins at one address counts once."""
+    # The largest of the tensors at each address.
     found: dict[int, int] = {}
     for t in tensors:
-        found[t.data_ptr()] = max(found.get(t.data_ptr(), 0), t.nbytes)
+        address = t.data_ptr()
+        found[address] = max(found.get(address, 0), t.nbytes)
     return sum(found.values())

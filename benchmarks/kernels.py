@@ -40,9 +40,11 @@ from benchmarks.kernel_contestants import TINY, contestant, has_own, names_of, w
 from megatron_ds.ops.kernel_table import OPERATIONS, Operation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-REPEATS, COPY_BYTES = 30, 1 << 30
+REPEATS = 30
+COPY_BYTES = 1 << 30
 MOST_ON_CPU = 1 << 29  # numbers of a size; larger ones are for GPUs
-COMPILED, NOT_RUN = "torch.compile", "not run"
+COMPILED = "torch.compile"
+NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,10 @@ def measure_case(
     rows: list[Row], copies: Copies, deadline: float, done: Callable[[Row], None]
 ) -> None:
     """All contestants of one example. done: called after each."""
-    operation, first = OPERATIONS[rows[0].operation], rows[0]
-    dtype, made = DTYPES[first.dtype], []
+    operation = OPERATIONS[rows[0].operation]
+    first = rows[0]
+    dtype = DTYPES[first.dtype]
+    made = []
     for row in rows:
         if time.monotonic() > deadline:
             return
@@ -239,12 +243,11 @@ def _traffic(
 
 def run(args: argparse.Namespace) -> dict:
     """All rows, and what they were measured on. Written to args.json after each row."""
-    start, device = time.monotonic(), torch.device(args.device)
+    start = time.monotonic()
+    device = torch.device(args.device)
     clock = Clock(device, args.repeats)
-    rows, copies = (
-        planned_rows(args),
-        Copies(clock, copy_bandwidth(clock, args.copy_bytes)),
-    )
+    rows = planned_rows(args)
+    copies = Copies(clock, copy_bandwidth(clock, args.copy_bytes))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     head = {
         "device": name,
@@ -358,7 +361,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if args.rehearse:
-        args.repeats, args.copy_bytes = 2, 1 << 20
+        args.repeats = 2
+        args.copy_bytes = 1 << 20
     return args
 
 

@@ -116,7 +116,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
-    h, vocab = args.hidden, 8192
+    h = args.hidden
+    vocab = 8192
     parameters = args.layers * (12 * h * h + 13 * h) + (vocab + args.seq + 2) * h
     flags = [
         "--num-layers",

@@ -18,7 +18,8 @@ def make_corpus(folder: Path) -> None:
     if (folder / "corpus_text_document.idx").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    library, corpus = Path(sysconfig.get_path("stdlib")), folder / "corpus.jsonl"
+    library = Path(sysconfig.get_path("stdlib"))
+    corpus = folder / "corpus.jsonl"
     with corpus.open("w") as lines:
         for path in sorted(library.rglob("*.py")):
             text = path.read_text(errors="ignore")

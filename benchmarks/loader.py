@@ -21,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-VOCAB, SEED, BATCH = 50257, 1234, 16
+VOCAB = 50257
+SEED = 1234
+BATCH = 16
 
 
 def write_corpus(prefix: Path, documents: int) -> None:
@@ -63,7 +65,10 @@ def megatron(prefix: str, seq_length: int, samples: int, cache: str):
     from torch.utils.data import default_collate
 
     class Tokenizer:
-        eod, pad, vocab_size, unique_identifiers = 0, -1, VOCAB, {"name": "none"}
+        eod = 0
+        pad = -1
+        vocab_size = VOCAB
+        unique_identifiers = {"name": "none"}
 
     config = GPTDatasetConfig(
         random_seed=SEED,

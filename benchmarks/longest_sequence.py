@@ -70,7 +70,8 @@ def main() -> None:
     args, more = parser.parse_known_args()
     print("layout        tokens   libraries     plan  together  measured   off       s")
     for name in args.only:
-        ranks, flags = LAYOUTS[name][0], [*GPT, *LAYOUTS[name][1], *more]
+        ranks = LAYOUTS[name][0]
+        flags = [*GPT, *LAYOUTS[name][1], *more]
         short, _ = run(ranks, [*flags, *SHORT], args.without_scores)
         libraries = short - planner(ranks, [*flags, *SHORT])(256)
         plan = planner(ranks, flags)

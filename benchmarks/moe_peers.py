@@ -86,12 +86,10 @@ class Contestant:
 
 def values_of(shape: Shape) -> dict[str, torch.Tensor]:
     """Router [E, h], gate and up [E, 2 f, h], down [E, h, f]."""
-    draw, e, h, f = (
-        torch.Generator().manual_seed(1),
-        shape.experts,
-        shape.hidden,
-        shape.ffn,
-    )
+    draw = torch.Generator().manual_seed(1)
+    e = shape.experts
+    h = shape.hidden
+    f = shape.ffn
     normal = lambda *size, std: torch.randn(*size, generator=draw) * std
     return {
         "router": normal(e, h, std=0.2),
@@ -149,7 +147,8 @@ def our_batch(shape: Shape, ids: torch.Tensor | None = None):
     from megatron_ds.batch.batch import Batch
     from megatron_ds.batch.ledger import DISCARDING
 
-    b, s = shape.batch, shape.seq
+    b = shape.batch
+    s = shape.seq
     ids = torch.zeros(b, s, dtype=torch.int64) if ids is None else ids
     return Batch(
         ids,
@@ -171,9 +170,11 @@ def ours(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
         our_context(rank, ranks),
         output_std=0.02,
     )
-    values, local = values_of(shape), shape.experts // ranks
+    values = values_of(shape)
+    local = shape.experts // ranks
     mine = slice(rank * local, (rank + 1) * local)
-    one, two = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+    one = layer.experts.linear_fc1.weight
+    two = layer.experts.linear_fc2.weight
     fill(
         [
             (layer.router.weight, values["router"]),
@@ -227,7 +228,8 @@ def hf_config(shape: Shape, kind: str):
 def hf(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    layer, values = MixtralSparseMoeBlock(hf_config(shape, kind)), values_of(shape)
+    layer = MixtralSparseMoeBlock(hf_config(shape, kind))
+    values = values_of(shape)
     down = layer.experts.down_proj
     fill(
         [
@@ -300,7 +302,8 @@ def mcore(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     spec = get_moe_module_spec(
         use_te=False, num_experts=shape.experts, moe_grouped_gemm=False
     )
-    layer, values = MoELayer(config, spec.submodules), values_of(shape)
+    layer = MoELayer(config, spec.submodules)
+    values = values_of(shape)
     layer.set_layer_number(1)
     experts = layer.experts.local_experts
     mine = range(rank * len(experts), (rank + 1) * len(experts))
@@ -331,7 +334,8 @@ def hf_model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from transformers import MixtralForCausalLM
 
     torch.manual_seed(0)
-    model, ids = MixtralForCausalLM(hf_config(shape, kind)).train(), tokens_of(shape)
+    model = MixtralForCausalLM(hf_config(shape, kind)).train()
+    ids = tokens_of(shape)
     assert model.config._experts_implementation == kind, (
         "transformers has chosen another implementation"
     )
@@ -353,15 +357,11 @@ def model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from megatron_ds.models import MODELS, build_stage, run_layers
 
     torch.manual_seed(0)
-    theirs, config, ctx = (
-        MixtralForCausalLM(hf_config(shape, "eager")),
-        our_config(shape),
-        our_context(0, 1),
-    )
-    modules, batch = (
-        build_stage(MODELS["gpt"](config, ctx)),
-        our_batch(shape, tokens_of(shape)),
-    )
+    theirs = MixtralForCausalLM(hf_config(shape, "eager"))
+    config = our_config(shape)
+    ctx = our_context(0, 1)
+    modules = build_stage(MODELS["gpt"](config, ctx))
+    batch = our_batch(shape, tokens_of(shape))
     state = theirs.state_dict()
     fill(
         (p, mixtral_value(p.spec.name, state, config.num_attention_heads))
@@ -455,7 +455,8 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
         torch.randn(shape.seq, shape.batch, shape.hidden, generator=draw)
         for _ in range(2)
     )
-    differences, first = {}, None
+    differences = {}
+    first = None
     for name, contestant in made.items():
         y, dx = contestant.step(x, dy)
         gradient = (
@@ -481,7 +482,8 @@ def measured(
 ) -> tuple[float, float]:
     """(milliseconds of the step, milliseconds of processor time of all ranks)."""
     dist.barrier()
-    start, busy = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    busy = time.process_time()
     contestant.step(x, dy)
     own = torch.tensor(time.process_time() - busy, dtype=torch.float64)
     dist.all_reduce(own)

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-BASE, LARGE = (12, 768, 12), (24, 1024, 16)  # layers, hidden size, heads of BERT
+# layers, hidden size, heads of BERT
+BASE = (12, 768, 12)
+LARGE = (24, 1024, 16)
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --vocab-size 500"
 COUNTED_RANKS = 2
 

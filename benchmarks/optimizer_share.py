@@ -49,7 +49,9 @@ class Contestant:
             f"--clip-grad {CLIP} --adam-beta2 {BETAS[1]} --hidden-dropout 0 --attention-dropout 0"
         )
         self.config = parse([*job.split(), "--optimizer", *optimizer.split()], 1)
-        self.name, self.updates, self.steps = optimizer, [], []
+        self.name = optimizer
+        self.updates = []
+        self.steps = []
         self.mesh = fake_mesh(self.config.grid(), 0, "cpu")
         self.engine, self.samples = (
             build_engine(self.config, self.mesh),

@@ -44,7 +44,9 @@ class Part(nn.Module):
         self.blocks = nn.ModuleList(whole.blocks[start:stop])
         self.is_first, self.is_last = start == 0, stop == len(whole.blocks)
         if self.is_first:
-            self.wte, self.wpe = whole.wte, whole.wpe
+            self.wte = whole.wte
+            self.wpe = whole.wpe
+        # The head starts as a copy of the embedding.
         if self.is_last:
             self.lnf = whole.lnf
             self.head = nn.Linear(
@@ -53,6 +55,7 @@ class Part(nn.Module):
             self.head.weight = nn.Parameter(whole.wte.weight.detach().clone())
 
     def forward(self, x):
+        """Tokens [b, s] or hidden states [b, s, h] → hidden states, or logits of the last part."""
         if self.is_first:
             x = self.wte(x) + self.wpe.weight[: x.shape[1]]
         for block in self.blocks:
@@ -61,26 +64,32 @@ class Part(nn.Module):
 
 
 def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step:
+    """A step of torch.distributed.pipelining. cut: blocks per stage; "" divides them evenly."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
+    # The stages of this rank, and the blocks of each.
     mine = PLACES.get(schedule, ((0,), (1,)))[rank]
     num_stages = 2 * len(mine)
     counts = [int(n) for n in cut.split("+")] if cut else _even(w.layers, num_stages)
     if len(counts) != num_stages or sum(counts) != w.layers:
+        example = "+".join(map(str, _even(w.layers, num_stages)))
         raise SystemExit(
-            f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here and the model "
-            f"{w.layers} blocks. Name {num_stages} numbers with that sum, as in "
-            f"{'+'.join(map(str, _even(w.layers, num_stages)))}."
+            f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here "
+            f"and the model {w.layers} blocks. "
+            f"Name {num_stages} numbers with that sum, as in {example}."
         )
+    # The parts of this rank, and the shapes of what they exchange.
     bounds = [sum(counts[:s]) for s in range(num_stages + 1)]
     weights = torch.bfloat16 if dtype == "bf16" else torch.float32
-    whole, m = PlainGPT(w).to(weights), w.micro_batch
+    whole = PlainGPT(w).to(weights)
+    m = w.micro_batch
     parts = [Part(whole, bounds[s], bounds[s + 1]) for s in mine]
     hidden = torch.zeros(m, w.seq, w.hidden, dtype=weights, requires_grad=True)
     tokens = torch.zeros(m, w.seq, dtype=torch.long)
     logits = torch.zeros(m, w.seq, w.vocab, dtype=weights, requires_grad=True)
-    stages = [
-        PipelineStage(
+    stages = []
+    for s, part in zip(mine, parts):
+        stage = PipelineStage(
             part,
             s,
             num_stages,
@@ -88,34 +97,39 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
             input_args=(tokens if part.is_first else hidden,),
             output_args=(logits if part.is_last else hidden,),
         )
-        for s, part in zip(mine, parts)
-    ]
+        stages.append(stage)
+    # The schedule, with the loss of a micro-batch.
     num_microbatches = w.global_batch // m
     loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
-    run = getattr(schedules, SCHEDULES[schedule])(
-        stages if schedule in PLACES else stages[0], num_microbatches, loss_fn=loss
+    make = getattr(schedules, SCHEDULES[schedule])
+    several = schedule in PLACES
+    run = make(
+        stages if several else stages[0],
+        num_microbatches,
+        loss_fn=loss,
     )
+    # The copies of the tied matrix, which the gradient norm counts once.
     everything = nn.ModuleList(parts)
-    optimizer, data = plain_adamw(everything), torch.from_numpy(token_batches(w))
+    optimizer = plain_adamw(everything)
+    data = torch.from_numpy(token_batches(w))
     first = next((part.wte.weight for part in parts if part.is_first), None)
     last = next((part.head.weight for part in parts if part.is_last), None)
     counted = [p for p in everything.parameters() if p is not last]
 
     def step(i: int) -> float:
-        rows, losses = data[i % NUM_BATCHES], []
+        rows = data[i % NUM_BATCHES]
+        losses = []
         inputs = () if first is None else (rows[:, :-1].contiguous(),)
-        run.step(
-            *inputs,
-            **(
-                {}
-                if last is None
-                else dict(target=rows[:, 1:].contiguous(), losses=losses)
-            ),
-        )
+        named = {}
+        if last is not None:
+            named = dict(target=rows[:, 1:].contiguous(), losses=losses)
+        run.step(*inputs, **named)
+        # Clipping needs the sum of the tied gradients.
         _sum_tied(first, last)
         _clip(counted, everything)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        # The first rank gets the loss from the last.
         total = torch.stack(losses).mean().float() if losses else torch.zeros(())
         dist.all_reduce(total)
         return total.item()
@@ -124,12 +138,14 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
 
 
 def _even(layers: int, stages: int) -> list[int]:
-    """The last stages, which have the head or stand beside it, get fewer."""
+    """Blocks of each stage. The last stages, which have the head or stand beside it, get fewer."""
     return [layers // stages + (s < layers % stages) for s in range(stages)]
 
 
 def _sum_tied(first: torch.Tensor | None, last: torch.Tensor | None) -> None:
-    if first is not None and last is not None:  # on one rank
+    """Give both copies of the tied matrix the sum of their gradients."""
+    # Both may be on one rank.
+    if first is not None and last is not None:
         first.grad += last.grad
         last.grad.copy_(first.grad)
     elif first is not None or last is not None:
@@ -137,29 +153,36 @@ def _sum_tied(first: torch.Tensor | None, last: torch.Tensor | None) -> None:
 
 
 def _clip(counted: list[torch.Tensor], everything: nn.Module) -> None:
-    square = torch.stack(
-        [norm.square() for norm in torch._foreach_norm([p.grad for p in counted])]
-    ).sum()
+    """Clip the gradients by the norm over all ranks. counted: parameters that the norm counts here."""
+    norms = torch._foreach_norm([p.grad for p in counted])
+    # Each rank has a part of the parameters.
+    square = torch.stack([norm.square() for norm in norms]).sum()
     dist.all_reduce(square)
     factor = (CLIP / (square.sqrt() + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([p.grad for p in everything.parameters()], factor)
 
 
 class _Embed(nn.Module):
+    """The embedding of DeepSpeed's first stage, whose matrix is also that of the head."""
+
     def __init__(self, wte: nn.Embedding, wpe: nn.Embedding):
         super().__init__()
-        self.wte, self.wpe = wte, wpe
+        self.wte = wte
+        self.wpe = wpe
 
     def forward(self, tokens):
+        """Tokens [b, s] → the sum of their embeddings and those of their positions [b, s, h]."""
         return self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
 
 
 def dspp(w: Workload, dtype: str, method: str) -> Step:
+    """A step of DeepSpeed's PipelineModule. method: how it cuts the layers."""
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it sets its own
+    # The layers, of which the first and the last share their weight.
     whole = PlainGPT(w)
     tied = lambda **way: TiedLayerSpec(
         "embed", _Embed, whole.wte, whole.wpe, tied_weight_attr=["wte.weight"], **way
@@ -174,6 +197,7 @@ def dspp(w: Workload, dtype: str, method: str) -> Step:
         activation_checkpoint_interval=0,
         partition_method=method,
     )
+    # The engine, with the same optimizer as the others.
     config = {
         "train_micro_batch_size_per_gpu": w.micro_batch,
         "gradient_accumulation_steps": w.global_batch // w.micro_batch,
@@ -190,10 +214,12 @@ def dspp(w: Workload, dtype: str, method: str) -> Step:
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        pairs = [
-            (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-            for rows in data[i % NUM_BATCHES].split(w.micro_batch)
-        ]
+        # Inputs and labels of each micro-batch.
+        pairs = []
+        for rows in data[i % NUM_BATCHES].split(w.micro_batch):
+            inputs = rows[:, :-1].contiguous()
+            labels = rows[:, 1:].contiguous()
+            pairs.append((inputs, labels))
         return float(engine.train_batch(data_iter=iter(pairs)))
 
     return step

@@ -90,7 +90,8 @@ def write_corpus(path: Path, megabytes: float) -> None:
     own.LEFT_OUT = own.LEFT_OUT - {"site-packages", "dist-packages"}
     prose = (prose | {own.prose(text) for text in own.docstrings(installed)}) - {""}
     by_hash = lambda text: hashlib.sha256(text.encode()).digest()
-    texts, size = list(prose), sum(len(text.encode()) for text in prose)
+    texts = list(prose)
+    size = sum(len(text.encode()) for text in prose)
     print(
         f"{len(texts):,} documents of documentation, {size / 1e6:.1f} MB; then sources",
         flush=True,
@@ -114,7 +115,8 @@ def write_corpus(path: Path, megabytes: float) -> None:
 def prepare(folder: Path, megabytes: float, part: int) -> None:
     """corpus.jsonl, its first lines as part.jsonl, and tokenizer/ with what transformers wants to see in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
+    corpus = folder / "corpus.jsonl"
+    tokenizer = folder / "tokenizer"
     if not corpus.exists():
         write_corpus(corpus, megabytes)
     if not tokenizer.exists():
@@ -216,7 +218,9 @@ def race(args: argparse.Namespace) -> None:
             )
     for name, times in seconds.items():
         size = sizes["part" if name in ("ours/part", "peer") else "corpus"] / 1e6
-        low, middle, high = min(times), statistics.median(times), max(times)
+        low = min(times)
+        middle = statistics.median(times)
+        high = max(times)
         print(
             f"{name:20} {size:6.1f} MB  {middle:8.2f} s ({low:.2f} to {high:.2f})  {size / middle:7.2f} "
             "MB/s on one core"
@@ -230,10 +234,8 @@ def race(args: argparse.Namespace) -> None:
             f"ours over the peer, round by round: {', '.join(f'{r:.1f}' for r in ratio)}"
         )
         for end in ("bin", "idx"):
-            mine, theirs = (
-                folder / f"ours_part_text_document.{end}",
-                folder / f"peer.{end}",
-            )
+            mine = folder / f"ours_part_text_document.{end}"
+            theirs = folder / f"peer.{end}"
             print(
                 f".{end}: {'the same bytes' if mine.read_bytes() == theirs.read_bytes() else 'DIFFERENT'}"
             )

@@ -18,7 +18,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-RANKS, OF_NODE, BATCH = 4, 2, 4
+RANKS = 4
+OF_NODE = 2
+BATCH = 4
 QUANTIZED = "hpz=2,qw=1,qg=1"
 LAYOUTS = {
     "ZeRO 3": ("", ()),

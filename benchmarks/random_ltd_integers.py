@@ -43,13 +43,12 @@ def upstream_of(
 
 def compare(draw: random.Random) -> tuple[int, int]:
     """(numbers compared, numbers that differ) of one random schedule."""
-    least, steps, multiple = (
-        draw.randint(1, 512),
-        draw.randint(1, 300),
-        draw.choice((1, 7, 8, 16, 64, draw.randint(1, 200))),
-    )
+    least = draw.randint(1, 512)
+    steps = draw.randint(1, 300)
+    multiple = draw.choice((1, 7, 8, 16, 64, draw.randint(1, 200)))
     most = least + draw.choice((0, 1, draw.randint(0, 100), draw.randint(0, 8192)))
-    blocks, batch = draw.randint(1, 96), draw.randint(1, 2048)
+    blocks = draw.randint(1, 96)
+    batch = draw.randint(1, 2048)
     dropping = draw.randint(1, blocks)
     drop = TokenDrop(
         tuple(range(dropping)), blocks, Rise(least, most, steps, multiple, lowest=0)
@@ -60,10 +59,8 @@ def compare(draw: random.Random) -> tuple[int, int]:
         upstream.update_seq(step)
         consumed += batch * drop.layer_tokens(step, most)
         state = upstream.state_dict()
-        compared, differ = (
-            compared + 2,
-            differ + (drop.kept_at(step) != upstream.get_current_seq()),
-        )
+        compared = compared + 2
+        differ = differ + (drop.kept_at(step) != upstream.get_current_seq())
         differ += consumed != state["consumed_layer_tokens"]
     total = upstream_of(
         least, most, steps, multiple, blocks, dropping, batch

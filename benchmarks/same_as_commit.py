@@ -196,7 +196,9 @@ class Tree:
     """A checkout, whose commands run in folders below `work`."""
 
     def __init__(self, root: str, work: Path):
-        self.root, self.work, self.made = Path(root).resolve(), work, {}
+        self.root = Path(root).resolve()
+        self.work = work
+        self.made = {}
         python = self.root / ".venv/bin/python"
         self.python = str(python) if python.exists() else sys.executable
         foreign = ("SLURM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
@@ -236,10 +238,8 @@ class Tree:
                 "MASTER_PORT": probe.getsockname()[1],
             }
         folder.mkdir(parents=True, exist_ok=True)
-        logs, processes = (
-            [folder / f"log.{rank}" for rank in range(1 if torchrun else ranks)],
-            [],
-        )
+        logs = [folder / f"log.{rank}" for rank in range(1 if torchrun else ranks)]
+        processes = []
         try:
             for rank, path in enumerate(logs):
                 launch = (
@@ -267,7 +267,8 @@ class Tree:
     def corpus(self) -> dict:
         """Make the tokenizers and corpora, at the first call; the SHA-256 of each file."""
         if not self.made:
-            folder, draw = self.work / "corpus", random.Random(0)
+            folder = self.work / "corpus"
+            draw = random.Random(0)
             folder.mkdir(parents=True)
             sentence = lambda: (
                 " ".join(draw.choices(WORDS, k=draw.randint(3, 12))).capitalize() + "."
@@ -299,7 +300,8 @@ class Tree:
         """The records of a run without times, and the SHA-256 of its last weights with names and types."""
         if {"corpus", "sentences"} & set(words.split()):
             self.corpus()
-        folder, kind = self.work / name, "bert" if name.startswith("bert") else "gpt"
+        folder = self.work / name
+        kind = "bert" if name.startswith("bert") else "gpt"
         self.run(
             folder,
             f"pretrain_{kind}.py {JOB} {flags_of(words)}",
@@ -314,7 +316,8 @@ class Tree:
         self.run(
             folder, "tools/checkpoint_to_safetensors.py --load run --output weights"
         )
-        weights, digest = {}, hashlib.sha256()
+        weights = {}
+        digest = hashlib.sha256()
         for file in (folder / "weights").glob("*.safetensors"):
             weights |= load_file(file)
         for key, value in sorted(weights.items()):
@@ -352,7 +355,8 @@ def first_difference(a, b, place: str = "") -> str | None:
 
 def attempt(name: str, make) -> object:
     """The result of `make`, or None if it fails. Prints a line."""
-    start, made = time.monotonic(), None
+    start = time.monotonic()
+    made = None
     try:
         made = make()
         outcome = made if isinstance(made, str) else "recorded"
@@ -363,7 +367,9 @@ def attempt(name: str, make) -> object:
 
 
 def record(args, work: Path) -> bool:
-    tree, start, made = Tree(args.first, work), time.monotonic(), {}
+    tree = Tree(args.first, work)
+    start = time.monotonic()
+    made = {}
     runs = {
         name: partial(tree.train, name, *row) for name, row in rows(TRAINING).items()
     }
@@ -416,7 +422,8 @@ def compare(args, _: Path) -> bool:
 
 
 def checkpoints(args, work: Path) -> bool:
-    old, new = Tree(args.first, work / "old"), Tree(args.second, work / "new")
+    old = Tree(args.first, work / "old")
+    new = Tree(args.second, work / "new")
 
     def check(name: str, ranks: int, text: str) -> str:
         job, layout, other, tolerance = text.split("|")

@@ -96,8 +96,10 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, block: int) -> None:
-    """One table."""
-    causal, s = not args.bidirectional, args.tokens
+    """Prints the table of one size of blocks."""
+    causal = not args.bidirectional
+    s = args.tokens
+    # Queries, keys and values.
     draw = torch.Generator().manual_seed(0)
     shape = s, 1, args.heads, args.channels
     tensors = [
@@ -110,17 +112,20 @@ def measure(args: argparse.Namespace, block: int) -> None:
         patterns[name] = pattern_of(
             options(block=block, **chosen), s, args.heads, causal
         )
+    # A turn for each layout, and one without.
     turns: dict[str, Callable[[], torch.Tensor]] = {
         name: lambda pattern=pattern: attention(
             *tensors, visible=KeyVisibility(pattern)
         )
         for name, pattern in (patterns | {PLAIN: AttentionPattern(causal)}).items()
     }
+    # Turns alternate, so that all contestants meet the same load.
     dout = torch.ones(s, 1, args.heads * args.channels, dtype=DTYPES[args.dtype])
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(args.repeats):
         for name, turn in turns.items():
             times[name].append(seconds(turn, tensors, dout))
+    # The time of all tokens is the shorter one of the two.
     best = {name: min(of_turns) for name, of_turns in times.items()}
     whole = min(best["dense"], best[PLAIN])
     print(
@@ -131,6 +136,7 @@ def measure(args: argparse.Namespace, block: int) -> None:
     print(
         f"{'layout':<32}{'density':>9}{'seconds':>9}{'median':>9}{'of all':>9}{'of ideal':>10}"
     )
+    # A row for each layout.
     for name, pattern in patterns.items():
         density = pattern.pairs(s) / patterns["dense"].pairs(s)
         share = best[name] / whole

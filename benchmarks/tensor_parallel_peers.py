@@ -56,7 +56,8 @@ def clip_(gradients: list[tuple[torch.Tensor, bool]]) -> None:
 class Block(nn.Module):
     def __init__(self, h: int, heads: int, tp: int):
         super().__init__()
-        self.heads, self.head_dim = heads // tp, h // heads
+        self.heads = heads // tp
+        self.head_dim = h // heads
         self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
         self.qkv, self.proj = (
             nn.Linear(h, 3 * h),
@@ -122,7 +123,8 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
         parallelize_module,
     )
 
-    model, values = GPT(w, world), initial_weights(w)
+    model = GPT(w, world)
+    values = initial_weights(w)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(logical_value(_our_name(name), values, w)))
@@ -148,14 +150,16 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
     )
     model.head.weight = model.wte.weight
     parameters = list(dict.fromkeys(model.parameters()))
-    optimizer, data = adamw(parameters), torch.from_numpy(token_batches(w))
+    optimizer = adamw(parameters)
+    data = torch.from_numpy(token_batches(w))
     local = lambda t: t.to_local() if isinstance(t, DTensor) else t
     is_split = lambda p: (
         isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)
     )
 
     def step(i: int) -> float:
-        total, rows = 0.0, data[i % NUM_BATCHES].split(w.micro_batch)
+        total = 0.0
+        rows = data[i % NUM_BATCHES].split(w.micro_batch)
         for part in rows:
             with loss_parallel():
                 with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
@@ -228,12 +232,14 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
     )
     if dtype == "bf16":
         model.bfloat16()
-    optimizer, data = adamw(masters), torch.from_numpy(token_batches(w))
+    optimizer = adamw(masters)
+    data = torch.from_numpy(token_batches(w))
     positions = torch.arange(w.seq).unsqueeze(0).expand(w.micro_batch, -1)
     mask = torch.triu(torch.ones(w.seq, w.seq, dtype=torch.bool), 1)[None, None]
 
     def step(i: int) -> float:
-        total, rows = 0.0, data[i % NUM_BATCHES].split(w.micro_batch)
+        total = 0.0
+        rows = data[i % NUM_BATCHES].split(w.micro_batch)
         for part in rows:
             loss = model(
                 part[:, :-1].contiguous(),
@@ -260,12 +266,11 @@ def _load_mcore(
     model: nn.Module, w: Workload, rank: int, world: int
 ) -> tuple[list[nn.Parameter], list[bool]]:
     """Fill the weights; (parameters, which of them are split). Its names are ours: both are Megatron's."""
-    values, rows, columns = (
-        initial_weights(w),
-        ("word_embeddings", "linear_qkv", "linear_fc1"),
-        ("proj.weight", "fc2.weight"),
-    )
-    parameters, split = [], []
+    values = initial_weights(w)
+    rows = ("word_embeddings", "linear_qkv", "linear_fc1")
+    columns = ("proj.weight", "fc2.weight")
+    parameters = []
+    split = []
     for name, parameter in model.named_parameters():
         whole = logical_value(name, values, w)
         dim = None

@@ -112,7 +112,8 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     level = peak_memory.resident_mib()
     step = make_step(args.rank_of, w, rank, world, args.dtype, stack)
     peak_memory.forget_peak()
-    seconds, losses = [], []
+    seconds = []
+    losses = []
     for i in range(w.warmup + w.steps):
         if args.turns:
             sys.stdin.readline()
@@ -328,7 +329,8 @@ def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> Iterator[dic
             for contestant in args.contestants
         )
         return
-    running, w = [], workload(args)
+    running = []
+    w = workload(args)
     for (
         contestant
     ) in args.contestants:  # their first steps, so that nothing is imported later

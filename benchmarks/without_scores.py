@@ -35,10 +35,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [b, n, s, d], key and value [b, g, k, d] → (out [b, n, s, d], log-sum-exp fp32 [b, n, s])."""
     b, n, s, d = query.shape
-    out, sums = (
-        query.new_empty(b, s, n, d),
-        query.new_zeros(b, s, n, dtype=torch.float32),
-    )
+    out = query.new_empty(b, s, n, d)
+    sums = query.new_zeros(b, s, n, dtype=torch.float32)
     shared = min(s, value.shape[2])
     out.zero_()
     out[:, :shared].unflatten(2, (value.shape[1], -1)).copy_(

@@ -97,8 +97,13 @@ WORKLOADS = {
         ),
     )
 }
-LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
-SEED, NUM_BATCHES = 1234, 4
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
+SEED = 1234
+NUM_BATCHES = 4
 
 
 def token_batches(w: Workload) -> np.ndarray:
@@ -124,10 +129,8 @@ def initial_weights(w: Workload) -> dict[str, np.ndarray]:
         rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
     )
     small = 0.02 / math.sqrt(2 * w.layers)
-    ones, zeros = (
-        (lambda n: np.ones(n, np.float32)),
-        (lambda n: np.zeros(n, np.float32)),
-    )
+    ones = lambda n: np.ones(n, np.float32)
+    zeros = lambda n: np.zeros(n, np.float32)
     weights = {"wte": draw(w.vocab, h), "wpe": draw(w.seq, h)}
     for i in range(w.layers):
         layer = {

@@ -33,7 +33,10 @@ from pathlib import Path
 from megatron_ds.mpu.param_spec import DATA_AXES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-SEQ_LENGTH, VOCAB, NORM_BYTES, TOLERANCE = 32, 8192, 24, 0.005
+SEQ_LENGTH = 32
+VOCAB = 8192
+NORM_BYTES = 24
+TOLERANCE = 0.005
 SMALL_BYTES = (
     64  # storages below are single numbers: a count of steps for each parameter, scales
 )
@@ -279,7 +282,8 @@ def main() -> int:
 
 
 def show(results: dict[tuple, list[Measured]], args: argparse.Namespace) -> int:
-    psi, wrong = next(iter(results.values()))[0].psi, []
+    psi = next(iter(results.values()))[0].psi
+    wrong = []
     several = [n for n in args.ranks if n > 1]
     print(
         f"Ψ = {psi:,} parameters: {args.layers} layers, hidden size {args.hidden}, vocabulary {VOCAB}\n"

@@ -78,6 +78,7 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
     that failed first. rank: by default that of the launcher's environment
     """
     rank = rank_in(os.environ) if rank is None else rank
+    # Errors of this package and of its absent libraries have a message alone.
     try:
         return main() or 0
     except ModuleNotFoundError as error:
@@ -101,6 +102,7 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
                 os.environ, text, is_consequence=isinstance(error, CommunicationError)
             )
         return 2
+    # A stop on request, and errors of the system.
     except Stopped as stop:
         if rank == 0:
             print(stop, flush=True)
@@ -118,6 +120,7 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
             flush=True,
         )
         return 2
+    # Anything else keeps its traceback.
     except Exception:
         note_for_torchrun(os.environ, traceback.format_exc())
         raise

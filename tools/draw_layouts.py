@@ -87,7 +87,13 @@ TITLE = "One loss under three layouts"
 MODEL_AND_DATA = "GPT of 1.0 M parameters, fp32, on the documentation of Python"
 GRID = "#e4e7ea"
 # Pixels.
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, STRIP = 560, 340, 52, 14, 50, 96, 52
+WIDTH = 560
+HEIGHT = 340
+LEFT = 52
+RIGHT = 14
+TOP = 50
+BOTTOM = 96
+STRIP = 52
 
 
 def main(args: argparse.Namespace) -> int:
@@ -262,7 +268,8 @@ def picture(losses: Losses) -> str:
 def _curves(losses: Losses) -> str:
     """The losses of all runs in one plot, and below it their differences from one process."""
     reference = losses[RUNS[0].name]
-    least, most = min(reference.values()), max(reference.values())
+    least = min(reference.values())
+    most = max(reference.values())
     bottom = HEIGHT - BOTTOM
     across = lambda step: LEFT + (step - 1) / (STEPS - 1) * (WIDTH - LEFT - RIGHT)
     down = lambda loss: TOP + (most - loss) / (most - least) * (bottom - TOP)

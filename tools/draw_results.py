@@ -23,9 +23,15 @@ ROW = re.compile(
     r"^\| \d+ \| ([^|]+) \| ([^|]+) \| ([\d.]+) \| ([^|]+) \| [\d-]+ \|$", re.MULTILINE
 )
 TITLE = "Times as fast as other programs, on two CPU cores; training steps are of a GPT of 14 M parameters"
-FASTER, SLOWER = "#4c86c6", "#d9822b"
+FASTER = "#4c86c6"
+SLOWER = "#d9822b"
 # Pixels. UNIT is the length of "as fast".
-WIDTH, LEFT, TOP, ROW_HEIGHT, BAR, UNIT = 900, 520, 34, 22, 14, 92
+WIDTH = 900
+LEFT = 520
+TOP = 34
+ROW_HEIGHT = 22
+BAR = 14
+UNIT = 92
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,12 @@ def _answers(table: Mapping[str, Answer], head: str) -> Iterator[str]:
             ]
         )
         if answer.values is None or not answer.refusal:
-            accepted, refused = answer.note, ""
+            accepted = answer.note
+            refused = ""
         else:
             listed = ", ".join(f"`{value}`" for value in values if value != "false")
-            accepted, refused = (
-                f"{listed}: {answer.note}" if listed else "",
-                answer.refusal,
-            )
+            accepted = f"{listed}: {answer.note}" if listed else ""
+            refused = answer.refusal
         rows.append((f"`{name}`", accepted, refused))
     return _table((head, "Accepted, because", "Refused, because"), rows)
 

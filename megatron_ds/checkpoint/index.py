@@ -89,6 +89,7 @@ def index_of(
     files    {name: {"bytes": size, "crc32": checksum}}; None for a checkpoint of format 1 (no save_id)
     """
     file_name = path / INDEX_FILE
+    # Its bytes.
     try:
         content = read_regular(file_name)
     except FileNotFoundError as error:
@@ -99,12 +100,14 @@ def index_of(
         raise CheckpointError(
             f"{file_name} cannot be read: {error.strerror or error}."
         ) from error
+    # Its content, if the bytes are those that were saved.
     try:
         if files is not None:
             check_crc32(content, files[INDEX_FILE])
         index = unpickled(content)
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{file_name} is damaged: {reason_of(error)}") from error
+    # What it describes, compared with the files.
     try:
         problem = next(_problems(path, index, save_id, files), None)
     except Exception as error:  # its parts may have any type

@@ -82,9 +82,11 @@ class Opcodes:
             raise ValueError(
                 f"byte {stop - 1} of {len(content)}: STOP, and more bytes follow"
             )
-        changed = b"".join(content[start:end] + more for start, end, more in kept)
+        parts = [content[start:end] + more for start, end, more in kept]
+        changed = b"".join(parts)
         # Frames of the file would be too short. The unpickler reads what is in one at once.
-        return _FRAME + _FRAME_LENGTH.pack(len(changed)) + changed
+        length = _FRAME_LENGTH.pack(len(changed))
+        return _FRAME + length + changed
 
     def end_of(self, content: bytes | mmap.mmap, at: int = 0) -> int:
         """The byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
@@ -116,6 +118,7 @@ class Opcodes:
             if code == STOP:
                 kept.append((begin, at + 1, b""))
                 return at + 1, kept
+            # Of the other opcodes, those that the kind of file needs.
             if self._protocol2 and code in (_MEMO, _GLOBAL):
                 at = _end_of_protocol2(content, at)
                 continue
@@ -126,7 +129,9 @@ class Opcodes:
             if at + 1 + length.size > end:
                 raise ValueError(f"byte {at} of {end}: it ends within a length")
             count = length.unpack_from(content, at + 1)[0]
-            wide += code == _LONG and count > 8
+            # Wide integers are few.
+            is_wide = code == _LONG and count > 8
+            wide += is_wide
             if wide > _MOST_WIDE:
                 raise ValueError(
                     f"byte {at} of {end}: more than {_MOST_WIDE} integers of over 8 bytes"
@@ -136,26 +141,30 @@ class Opcodes:
                 raise ValueError(f"a text in it would end at byte {at} of {end}")
 
     def _name_of(self, code: bytes) -> str:
-        known = pickletools.code2op.get(code.decode("latin-1"))
+        """What is wrong with a byte that no rule accepts, for a message."""
         if code == b"":
             return "it ends without STOP"
-        if known and known.name in self._fixed:
+        known = pickletools.code2op.get(code.decode("latin-1"))
+        if known is None:
+            return f"not an opcode of a pickle ({code.hex()})"
+        if known.name in self._fixed:
             return f"it ends within {known.name}"
-        return (
-            f"{known.name}, which no {self._noun} needs"
-            if known
-            else f"not an opcode of a pickle ({code.hex()})"
-        )
+        return f"{known.name}, which no {self._noun} needs"
 
 
 def _end_of_protocol2(content: bytes | mmap.mmap, at: int) -> int:
     """The byte after LONG_BINPUT, whose index is at most the size of the file, or after GLOBAL."""
+    end = len(content)
     if content[at : at + 1] == _GLOBAL:
-        stop = content.find(b"\n", content.find(b"\n", at) + 1) + 1
-        if content.find(b"\n", at) < 0 or stop == 0:
-            raise ValueError(f"byte {at} of {len(content)}: it ends within a name")
+        # Two lines of text follow: a module and a name in it.
+        first = content.find(b"\n", at)
+        stop = content.find(b"\n", first + 1) + 1
+        if first < 0 or stop == 0:
+            raise ValueError(f"byte {at} of {end}: it ends within a name")
         return stop
-    index = int.from_bytes(content[at + 1 : at + 5], "little")
-    if at + 5 > len(content) or index > len(content):
-        raise ValueError(f"byte {at} of {len(content)}: a memo of index {index}")
-    return at + 5
+    # An index of four bytes follows.
+    stop = at + 5
+    index = int.from_bytes(content[at + 1 : stop], "little")
+    if stop > end or index > end:
+        raise ValueError(f"byte {at} of {end}: a memo of index {index}")
+    return stop

@@ -33,6 +33,9 @@ class TensorStream:
     world     the ranks that hold the pieces
     device    on which tensors are sent: the device of the backend of `world`
     dtype_of  name → dtype to which the tensor is cast before it is sent; None: its own
+    entries   names, shapes and dtypes of all tensors, in the order of iteration
+
+    Raises CheckpointError unless the ranks together hold each element once.
     """
 
     def __init__(
@@ -73,28 +76,41 @@ class TensorStream:
 
         Collective: all ranks pass the same names and exhaust the iterator.
         """
+        is_receiver = self._world.rank == 0
         for name in names:
             entry = self._entry_of[name]
-            yield self._receive(entry) if self._world.rank == 0 else self._send(entry)
+            if is_receiver:
+                yield self._receive(entry)
+            else:
+                yield self._send(entry)
 
     def _send(self, entry: TensorEntry) -> None:
+        """Send this rank's rectangles of a tensor to rank 0, one after the other."""
         world = self._world
         for view in self._views.get(entry.name, ()):
-            message = view.tensor.to(self._device, entry.dtype).contiguous().view(-1)
+            cast = view.tensor.to(self._device, entry.dtype)
+            message = cast.contiguous().view(-1)
             world.traffic.add("send", world.axes, world.size, message.nbytes)
             world.transport.isend(message, 0, TAG).wait()
 
     def _receive(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor, on the CPU of rank 0."""
         whole = torch.empty(entry.shape, dtype=entry.dtype)
+        transport = self._world.transport
+        # Rank 0 copies its own rectangles, and receives those of the others in their order.
         for view in self._views.get(entry.name, ()):
-            rectangle(whole, view.offset, view.tensor.shape).copy_(view.tensor)
+            target = rectangle(whole, view.offset, view.tensor.shape)
+            target.copy_(view.tensor)
         for rank, sent in enumerate(self._sent_by_rank[1:], 1):
-            for offset, sizes in sent.get(entry.name, ((), None, ()))[2]:
+            if entry.name not in sent:
+                continue
+            _, _, chunks = sent[entry.name]
+            for offset, sizes in chunks:
                 target = rectangle(whole, offset, sizes)
                 message = torch.empty(
                     target.numel(), dtype=entry.dtype, device=self._device
                 )
-                self._world.transport.irecv(message, rank, TAG).wait()
+                transport.irecv(message, rank, TAG).wait()
                 target.copy_(message.view(target.shape))
         return whole
 
@@ -102,12 +118,14 @@ class TensorStream:
 def _sends(piece: Piece, coordinates: Coordinates) -> bool:
     """Whether this rank is the first holder of the content, so that rank 0 prefers its own copy."""
     tp_rank, _ = coordinates.get("tp", (0, 1))
-    is_first = piece.replica == 0 and (piece.spec.is_split_over("tp") or tp_rank == 0)
+    is_split = piece.spec.is_split_over("tp")
+    is_first = piece.replica == 0 and (is_split or tp_rank == 0)
     return is_first and not piece.spec.tied_copy
 
 
 def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
     """All tensors, rank by rank. Raises CheckpointError unless the ranks send every element once."""
+    # A name's shape and dtype are those of the first rank that sends it.
     shapes: dict[str, tuple] = {}
     held: dict[str, int] = {}
     for sent in sent_by_rank:
@@ -115,9 +133,11 @@ def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
             numel = sum(torch.Size(sizes).numel() for _, sizes in chunks)
             shapes.setdefault(name, (shape, dtype))
             held[name] = held.get(name, 0) + numel
+    # The rectangles of all ranks must have as many elements as the tensor.
     wrong = []
     for name, (shape, _) in shapes.items():
-        if held[name] != torch.Size(shape).numel():
+        numel = torch.Size(shape).numel()
+        if held[name] != numel:
             wrong.append(name)
     if wrong:
         raise CheckpointError(

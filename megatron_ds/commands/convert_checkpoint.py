@@ -92,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="family of models to write, such as llama (default: the source's, or the first that "
         "computes the same)",
     )
+    # Sizes of what is written.
     add(
         "--vocab-size",
         type=int,

@@ -28,6 +28,10 @@ from typing import Any
 
 import torch
 
+# Kernels of these streams are short, and transfers wait for them: they do not wait for the blocks of a product
+# that has begun.
+PRIORITIES = {"reductions": -1, "gathers": -1}
+
 
 class Mark:
     """A point of a stream. event: None on a CPU, where it is always reached."""
@@ -53,10 +57,11 @@ class Mark:
 
 
 class SideStream:
-    """A stream of `device`."""
+    """A stream of `device`. priority: the lower number goes first."""
 
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: int = 0):
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority) if is_cuda else None
 
     @contextmanager
     def behind_current(self) -> Iterator[None]:
@@ -83,4 +88,4 @@ class SideStream:
 @cache
 def side_stream(device: torch.device, kind: str) -> SideStream:
     """The stream of a device for one kind of work."""
-    return SideStream(device)
+    return SideStream(device, PRIORITIES.get(kind, 0))

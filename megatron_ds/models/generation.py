@@ -101,6 +101,7 @@ def generate(
             "the prompt has no tokens, so there is no text to continue. Give a prompt of at "
             "least one token."
         )
+    # Keys and values of all tokens so far are kept.
     caches = make_caches(modules, 1, len(prompt) + ending.max_new_tokens)
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(modules[0].parameters()).device
@@ -112,6 +113,7 @@ def generate(
                 modules, None, _batch(tokens, position, device), caches
             )[-1:, 0]  # [1, Vp/t]
             position = len(tokens) if not position else position + 1
+            # Every rank draws the same token from the same logits.
             whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size].cpu()
             if ending.end is not None and count < ending.min_new_tokens:
                 whole[ending.end] = -torch.inf

@@ -25,7 +25,7 @@ Letters: T tokens of this rank, k slots of a token, E experts, R rows that this 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 
@@ -42,8 +42,11 @@ from .router import Routing
 
 @dataclass(frozen=True)
 class Groups:
-    """ep: ranks that divide the experts. tp: tensor-parallel ranks, which `sequence_parallel` gives different
-    tokens.
+    """The ranks among which a layer with experts moves tokens.
+
+    ep                 ranks that divide the experts
+    tp                 tensor-parallel ranks
+    sequence_parallel  whether these have different tokens
     """
 
     ep: Group
@@ -53,7 +56,8 @@ class Groups:
     @classmethod
     def of(cls, ctx: ParallelContext) -> "Groups":
         """Collective over the world when first called."""
-        return cls(ctx.group("ep"), ctx.tp, ctx.sequence_parallel and ctx.tp.size > 1)
+        gives_different_tokens = ctx.sequence_parallel and ctx.tp.size > 1
+        return cls(ctx.group("ep"), ctx.tp, gives_different_tokens)
 
     @property
     def parts(self) -> int:
@@ -70,32 +74,36 @@ class Dispatch:
     def __init__(self, routing: Routing, num_experts: int, groups: Groups):
         self.groups = groups
         self.weights = routing.weights
+        # Kept slots in the order of their experts, and the rows that this rank has for each.
         slots = routing.experts.flatten()  # [T k]
         if routing.kept is not None:
             slots = slots.masked_fill(~routing.kept.flatten(), num_experts)
         by_expert, order = slots.sort(stable=True)
         bounds = torch.arange(num_experts + 1, device=slots.device)
         own = torch.searchsorted(by_expert, bounds).diff()  # int64 [E]
+        # The numbers of all ranks come to the host together, where it waits for the device.
         chunks = self._exchange(own)  # [ep, t, E/ep]
-        planned = slots.numel() if routing.planned is None else routing.planned
         ep, t, local = chunks.shape
+        planned = slots.numel() if routing.planned is None else routing.planned
         used = _columns_used(routing.experts, routing.kept)
         k = routing.experts.shape[1]
         # `received` is flat, [ep, t, E/ep]. Slots of a token behind the first `width` have no rows.
         rows, received, (width,) = _host(
-            (own, planned), (chunks, planned * t), (used, k)
+            (own, planned),
+            (chunks, planned * t),
+            (used, k),
         )
-        sent = _sums(rows, groups.ep.size)
         # Rows that arrive: from each ep rank those of this tp rank; then those of the other tp ranks.
         mine = groups.tp.rank if t > 1 else 0
-        cell = lambda i, j: sum(received[(i * t + j) * local : (i * t + j + 1) * local])
-        self._sent = sent
-        self._received = [cell(i, mine) for i in range(ep)]
-        self._of_tp = [sum(cell(i, j) for i in range(ep)) for j in range(t)]
+        cells = _sums(received, ep * t)  # [ep, t], flat
+        self._sent = _sums(rows, groups.ep.size)
+        self._received = cells[mine::t]
+        self._of_tp = [sum(cells[j::t]) for j in range(t)]
+        # Rows of each expert of this rank, from all ranks.
         counts = tuple(sum(received[e::local]) for e in range(local))
-        self.runs = RowRuns(
-            counts, chunks.sum((0, 1)) if ep * t > 1 else chunks.view(local)
-        )
+        by_local = chunks.sum((0, 1)) if ep * t > 1 else chunks.view(local)
+        self.runs = RowRuns(counts, by_local)
+        # Maps between rows and slots, in both directions.
         total = sum(rows)
         self._order = order[:total]  # row → slot
         place = _inverse(self._order, slots.numel())  # slot → row, -1: none
@@ -109,18 +117,22 @@ class Dispatch:
         table = own[None]
         if self.groups.sequence_parallel:
             table = collectives.all_gather(table, tp)  # [t, E]
-        by_rank = (
-            table.view(len(table), ep.size, -1).transpose(0, 1).contiguous()
-        )  # [ep, t, E/ep]
+        by_tp = table.view(len(table), ep.size, -1)  # [t, ep, E/ep]
+        by_rank = by_tp.transpose(0, 1).contiguous()  # [ep, t, E/ep]
         arriving = torch.empty_like(by_rank)
         collectives.all_to_all_(arriving.view(-1), by_rank.view(-1), ep)
         return arriving
 
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → the rows that this rank receives from ep; see `arrive`. Collective over ep."""
-        rows = permute(x, self._order, self._place, self.weights.shape[1])
+        k = self.weights.shape[1]
+        rows = permute(x, self._order, self._place, k)
         return all_to_all_rows(
-            rows, self._sent, self._received, self.groups.ep, waiting
+            rows,
+            self._sent,
+            self._received,
+            self.groups.ep,
+            waiting,
         )
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
@@ -172,10 +184,10 @@ def _sorting(chunks: torch.Tensor, rows: int) -> Sorting | None:
     experts = torch.arange(local, device=chunks.device).repeat(ep * t)
     chunks = chunks.transpose(0, 1).flatten()
     if not has_memory(chunks):
+        # In plans an order without values has the right shape.
         return Sorting(torch.empty(rows, dtype=torch.int64, device=chunks.device))
-    return Sorting(
-        experts.repeat_interleave(chunks, output_size=rows).argsort(stable=True)
-    )
+    expert_of_row = experts.repeat_interleave(chunks, output_size=rows)
+    return Sorting(expert_of_row.argsort(stable=True))
 
 
 def _inverse(order: torch.Tensor, size: int) -> torch.Tensor:
@@ -190,9 +202,9 @@ def _columns_used(experts: torch.Tensor, kept: torch.Tensor | None) -> torch.Ten
     k = experts.shape[1]
     if kept is None or not has_memory(kept):
         return experts.new_full((1,), k)
-    return (kept.any(0) * torch.arange(1, k + 1, device=kept.device)).amax(
-        0, keepdim=True
-    )
+    numbers = torch.arange(1, k + 1, device=kept.device)
+    used = kept.any(0) * numbers
+    return used.amax(0, keepdim=True)
 
 
 def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
@@ -204,12 +216,16 @@ def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
     if all(has_memory(t) for t in tensors):
         numbers = iter(torch.cat(tensors).tolist())
         return [list(islice(numbers, len(t))) for t in tensors]
-    return [
-        [total * (i + 1) // len(t) - total * i // len(t) for i in range(len(t))]
-        for t, (_, total) in zip(tensors, counted)
-    ]
+    return [_equal_parts(total, counts.numel()) for counts, total in counted]
+
+
+def _equal_parts(total: int, count: int) -> list[int]:
+    """`count` numbers with this sum, which differ by one at most."""
+    bounds = [total * i // count for i in range(count + 1)]
+    return [end - begin for begin, end in pairwise(bounds)]
 
 
 def _sums(numbers: Sequence[int], parts: int) -> list[int]:
+    """The sums of equal parts of the numbers, one after the other."""
     each = len(numbers) // parts
     return [sum(numbers[i * each : (i + 1) * each]) for i in range(parts)]

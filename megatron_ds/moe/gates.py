@@ -108,6 +108,7 @@ def route(
     noise     [T, E], added to the logits for the choice where the rule uses it
     random    [T, 1], the priorities of k = 1; None: by position
     """
+    # The choice, and what it costs in balance.
     k = capacity.topk
     rule = rule or RULES.get(k, MORE)
     scores = logits.softmax(-1)
@@ -116,6 +117,7 @@ def route(
     routing = Routing(experts, weights, scores, logits)
     counts = _demand(experts, scores, used)
     loss = _balance(routing, k if rule.balances_all else 1, used)
+    # Slots of padding and those beyond the capacity are dropped.
     if used is not None:
         routing = routing.keeping(used[:, None].expand_as(experts))
         experts = experts.masked_fill(~routing.kept, -1)
@@ -124,6 +126,7 @@ def route(
         routing = routing.keeping(
             kept_slots(experts[None], priority[None], capacity)[0]
         )
+    # Dropped slots have no weight.
     if routing.kept is not None:
         weights = weights * routing.kept
     if rule.renormalizes:

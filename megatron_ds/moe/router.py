@@ -204,6 +204,7 @@ def choose(
     score = SCORES[config.moe_router_score_function]
     is_sigmoid = config.moe_router_score_function == "sigmoid"
     uses_scores = is_sigmoid or config.moe_router_pre_softmax
+    # Scores for the choice, in which noise, bias and groups count.
     scores = score(logits)
     ranked = _noisy(logits, noise)
     if uses_scores:
@@ -214,6 +215,7 @@ def choose(
         ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
     experts = largest(ranked, k)
 
+    # Weights, in which they do not.
     weights = (scores if uses_scores else logits).gather(1, experts)
     if is_sigmoid and k > 1:
         weights = _shares(weights)

@@ -85,6 +85,16 @@ class DataParallelWorld:
             )
         return made[0], made[1]
 
+    def connect_apart(self, group: Group, purpose: str) -> Group:
+        """The ranks of a group with a transport of their own (`Mesh.connect_apart`). Collective over all ranks."""
+        if self.mesh is not None:
+            return self.mesh.connect_apart(group, purpose)
+        from .launch import connect_torch
+
+        lists = sorted(set(all_gather_object(group.ranks, self.world)))
+        name = f"{group.axes}-{purpose}"
+        return replace(group, transport=connect_torch(name, lists, self.rank))
+
     def with_experts(self, size: int) -> "DataParallelWorld":
         """These groups, and expert-parallel groups of `size` consecutive ranks of `data`. Collective over all ranks."""
         ep, expert = self.split_data(size)

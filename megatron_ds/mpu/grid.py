@@ -17,7 +17,7 @@ refuses most orders that give them different ones. Of orders in which tp is not 
 cp-dp-tp-ep-pp, and gives experts other tensor groups than attention; its flags reach no such order.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -43,6 +43,13 @@ _FLAGS = {
 class Grid:
     """Sizes of the axes and their order.
 
+    tp     tensor: ranks that divide each layer
+    cp     context: ranks that divide each sequence
+    ep     expert: ranks among those of cp x dp that divide the experts
+    dp     data: ranks that divide the batch
+    pp     pipeline: ranks that divide the list of layers
+    order  names of the axes, the fastest first
+
     Raises ConfigError for sizes below one, a bad order, or ep that does not divide cp x dp.
     """
 
@@ -54,6 +61,7 @@ class Grid:
     order: str = DEFAULT_ORDER
 
     def __post_init__(self):
+        # Sizes, and an order of all axes.
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
@@ -66,6 +74,7 @@ class Grid:
                 f"rank order {self.order!r} must name each of {', '.join(AXES)} once, fastest "
                 f"first, joined by '-': {DEFAULT_ORDER!r} is the default."
             )
+        # Experts are on the ranks of cp x dp.
         data = self.cp * self.dp
         if data % self.ep:
             raise ConfigError(
@@ -85,12 +94,12 @@ class Grid:
         order: str = DEFAULT_ORDER,
     ) -> "Grid":
         """The grid of `world_size` ranks; dp is what the other axes leave. Raises ConfigError."""
+        # The ranks of one replica of the model.
         one = cls(tp=tp, cp=cp, pp=pp, order=order)
         if world_size < 1 or world_size % one.world_size:
             raise ConfigError(_misfit(world_size, one))
-        return cls(
-            tp=tp, cp=cp, ep=ep, dp=world_size // one.world_size, pp=pp, order=order
-        )
+        dp = world_size // one.world_size
+        return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order)
 
     @property
     def world_size(self) -> int:
@@ -113,30 +122,35 @@ class Grid:
                 f"rank {rank} is not on a grid of {self.world_size} ranks."
             )
         dense = _unravel(rank, self._radix["dense"])
-        return dense | _unravel(
-            _ravel(dense, self._radix["data"]), self._radix["expert_data"]
-        )
+        # The position among the ranks of cp x dp, divided into ep and edp.
+        place = _ravel(dense, self._radix["data"])
+        return dense | _unravel(place, self._radix["expert_data"])
 
     def rank_of(self, **coordinates: int) -> int:
         """The rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (tp, ep, edp, pp)."""
         _view(coordinates)
         for axis, at in coordinates.items():
-            if not 0 <= at < self._size(axis):
+            size = self._size(axis)
+            if not 0 <= at < size:
                 raise ConfigError(
-                    f"{axis}={at} is outside its axis, which has size {self._size(axis)}."
+                    f"{axis}={at} is outside its axis, which has size {size}."
                 )
         at = dict.fromkeys(_DENSE + _EXPERT, 0) | coordinates
+        # ep and edp give cp and dp.
         if "ep" in coordinates or "edp" in coordinates:
-            at |= _unravel(_ravel(at, self._radix["expert_data"]), self._radix["data"])
+            place = _ravel(at, self._radix["expert_data"])
+            at |= _unravel(place, self._radix["data"])
         return _ravel(at, self._radix["dense"])
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups over these axes: ranks that differ in no other coordinate, ascending, by first rank."""
+        # Ranks of a group have equal coordinates on all other axes.
         fixed = [axis for axis in _view(axes) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            found.setdefault(tuple(at[axis] for axis in fixed), []).append(rank)
+            place = tuple(at[axis] for axis in fixed)
+            found.setdefault(place, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
     def split_data(
@@ -147,6 +161,7 @@ class Grid:
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
         """First and last rank of each pipeline, which hold a tied embedding; other ranks are alone."""
+        # A pipeline of one rank has one end.
         groups = []
         for pipeline in self.groups("pp"):
             groups.append(tuple(dict.fromkeys((pipeline[0], pipeline[-1]))))
@@ -157,18 +172,21 @@ class Grid:
         """The group over these axes that holds `rank`."""
         at = self.coordinates(rank)
         here = {axis: at[axis] for axis in _view(axes)}
-        ranks = [{}]
+        # All coordinates on these axes, with those of `rank` on the others.
+        places = [here]
         for axis in axes:
-            ranks = [r | {axis: i} for r in ranks for i in range(self._size(axis))]
-        return tuple(sorted(self.rank_of(**(here | r)) for r in ranks))
+            sizes = range(self._size(axis))
+            places = [place | {axis: i} for place in places for i in sizes]
+        return tuple(sorted(self.rank_of(**place) for place in places))
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {self._size(axis)}" for axis in _DENSE)
-        return sizes + (
-            f" (experts: ep {self.ep} x edp {self.edp})" if self.ep > 1 else ""
-        )
+        if self.ep > 1:
+            sizes += f" (experts: ep {self.ep} x edp {self.edp})"
+        return sizes
 
     def _size(self, axis: str) -> int:
+        """Size of an axis, edp included."""
         return getattr(self, axis)
 
     @cached_property
@@ -176,17 +194,13 @@ class Grid:
         """Mixed radix systems, fastest digit first: of the rank, and of the position within cp x dp, divided
         in two ways."""
         order = self.order.split("-")
-        pick = lambda axes: tuple(
-            (axis, self._size(axis)) for axis in order if axis in axes
-        )
-        experts = tuple(
-            (("edp", self.edp) if axis == "dp" else (axis, n))
-            for axis, n in pick(("ep", "dp"))
-        )
+        # edp is where dp is in the order.
+        expert_order = ["edp" if axis == "dp" else axis for axis in order]
+        pick = lambda axes, of: tuple((a, self._size(a)) for a in of if a in axes)
         return {
-            "dense": pick(_DENSE),
-            "data": pick(("cp", "dp")),
-            "expert_data": experts,
+            "dense": pick(_DENSE, order),
+            "data": pick(("cp", "dp"), order),
+            "expert_data": pick(("ep", "edp"), expert_order),
         }
 
 
@@ -203,6 +217,7 @@ def cut_groups(
             f"{n} data-parallel ranks cannot be cut into groups of {size}. Use "
             f"{_listed(divisors(n))}."
         )
+    # Neighbours form the inner groups.
     inner = []
     outer = []
     for ranks in groups:
@@ -215,42 +230,49 @@ def divisors(n: int) -> tuple[int, ...]:
     """The divisors of n, in rising order. Above 10^12, those without two prime factors above 10^6:
     a number from the command line must not cost minutes.
     """
-    found = [1] * (n > 0)
+    found = [1] if n > 0 else []
     rest = n
     prime = 2
     while rest > 1 and prime <= LARGEST_PRIME:
         if prime * prime > rest:
             prime = rest
+        # All powers of this prime, times all divisors so far.
         powers = [1]
         while rest % prime == 0:
             rest //= prime
             powers.append(powers[-1] * prime)
         found = [divisor * power for divisor in found for power in powers]
-        prime += 1
-    return tuple(
-        sorted(found if rest <= 1 else [*found, *(divisor * rest for divisor in found)])
-    )
+        prime += 1  # every number is tried; those that are not prime divide nothing
+    # What is left is a prime, or has no prime factor that was tried.
+    if rest > 1:
+        found += [divisor * rest for divisor in found]
+    return tuple(sorted(found))
 
 
-def _view(axes) -> tuple[str, ...]:
+def _view(axes: Iterable[str]) -> tuple[str, ...]:
     """The four axes that contain these. Raises ConfigError for unknown axes, or for both views at once."""
     for view in (_DENSE, _EXPERT):
         if set(axes) <= set(view):
             return view
+    together = ", ".join(axes)
+    dense = ", ".join(_DENSE)
+    expert = ", ".join(_EXPERT)
     raise ConfigError(
-        f"no grid has the axes ({', '.join(axes)}) together. Dense layers: "
-        f"{', '.join(_DENSE)}; experts: {', '.join(_EXPERT)}."
+        f"no grid has the axes ({together}) together. Dense layers: "
+        f"{dense}; experts: {expert}."
     )
 
 
-def _unravel(index: int, radix) -> dict[str, int]:
+def _unravel(index: int, radix: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """The digits of a number in a mixed radix system, by axis."""
     at = {}
     for axis, size in radix:
         index, at[axis] = divmod(index, size)
     return at
 
 
-def _ravel(at: dict[str, int], radix) -> int:
+def _ravel(at: dict[str, int], radix: Sequence[tuple[str, int]]) -> int:
+    """The number that has these digits."""
     index = 0
     for axis, size in reversed(radix):
         index = index * size + at[axis]
@@ -260,26 +282,27 @@ def _ravel(at: dict[str, int], radix) -> int:
 def _misfit(world_size: int, one: Grid) -> str:
     """The message for a world size that the model axes do not divide."""
     n = one.world_size
-    spelled = ", ".join(
-        f"{_FLAGS[axis]}={getattr(one, axis)}" for axis in ("tp", "cp", "pp")
-    )
+    axes = ("tp", "cp", "pp")
+    spelled = ", ".join(f"{_FLAGS[axis]}={getattr(one, axis)}" for axis in axes)
+    # The nearest world sizes that fit.
     below = world_size // n * n
     starts = f"{below} or {below + n}" if below else f"{n}"
     text = (
         f"world size {world_size} is not a multiple of {n} ({spelled}): every rank holds one place of "
         f"the grid, and data parallelism takes what is left. Start {starts} ranks"
     )
-    alternatives = []
-    for axis in ("tp", "cp", "pp"):
-        others = n // getattr(one, axis)
-        if getattr(one, axis) > 1 and world_size > 0 and world_size % others == 0:
-            alternatives.append(
-                f"{_FLAGS[axis]} in {_listed(divisors(world_size // others))}"
-            )
-    return text + "".join(f", or use {text}" for text in alternatives) + "."
+    # Sizes of one axis that would fit, with the others as they are.
+    for axis in axes:
+        size = getattr(one, axis)
+        others = n // size
+        if size > 1 and world_size > 0 and world_size % others == 0:
+            sizes = _listed(divisors(world_size // others))
+            text += f", or use {_FLAGS[axis]} in {sizes}"
+    return text + "."
 
 
-def _listed(numbers) -> str:
+def _listed(numbers: Sequence[int]) -> str:
+    """The numbers in parentheses."""
     return f"({', '.join(map(str, numbers))})"
 
 
@@ -287,15 +310,16 @@ def ranks_in_short(ranks: Sequence[int]) -> str:
     """(0, 1, 2, 3) → 0–3;  (0, 48, 96, 144) → 0, 48, … 144;  others are written out, long ones cut."""
     if len(ranks) <= 2:
         return ", ".join(map(str, ranks))
-    step = ranks[1] - ranks[0]
+    first = ranks[0]
+    last = ranks[-1]
+    step = ranks[1] - first
+    # An irregular list.
     if any(b - a != step for a, b in zip(ranks, ranks[1:])):
-        return (
-            ", ".join(map(str, ranks))
-            if len(ranks) <= 8
-            else f"{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}"
-        )
-    return (
-        f"{ranks[0]}–{ranks[-1]}"
-        if step == 1
-        else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
-    )
+        if len(ranks) <= 8:
+            return ", ".join(map(str, ranks))
+        beginning = ", ".join(map(str, ranks[:4]))
+        return f"{beginning}, … {last}"
+    # Neighbours, or ranks at equal distances.
+    if step == 1:
+        return f"{first}–{last}"
+    return f"{first}, {ranks[1]}, … {last}"

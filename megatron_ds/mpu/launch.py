@@ -24,6 +24,7 @@ from ..errors import CommunicationError, ConfigError, MegatronDSError
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
+from .nccl_settings import USUAL, NcclSettings
 from .rendezvous import Place, meet, report_absence
 from .stuck_ranks import current_call, name_stuck_ranks, register_host
 
@@ -342,20 +343,23 @@ def connect_torch(
     groups: list[tuple[int, ...]],
     rank: int,
     timeout: timedelta | None = None,
+    nccl: NcclSettings = USUAL,
 ) -> Transport | None:
     """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
-    there. timeout: of their collectives; None: that of the whole world.
+    there. timeout: of their collectives; None: that of the whole world. nccl: of groups of GPUs.
 
     Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
     must make the same groups. Raises CommunicationError where others do not make them in time.
     """
     timeout = timeout or world_timeout()
     mine = None
+    options = nccl.options(groups, timeout) if _has_nccl() else None
     num_lanes = NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
             made = [
-                _new_group(list(ranks), timeout, axes) for _ in range(1 + num_lanes)
+                _new_group(list(ranks), timeout, axes, options)
+                for _ in range(1 + num_lanes)
             ]
             if rank in ranks:
                 mine = transport_over(made[0], axes, made[1:])
@@ -366,12 +370,16 @@ def connect_torch(
     return mine
 
 
-def _new_group(ranks: list[int], timeout: timedelta | None, axes: str) -> Any:
+def _new_group(
+    ranks: list[int], timeout: timedelta | None, axes: str, options: Any
+) -> Any:
     import torch.distributed as dist
 
     try:
         with only_errors():
-            return dist.new_group(ranks, timeout=timeout, group_desc=axes)
+            return dist.new_group(
+                ranks, timeout=timeout, pg_options=options, group_desc=axes
+            )
     except RuntimeError as error:
         call = f" in {current_call()}" if current_call() else ""
         raise CommunicationError(

@@ -16,6 +16,7 @@ Asking again is never collective.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -56,6 +57,7 @@ class Mesh:
         self._connect = connect
         self._transports = {}
         self._groups: dict[str, Group] = {}
+        self._lists: dict[str, list[tuple[int, ...]]] = {}
         self._split: dict[tuple[str, int], tuple[Group, Group]] = {}
         self.placement = tuple(range(grid.pp))
 
@@ -112,6 +114,21 @@ class Mesh:
             self._split[name, size] = run, self._make_group(f"{name}-outer", outer)
         return self._split[name, size]
 
+    def connect_apart(self, group: Group, purpose: str) -> Group:
+        """The ranks of a group of this mesh with a transport of their own: messages of the one do not wait for
+        those of the other. Collective over the world when first asked for.
+
+        purpose: a word for messages of errors
+        """
+        if all(len(ranks) == 1 for ranks in self._lists[group.axes]):
+            return group
+        key = (purpose, *self._lists[group.axes])
+        if key not in self._transports:
+            self._transports[key] = self._connect(
+                f"{group.axes}-{purpose}", self._lists[group.axes], self.rank
+            )
+        return replace(group, transport=self._transports[key])
+
     @property
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """axis → (position of this rank, size of the axis), for `ParamSpec.boxes`."""
@@ -164,6 +181,7 @@ class Mesh:
         # Whether a transport is shared depends on the groups of *all* ranks, so that every rank decides
         # alike.
         key = tuple(lists)
+        self._lists[name] = lists
         if key not in self._transports:
             needed = any(len(ranks) > 1 for ranks in lists)
             assert self._connect is not None or not needed, (

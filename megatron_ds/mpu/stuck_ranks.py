@@ -30,7 +30,8 @@ _current = [""]  # the call that this process is in; also read by threads of aut
 @contextmanager
 def doing(call: str) -> Iterator[None]:
     """Inside, a failure of a collective is reported with the name of this call."""
-    before, _current[0] = _current[0], call
+    before = _current[0]
+    _current[0] = call
     try:
         yield
     finally:
@@ -81,6 +82,7 @@ def _store() -> dist.Store:
 
 
 def _write(store: dist.Store) -> bool:
+    """Report this rank, once."""
     key = str(dist.get_rank())
     if not store.check([key]):
         store.set(key, current_call() or _NOTHING)
@@ -103,6 +105,7 @@ def _host_key(rank: int) -> str:
 
 
 def _host(store: dist.Store, rank: int) -> str:
+    """The host of a rank in parentheses, "" if it is not known."""
     key = _host_key(rank)
     return f" (host {store.get(key).decode()})" if store.check([key]) else ""
 

@@ -8,15 +8,18 @@ Implementations: torch's fused attention, with a mask of all scores for what is 
 `reference_attention` with dropout or a sink, since these need the probabilities. On a CPU,
 cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AMX or AVX-512 BF16; and fp32 where the
 processor has no matrix products of the dtype. On a GPU with Triton, what torch's fused attention needs a mask
-for, or cannot do: gpu/flex_attention.py.
+for, or cannot do: gpu/flex_attention.py; and with dropout, rows of queries one part after another
+(attention_rows.py).
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from .attention_pattern import CAUSAL
+from . import attention_rows
+from .attention_pattern import CAUSAL, FULL
 from .cpu import compiled_attention
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask
@@ -244,6 +247,49 @@ def _flex(
     return flex_attention.flex_attention(q, k, v, visible, scoring)
 
 
+def _suits_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
+    *,
+    keep: KeepMask | None = None,
+    scoring: Scoring = PLAIN,
+) -> bool:
+    needs_probabilities = keep is not None or scoring.sink is not None
+    return (
+        needs_probabilities
+        and not scoring.has_places
+        and attention_rows.suits(q, k, keep)
+    )
+
+
+@attention.implementation("rows", devices=GPU, suits=_suits_rows)
+def _by_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
+    *,
+    keep: KeepMask | None = None,
+    scoring: Scoring = PLAIN,
+) -> torch.Tensor:
+    def attend(queries, keys, values, sink, part):
+        # What these queries see is a mask, also the keys behind them.
+        hidden = visible.hidden(part.positions, range(len(keys)), queries.device)
+        return reference_attention(
+            queries,
+            keys,
+            values,
+            KeyVisibility(FULL, mask=hidden),
+            keep=part.keep,
+            scoring=replace(scoring, sink=sink),
+            positions=part.positions,
+        )
+
+    return attention_rows.attention_by_rows(q, k, v, scoring.sink, keep, attend)
+
+
 class OutputExchange(Protocol):
     """Sends the output of attention to other ranks, which return its gradient: a function with gradients of
     [sq, b, n, d] → [rows, b, heads, d], what this rank has of all outputs. Collective."""
@@ -287,10 +333,16 @@ def reference_attention(
     *,
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
+    positions: range | None = None,
 ) -> torch.Tensor:
-    """`attention` in elementary operations, on any device; the softmax in fp32."""
+    """`attention` in elementary operations, on any device; the softmax in fp32.
+
+    positions: of the queries among the keys; the last ones unless given. A causal pattern needs the last ones.
+    """
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
-    mask = visible.hidden_besides_later(*_positions(q, k), q.device)
+    last, all_keys = _positions(q, k)
+    places = (last if positions is None else positions), all_keys
+    mask = visible.hidden_besides_later(*places, q.device)
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
     keys, values = (
         t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v)
@@ -300,7 +352,7 @@ def reference_attention(
     )  # [b, g, n/g, sq, sk]
     scores = scores.reshape(b, n, sq, sk)
     if scoring.alibi is not None:
-        scores = (scores + scoring.alibi.bias(*_positions(q, k))).to(scores.dtype)
+        scores = (scores + scoring.alibi.bias(*places)).to(scores.dtype)
     p = masked_softmax(scores, mask, visible.pattern.causal, 1.0, keep, scoring.sink)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))

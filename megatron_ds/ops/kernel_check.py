@@ -12,7 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .kernel_table import Implementation, Operation
 
 # Of the largest expected value: two roundings of a 16-bit result; sums of a few hundred products in fp32.
-TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}
+TOLERANCES = {
+    torch.float32: 4e-6,
+    torch.bfloat16: 2 * 2**-8,
+    torch.float16: 2 * 2**-11,
+}
 
 
 def largest_error(
@@ -45,14 +49,16 @@ def error_between(
 ) -> float:
     """`largest_error` of a function for the arguments that `make` returns, which `in_torch` has in double
     precision."""
-    example = [make() for _ in range(2)]  # one may be changed
+    # Two equal examples, since a function may change its arguments.
+    example = [make() for _ in range(2)]
     got = _values(function, example[0])
     expected = _values(in_torch, tree_map(_wide, example[1]))
     assert len(got) == len(expected), (function, in_torch)
-    return max((_error(g, e) for g, e in zip(got, expected)), default=0.0)
+    return max((tensor_error(g, e) for g, e in zip(got, expected)), default=0.0)
 
 
 def _wide(argument: Any) -> Any:
+    """A tensor of a tested dtype in double precision; anything else as it is."""
     if not isinstance(argument, torch.Tensor) or argument.dtype not in TOLERANCES:
         return argument
     return argument.detach().double().requires_grad_(argument.requires_grad)
@@ -61,11 +67,10 @@ def _wide(argument: Any) -> Any:
 def _values(function: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
     """Results, the arguments after the call, and gradients of the sum of results with fixed weights."""
     made = function(*arguments)
-    results = [
-        t
-        for t in (made if isinstance(made, tuple) else (made,))
-        if isinstance(t, torch.Tensor)
-    ]
+    if not isinstance(made, tuple):
+        made = (made,)
+    results = [t for t in made if isinstance(t, torch.Tensor)]
+    # Gradients of those arguments that need them.
     tensors = [a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor)]
     leaves = [a for a in tensors if a.requires_grad]
     differentiable = [t for t in results if t.requires_grad]
@@ -85,14 +90,15 @@ def _weights(t: torch.Tensor) -> torch.Tensor:
     return (numbers / 4).to(t.dtype).view(t.shape)
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+def tensor_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest expected number, in tolerances of the dtype of `got`."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if not got.is_floating_point():
         return 0.0 if torch.equal(got, expected) else float("inf")
     if not got.numel():
         return 0.0
+    # The largest difference, over the largest expected value; NaN is infinite.
     largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    error = (
-        (got.double() - expected.double()).abs().max() / largest
-    ).item() / TOLERANCES[got.dtype]
+    difference = (got.double() - expected.double()).abs().max()
+    error = (difference / largest).item() / TOLERANCES[got.dtype]
     return error if error == error else float("inf")

@@ -9,8 +9,8 @@ Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P,
 keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
 
 Implementations of a tile: cpu/compiled_attention.py where core attention has it; else torch's fused attention
-of CPUs and of GPUs, whose backward takes the output and the log-sum-exp of all keys; elementary operations
-with dropout.
+of CPUs and of GPUs, whose backward takes the output and the log-sum-exp of all keys: on GPUs FlashAttention for
+tiles without a bias (gpu/flash_tiles.py), else the memory-efficient kernel; elementary operations with dropout.
 
 Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
 """
@@ -27,6 +27,7 @@ from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
 from .cpu import compiled_attention
 from .cpu.compiled_attention import OfRows, ScoreBlock
+from .gpu import flash_tiles
 from .key_visibility import KeyVisibility
 from .scoring import PLAIN, Scoring
 
@@ -239,7 +240,11 @@ class _Operands:
             return _COMPILED
         if self.keep is not None:
             return _ELEMENTARY
-        return _ON_CPU if self.q.device.type in ("cpu", "meta") else _ON_GPU
+        if self.q.device.type in ("cpu", "meta"):
+            return _ON_CPU
+        if self.bias is None and flash_tiles.suits(self.q):
+            return _FLASH
+        return _ON_GPU
 
     def spread(self, t: torch.Tensor) -> torch.Tensor:
         """[b, g, columns, d] → [b, n, columns, d]: each query head has its keys."""
@@ -346,6 +351,17 @@ def _gpu_backward(
     return dq, t.joined(dk), t.joined(dv)
 
 
+def _flash_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    return flash_tiles.forward(t.q, t.k, t.v, t.triangle, t.scale)
+
+
+def _flash_backward(
+    t: _Operands, final: _Final
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = flash_tiles.FinalRows(final.dout, final.out, final.sums)
+    return flash_tiles.backward(t.q, t.k, t.v, rows, t.triangle, t.scale)
+
+
 def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = map(_rows, (t.q, t.k, t.v))
     out, sums = compiled_attention.attend(*tensors, t.block, _without_sink(t))
@@ -412,6 +428,7 @@ _COMPILED = _Kernel(
     _compiled_forward, _compiled_backward
 )  # of a CPU with AVX-512 or AVX2
 _ON_GPU = _Kernel(_gpu_forward, _adding(_gpu_backward))
+_FLASH = _Kernel(_flash_forward, _adding(_flash_backward))  # of a GPU, without a bias
 _ELEMENTARY = _Kernel(_elementary_forward, _adding(_elementary_backward))
 
 

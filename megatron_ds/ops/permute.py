@@ -75,15 +75,20 @@ def _routed(
     tokens: int, k: int, device: torch.device, padding: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(slots, place [tokens, k]) where a fifth of the slots has no row; padding: rows without a slot."""
-    slots = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(tokens * k, generator=generator)
     slots = slots[slots % 5 != 3]
-    slots = torch.cat((slots[:1], slots.new_full((padding,), -1), slots[1:]))
+    # Rows without a slot stand behind the first row.
+    none = slots.new_full((padding,), -1)
+    slots = torch.cat((slots[:1], none, slots[1:]))
+    # Rows without a slot write behind the end, which is dropped.
     place = torch.full((tokens * k + 1,), -1)
-    place[slots] = torch.arange(len(slots))  # -1, the last, is dropped
+    place[slots] = torch.arange(len(slots))
     return slots.to(device), place[:-1].view(tokens, k).to(device)
 
 
 def _weights(rows: int, k: int, device: torch.device) -> torch.Tensor:
+    """fp32 [rows, k], as a router gives them."""
     return random_tensors(torch.float32, device, (rows, k))[0]
 
 
@@ -121,7 +126,8 @@ def _padded_combine_example(
 def _reorder_example(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple:
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(rows, generator=generator)
     return (
         *random_tensors(dtype, device, (rows, width)),
         order.to(device),
@@ -130,7 +136,10 @@ def _reorder_example(
 
 
 class _Permute(Function):
-    """Row i of the result is the token of slot order[i]."""
+    """Row i of the result is the token of slot order[i].
+
+    The gradient of a token is the sum over its slots.
+    """
 
     @staticmethod
     def forward(ctx, x, order, place, k):
@@ -146,6 +155,8 @@ class _Permute(Function):
 
 
 class _Reorder(Function):
+    """Row i of the result is row order[i]; the gradient is moved back by the inverse."""
+
     @staticmethod
     def forward(ctx, x, order, inverse):
         ctx.save_for_backward(inverse)
@@ -171,6 +182,7 @@ class _Combine(Function):
     def backward(ctx, grad):
         rows, weights, order, place = ctx.saved_tensors
         k = weights.shape[1]
+        # Slots without a row have the weights' gradient 0.
         drows = torch.empty_like(rows)
         dweights = torch.zeros(
             weights.numel(), dtype=weights.dtype, device=weights.device
@@ -180,13 +192,8 @@ class _Combine(Function):
         for of_experts, out, slots in zip(*parts):
             of_tokens = grad.index_select(0, slots // k).to(_wide(grad))  # [T, h]
             dweights[slots] = (of_tokens * of_experts).sum(1).to(weights.dtype)
-            out.copy_(
-                of_tokens.mul_(
-                    weights.flatten()
-                    .index_select(0, slots)
-                    .to(of_tokens.dtype)[:, None]
-                )
-            )
+            scale = weights.flatten().index_select(0, slots).to(of_tokens.dtype)
+            out.copy_(of_tokens.mul_(scale[:, None]))
         return drows, dweights.view_as(weights), None, None
 
 
@@ -201,26 +208,33 @@ def _sum_of_slots(
     total = None
     dtype = _wide(rows)
     for j in range(place.shape[1] if len(rows) else 0):
-        part = rows.index_select(
-            0, place[:, j] if is_full else place[:, j].clamp(min=0)
-        )
-        part = (
-            part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
-        )
-        if (
-            not is_full
-        ):  # not times 0: a slot without a row has read row 0, which may be infinite
-            part.masked_fill_((place[:, j] < 0)[:, None], 0)
+        index = place[:, j]
+        # A slot without a row reads row 0.
+        read = index if is_full else index.clamp(min=0)
+        part = _weighted(rows.index_select(0, read), weights, j, dtype)
+        # Not times 0, since row 0 may be infinite.
+        if not is_full:
+            part.masked_fill_((index < 0)[:, None], 0)
         total = part if total is None else total.add_(part)
-    return (
-        rows.new_zeros(len(place), rows.shape[1], dtype=dtype)
-        if total is None
-        else total
-    )
+    if total is None:
+        return rows.new_zeros(len(place), rows.shape[1], dtype=dtype)
+    return total
+
+
+def _weighted(
+    part: torch.Tensor, weights: torch.Tensor | None, j: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of the j-th slot of each token in `dtype`, times their weights if there are any."""
+    if weights is None:
+        return part.to(dtype)
+    return part * weights[:, j, None].to(dtype)
 
 
 class _PermutePadded(Function):
-    """Row i of the result is the token of slot to_expert[i]. rows: [T', k]."""
+    """Row i of the result is the token of slot to_expert[i], zeros where that is -1. rows: [T', k].
+
+    The gradient of a token is the sum over its slots.
+    """
 
     @staticmethod
     def forward(ctx, x, to_expert, rows):
@@ -246,31 +260,34 @@ class _CombinePadded(Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weights, to_expert, rows = ctx.saved_tensors
-        of_rows = _taken(grad, to_expert // rows.shape[1]).to(_wide(grad))
+        # The gradient of each row's token, and the weight of its slot.
+        tokens = to_expert // rows.shape[1]
+        of_rows = _taken(grad, tokens).to(_wide(grad))
         scale = _taken(weights.flatten()[:, None], to_expert).to(of_rows.dtype)
         dots = (of_rows * x.to(of_rows.dtype)).sum(1, keepdim=True)
         dweights = _taken(dots, rows.flatten()).view_as(weights)
-        return (of_rows * scale).to(x.dtype), dweights.to(weights.dtype), None, None
+        dx = (of_rows * scale).to(x.dtype)
+        return dx, dweights.to(weights.dtype), None, None
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x[index], 0 where the index is -1."""
-    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+    is_none = (index < 0)[:, None]
+    taken = x.index_select(0, index.clamp(min=0))
+    return taken.masked_fill_(is_none, 0)
 
 
 def _padded_sum_of_slots(
     x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[T', c]: the sum over j of x[rows[:, j]], times weights[:, j] if given, one after another."""
+    # Slots without a row read row 0, and count as zeros.
     total = None
     dtype = _wide(x)
     there = rows.clamp(min=0)
     is_none = rows < 0
     for j in range(rows.shape[1]):
-        part = x.index_select(0, there[:, j])
-        part = (
-            part.to(dtype) if weights is None else part * weights[:, j, None].to(dtype)
-        )
+        part = _weighted(x.index_select(0, there[:, j]), weights, j, dtype)
         part.masked_fill_(is_none[:, j, None], 0)
         total = part if total is None else total.add_(part)
     return total
@@ -278,4 +295,6 @@ def _padded_sum_of_slots(
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     """The dtype in which rows of x are added up."""
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+    if x.dtype is torch.float64:
+        return torch.float64
+    return torch.float32

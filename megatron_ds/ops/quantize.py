@@ -31,11 +31,13 @@ def quantize(
     block with infinity or NaN has the scale NaN, one whose scale is 0 in fp32 the codes 0.
     """
     x = x.detach().float().flatten()
+    numel = len(x)
     most = 2 ** (bits - 1) - 1
-    blocks = -(-len(x) // block)
-    table = (F.pad(x, (0, blocks * block - len(x))) if len(x) % block else x).view(
-        blocks, block
-    )
+    # Blocks as rows; the last one is padded with zeros.
+    blocks = -(-numel // block)
+    if numel % block:
+        x = F.pad(x, (0, blocks * block - numel))
+    table = x.view(blocks, block)
     scales = table.abs().amax(1) * (1 / most)
     scales = scales.where(scales.isfinite(), torch.nan)
     codes = (
@@ -45,8 +47,10 @@ def quantize(
         .where(scales[:, None] > 0, 0)
         .to(torch.int8)
     )
-    codes = codes.flatten()[: len(x)]
-    return (codes if bits == 8 else _in_pairs(codes)), scales
+    codes = codes.flatten()[:numel]
+    if bits == 4:
+        codes = _in_pairs(codes)
+    return codes, scales
 
 
 @Operation
@@ -63,7 +67,9 @@ def dequantize(
 
     out: contiguous memory for the result; None: new memory
     """
-    codes = (codes if bits == 8 else _apart(codes))[:numel]
+    if bits == 4:
+        codes = _apart(codes)
+    codes = codes[:numel]
     scales = scales.detach().float()
     if numel % block:
         numbers = codes * scales.repeat_interleave(block)[:numel]
@@ -126,9 +132,13 @@ for _bits in (4, 8):
 
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes, two a byte."""
     low, high = F.pad(codes, (0, len(codes) % 2)).view(-1, 2).unbind(1)
     return low & 15 | high << 4
 
 
 def _apart(codes: torch.Tensor) -> torch.Tensor:
-    return torch.stack(((codes & 15 ^ 8) - 8, codes >> 4), 1).flatten()
+    """Bytes of two codes → the codes, with their signs."""
+    low = (codes & 15 ^ 8) - 8
+    high = codes >> 4
+    return torch.stack((low, high), 1).flatten()

@@ -20,7 +20,7 @@ from .rotary_scaling import Scaling
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
-    """Number of channels of a head that are rotated, even."""
+    """Number of channels of a head that are rotated, even. percent: from 0 to 1."""
     channels = int(head_dim * percent)
     return channels - channels % 2
 
@@ -33,24 +33,30 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], [s, b, 1, r/2] for [b, s], for all layers.
 
-    scalings: of the frequencies, applied in this order; their amplitudes are factors of both tables
+    channels  r, how many of a head are rotated
+    scalings  of the frequencies, applied in this order; their amplitudes are factors of both tables
     """
-    exponents = (
-        torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device)
-        / channels
-    )
-    where = (
-        positions.float()[:, None] if positions.dim() == 1 else positions.t().float()
-    )  # [s, 1] or [s, b]
+    device = positions.device
+    even = torch.arange(0, channels, 2, dtype=torch.float32, device=device)
+    exponents = even / channels
+    # Positions as [s, 1] or [s, b].
+    if positions.dim() == 1:
+        where = positions.float()[:, None]
+    else:
+        where = positions.t().float()
+    # The frequency of each pair, scaled.
     frequencies = base**-exponents
     amplitude = 1.0
     for scaling in scalings:
         frequencies = scaling(frequencies)
         amplitude *= scaling.amplitude
+    # Tables of the angle of each position and pair.
     angles = where[:, :, None, None] * frequencies
     cos = angles.cos()
     sin = angles.sin()
-    return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
+    if amplitude == 1:
+        return cos, sin
+    return cos * amplitude, sin * amplitude
 
 
 @Operation
@@ -68,9 +74,8 @@ apply_rotary.implementation(
 )(rotary_kernels.rotary)
 
 
-apply_rotary.benchmark_sizes = (
-    (65536, 128),
-)  # six heads: so many positions that no cache has them
+# six heads: so many positions that no cache has them
+apply_rotary.benchmark_sizes = ((65536, 128),)
 
 
 @apply_rotary.example
@@ -84,9 +89,9 @@ def _rotary_example(
 
 def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed heads → q [s, b, n, d], k and v [s, b, g, d], views where strides allow them."""
-    q, k, v = qkv.split(
-        (qkv.shape[3] - 2, 1, 1), dim=3
-    )  # one split: its backward is one concatenation
+    # The backward of one split is one concatenation.
+    heads = qkv.shape[3] - 2
+    q, k, v = qkv.split((heads, 1, 1), dim=3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
@@ -95,6 +100,7 @@ def split_rotary(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`split_heads`, q and k rotated by the tables of their positions."""
+    # Values are not rotated.
     q, k, v = split_heads(qkv)
     return (
         apply_rotary(q, cos, sin, interleaved),
@@ -115,6 +121,7 @@ split_rotary.benchmark_sizes = ((16384, 128),)  # 24 heads
 def _packed_example(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple:
+    # Two samples, three groups of two heads of q, and one of k and of v.
     positions = torch.arange(3, 3 + rows, device=device)
     (qkv,) = random_tensors(dtype, device, (rows, 2, 3, 4, width))
     return (qkv, *rotary_tables(positions, rotary_channels(width, 0.75)))
@@ -124,24 +131,25 @@ def reference_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
     """`apply_rotary` with autograd's own backward."""
+    # The pairs that are rotated, and the channels that are not.
     channels = 2 * cos.shape[-1]
     rotated, rest = x.float().split([channels, x.shape[-1] - channels], dim=-1)
-    first, second = (
-        (rotated[..., 0::2], rotated[..., 1::2])
-        if interleaved
-        else rotated.chunk(2, dim=-1)
-    )
-    halves = first * cos - second * sin, second * cos + first * sin
-    turned = (
-        torch.stack(halves, dim=-1).flatten(-2)
-        if interleaved
-        else torch.cat(halves, dim=-1)
-    )
+    if interleaved:
+        first = rotated[..., 0::2]
+        second = rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+    # Both channels of each pair, in the places that they came from.
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    if interleaved:
+        turned = torch.stack(halves, dim=-1).flatten(-2)
+    else:
+        turned = torch.cat(halves, dim=-1)
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    # The gradient is rotated by the opposite angle, so nothing of x is kept for backward.
+    """A rotation whose gradient is rotated by the opposite angle, so that nothing of x is kept."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleaved):
@@ -161,9 +169,13 @@ def _rotate(
     interleaved: bool,
     direction: int,
 ) -> torch.Tensor:
+    """x rotated in fp32. direction: 1 forward, -1 for the gradient."""
+    # Views of the parts of the input and of the result.
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    first, second, rest = _pairs(x, cos.shape[-1], interleaved)
-    out_first, out_second, out_rest = _pairs(out, cos.shape[-1], interleaved)
+    count = cos.shape[-1]
+    first, second, rest = _pairs(x, count, interleaved)
+    out_first, out_second, out_rest = _pairs(out, count, interleaved)
+    # Each result is written in place.
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
     out_rest.copy_(rest)
@@ -174,10 +186,9 @@ def _pairs(
     x: torch.Tensor, count: int, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first and the second channels of the pairs [.., count], and the channels that are not rotated."""
-    turned, rest = x.split([2 * count, x.shape[-1] - 2 * count], dim=-1)
-    first, second = (
-        (turned[..., ::2], turned[..., 1::2])
-        if interleaved
-        else turned.split(count, dim=-1)
-    )
+    channels = 2 * count
+    turned, rest = x.split([channels, x.shape[-1] - channels], dim=-1)
+    if interleaved:
+        return turned[..., ::2], turned[..., 1::2], rest
+    first, second = turned.split(count, dim=-1)
     return first, second, rest

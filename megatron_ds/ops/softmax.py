@@ -1,6 +1,9 @@
 """Softmax of attention scores: scaled, masked and causal, with keyed dropout of the probabilities.
 
-Implementations: torch's operations; on a GPU one kernel, which also draws the random numbers.
+Implementations: torch's operations; on a GPU one kernel, which also draws the random numbers. Both drop the
+same probabilities, since the random numbers are keyed by sample, head, query and column.
+
+Letters: b samples, n heads, sq queries, sk keys.
 """
 
 import math
@@ -32,44 +35,58 @@ def masked_softmax(
 
     With a mask, a query that sees no column is 0.
     """
-    scores = scores if scale == 1.0 else scores * scale
+    # Hidden scores are -inf before the softmax.
+    if scale != 1.0:
+        scores = scores * scale
     hidden = forbidden(*scores.shape[-2:], causal, mask, scores.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
+    # In fp32, or in fp64 for such scores.
     wide = torch.promote_types(scores.dtype, torch.float32)
     if sink is None:
         p = torch.softmax(scores, dim=-1, dtype=wide).to(scores.dtype)
     else:
+        # The sink is a further column, which is left out of the result.
         column = sink.to(wide).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        p = (
-            torch.cat((scores.to(wide), column), dim=-1)
-            .softmax(dim=-1)[..., :-1]
-            .to(scores.dtype)
-        )
+        with_sink = torch.cat((scores.to(wide), column), dim=-1)
+        p = with_sink.softmax(dim=-1)[..., :-1].to(scores.dtype)
+    # A query without a column has NaN so far.
     if hidden is not None and mask is not None:
         p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0)
-    return p if keep is None else apply_mask(p, keep.mask, keep.p)
+    if keep is None:
+        return p
+    return apply_mask(p, keep.mask, keep.p)
 
 
 def forbidden(
     sq: int, sk: int, causal: bool, mask: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
-    """bool, True = may not attend; None when everything may (a single causal query sees all keys)."""
+    """bool [.., sq, sk], True = may not attend; None when everything may.
+
+    A single causal query sees all keys.
+    """
     if not causal or sq == 1:
         return mask
-    future = torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1 + sk - sq)
-    return future if mask is None else future | mask
+    everything = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    # The diagonal is shifted, since the queries are the last positions of the keys.
+    future = everything.triu(1 + sk - sq)
+    if mask is None:
+        return future
+    return future | mask
 
 
-masked_softmax.benchmark_sizes = ((2048, 2048), (4096, 4096))  # queries, keys
+masked_softmax.benchmark_sizes = (
+    (2048, 2048),  # queries, keys
+    (4096, 4096),
+)
 
 
 @masked_softmax.example
 def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     (scores,) = random_tensors(dtype, device, (2, 3, rows, width))
-    hidden = (
-        torch.arange(2 * rows * width, device=device).view(2, 1, rows, width) % 5 == 0
-    )
+    # Every fifth column is hidden.
+    numbers = torch.arange(2 * rows * width, device=device)
+    hidden = numbers.view(2, 1, rows, width) % 5 == 0
     keys: list[Key] = [(1, "here", sample) for sample in (4, 7)]
     keep = KeepMask(0.3, keys, range(2, 5), range(6, 6 + rows), width, device=device)
     return scores, hidden, width >= rows, 0.6, keep
@@ -83,6 +100,7 @@ def _fits(
     keep: KeepMask | None = None,
     sink: torch.Tensor | None = None,
 ) -> str:
+    """Why the kernel cannot compute this call; "" if it can."""
     if sink is not None:
         return "it has a sink"
     return softmax_kernels.fits(scores, mask, keep is not None)
@@ -97,18 +115,13 @@ def _masked_softmax_on_gpu(
     keep: KeepMask | None = None,
     sink: None = None,
 ) -> torch.Tensor:
-    if (
-        keep is not None and keep.picked is not None
-    ):  # the columns of a table are not neighbours
-        return apply_mask(
-            softmax_kernels.masked_softmax(scores, mask, causal, scale),
-            keep.mask,
-            keep.p,
-        )
+    # The kernel draws for neighbouring columns; picked ones of a table are not.
+    if keep is not None and keep.picked is not None:
+        p = softmax_kernels.masked_softmax(scores, mask, causal, scale)
+        return apply_mask(p, keep.mask, keep.p)
     table = None
     if keep is not None:
         seeds = seeds_on(scores.device, keep.of_heads)
-        table = softmax_kernels.TableDropout(
-            seeds, threshold_of(keep.p), keep.rows.start
-        )
+        threshold = threshold_of(keep.p)
+        table = softmax_kernels.TableDropout(seeds, threshold, keep.rows.start)
     return softmax_kernels.masked_softmax(scores, mask, causal, scale, table)

@@ -28,19 +28,27 @@ def change_matrices(
     unit: str,
     parameters: Sequence[tuple[torch.Tensor, Matrices]],
 ) -> None:
-    """Replace all matrices of the parameters by those that `change` returns: [n, o, i] → [n, o, i]."""
+    """Replace all matrices of the parameters by those that `change` returns: [n, o, i] → [n, o, i].
+
+    unit        what is a matrix of packed queries, keys and values: PARTS, HEADS or WHOLE
+    parameters  (tensor, the matrices in it)
+    """
+    # Matrices of equal shape, with the number of them in each view.
     views_of_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
     counts_of_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for tensor, matrices in parameters:
         for view, count, rows, columns in views_of(tensor, matrices, unit):
             views_of_shape[rows, columns].append(view)
             counts_of_shape[rows, columns].append(count)
+    # Each batch is filled, changed, and copied back.
     for shape, views in views_of_shape.items():
         counts = counts_of_shape[shape]
         batch = views[0].new_empty(sum(counts), *shape)
-        torch._foreach_copy_(_like(views, batch, counts), views)
+        parts = _like(views, batch, counts)
+        torch._foreach_copy_(parts, views)
         changed = change(batch)
-        torch._foreach_copy_(views, _like(views, changed, counts))
+        parts = _like(views, changed, counts)
+        torch._foreach_copy_(views, parts)
 
 
 def views_of(tensor: torch.Tensor, matrices: Matrices, unit: str) -> Iterator[Views]:

@@ -93,6 +93,7 @@ def _queue(program: Program, home: dict[int, int]) -> Sequence[Item]:
             message = Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch)
             if message in received:
                 items.append(Item(i, message, None))
+        # Messages of one kind to one rank keep their order.
         elif i.op in TRANSFERS:
             peer = other_end(i)
             message = i if i.op in RECEIVES else peer
@@ -103,6 +104,7 @@ def _queue(program: Program, home: dict[int, int]) -> Sequence[Item]:
                 received.add(message)
         elif i.op is Op.TIE and (not items or items[-1].needs != TIES):
             items += [Item(i, None, TIES), Item(i, TIES, None)]
+    # The step ends when the last messages have been received.
     sent = [message for (op, _), message in last.items() if op in SENDS]
     return items + [Item(None, message, None) for message in sent]
 

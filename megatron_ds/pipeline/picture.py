@@ -5,13 +5,14 @@ measurement. `layout` turns panels into boxes and labels with coordinates (a pur
 write them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from pathlib import Path
 
 from ..errors import ConfigError
-from .instruction import COMPUTE, Instruction, Op, Schedule
+from .instruction import COMPUTE, Instruction, Op, Program, Schedule
 from .simulate import Simulation, simulate
 
 # of a rank's first, third … stage; of the others
@@ -42,6 +43,12 @@ LEGEND = 26
 # font size, width of a digit
 SMALL = 11
 LETTER = 6.6
+# anchor of SVG → horizontal alignment of matplotlib
+ANCHORS = {
+    "start": "left",
+    "middle": "center",
+    "end": "right",
+}
 
 
 def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
@@ -56,14 +63,16 @@ def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
         drawn = chain.from_iterable(zip(*rank) for rank in ranks)
         lengths = (end - start for i, start, end in drawn if i.op in COMPUTE)
         unit = min((length for length in lengths if length > 0), default=1)
+    # All cells are as wide as the widest.
     rows = [_text_row(*rank, unit) for rank in ranks]
-    width = max((len(cell) for row in rows for cell in row), default=1)
+    width = max(map(len, chain.from_iterable(rows)), default=1)
     digits = len(str(len(rows) - 1))
-    return "\n".join(
-        f"rank {rank:>{digits}} | "
-        + " ".join(_text_cell(cell, width) for cell in row).rstrip()
-        for rank, row in enumerate(rows)
-    )
+    # One line for each rank.
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = " ".join(_text_cell(cell, width) for cell in row)
+        lines.append(f"rank {rank:>{digits}} | {cells.rstrip()}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,11 @@ class TimeBar:
     text: str = ""
     ink: str = "#ffffff"
     tip: str = ""
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """(x, y) of its middle."""
+        return self.x + self.width / 2, self.y + self.height / 2
 
 
 @dataclass(frozen=True)
@@ -113,10 +127,13 @@ class Picture:
 
 def layout(panels: list[Panel], width: int = 1100) -> Picture:
     """Coordinates in pixels from the top left. Boxes too narrow for their number omit it."""
-    span = max((panel.timeline.span for panel in panels), default=0) or 1
+    # One scale of time for all panels, which fills the width.
+    spans = [panel.timeline.span for panel in panels]
+    span = max(spans, default=0) or 1
     scale = (width - LEFT - RIGHT) / span
     boxes: list[TimeBar] = []
     labels: list[Label] = []
+    # Panels, then the axis and the legend below them.
     y = TOP
     for panel in panels:
         labels.append(Label(LEFT, y + 14, panel.title, size=13, bold=True))
@@ -128,7 +145,8 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
     for panel in panels:
         for program in panel.timeline.schedule:
             ops |= {i.op for i in program}
-            has_chunks = has_chunks or len({i.stage for i in program}) > 1
+            stages = {i.stage for i in program}
+            has_chunks = has_chunks or len(stages) > 1
     _legend(ops, has_chunks, y, boxes, labels)
     return Picture(width, y + LEGEND, tuple(boxes), tuple(labels))
 
@@ -146,18 +164,23 @@ def svg(panels: list[Panel], width: int = 1100) -> str:
     ]
     # Boxes first, so that labels lie above them.
     for box in picture.boxes:
-        tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
+        tip = ""
+        if box.tip:
+            tip = f"<title>{escape(box.tip)}</title>"
         lines.append(
             f'<rect x="{box.x:.1f}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}" '
             f'fill="{box.colour}">{tip}</rect>'
         )
         if box.text:
+            x, y = box.middle
             lines.append(
-                f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:g}" class="n" '
+                f'<text x="{x:.1f}" y="{y + 4:g}" class="n" '
                 f'fill="{box.ink}">{escape(box.text)}</text>'
             )
     for label in picture.labels:
-        weight = ' font-weight="bold"' if label.bold else ""
+        weight = ""
+        if label.bold:
+            weight = ' font-weight="bold"'
         lines.append(
             f'<text x="{label.x:.1f}" y="{label.y:g}" font-size="{label.size}" text-anchor="{label.anchor}" '
             f'fill="{label.ink}"{weight}>{escape(label.text)}</text>'
@@ -180,25 +203,27 @@ def save_png(
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
 
-    # points per pixel, at 96 pixels per inch
+    # The canvas: points per pixel at 96 pixels per inch, and y downwards.
     picture = layout(panels, width)
     points = 0.75
-    figure = plt.figure(
-        figsize=(picture.width / 96, picture.height / 96), dpi=96 * dots
-    )
+    inches = (picture.width / 96, picture.height / 96)
+    figure = plt.figure(figsize=inches, dpi=96 * dots)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
     axes.axis("off")
+    # Boxes first, so that labels lie above them.
     for box in picture.boxes:
-        axes.add_patch(
-            Rectangle(
-                (box.x, box.y), box.width, box.height, facecolor=box.colour, linewidth=0
-            )
+        rectangle = Rectangle(
+            (box.x, box.y),
+            box.width,
+            box.height,
+            facecolor=box.colour,
+            linewidth=0,
         )
+        axes.add_patch(rectangle)
         if box.text:
             axes.text(
-                box.x + box.width / 2,
-                box.y + box.height / 2,
+                *box.middle,
                 box.text,
                 color=box.ink,
                 fontsize=SMALL * points,
@@ -213,9 +238,10 @@ def save_png(
             color=label.ink,
             fontsize=label.size * points,
             va="baseline",
-            ha={"start": "left", "middle": "center", "end": "right"}[label.anchor],
+            ha=ANCHORS[label.anchor],
             weight="bold" if label.bold else "normal",
         )
+    # The file is the canvas, without margins.
     figure.savefig(path, dpi=96 * dots)
     plt.close(figure)
 
@@ -241,7 +267,8 @@ def _rows(
         for i, start, end in zip(program, starts, ends):
             if i.op in COMPUTE:
                 later = stages.index(i.stage) % 2
-                boxes.append(_bar(i, start, end, scale, y, later))
+                bar = _bar(i, start, end, scale, y, later)
+                boxes.append(bar)
         peak = str(timeline.peak_live[rank])
         labels.append(Label(behind, middle, peak, ink=FAINT))
         y += ROW + GAP
@@ -271,12 +298,15 @@ def _bar(
 def _axis(
     span: float, scale: float, y: float, boxes: list[TimeBar], labels: list[Label]
 ) -> None:
+    """The axis of time, with about ten marks at round numbers."""
     boxes.append(TimeBar(LEFT, y, span * scale, 0.8, FAINT))
     step = _round_step(span / 10)
-    for n in range(int(span / step + 1e-9) + 1):
-        x = LEFT + n * step * scale
+    marks = int(span / step + 1e-9)
+    for n in range(marks + 1):
+        at = n * step
+        x = LEFT + at * scale
         boxes.append(TimeBar(x - 0.4, y, 0.8, 4, FAINT))
-        labels.append(Label(x, y + 16, f"{n * step:g}", "middle", FAINT, size=10))
+        labels.append(Label(x, y + 16, f"{at:g}", "middle", FAINT, size=10))
     labels.append(Label(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
 
 
@@ -287,10 +317,12 @@ def _legend(
     boxes: list[TimeBar],
     labels: list[Label],
 ) -> None:
-    x = LEFT
+    """Colours with their meanings in one line, and a note behind them."""
     present = [op for op in MEANINGS if op in ops]
     entries = [(COLOURS[op][0], MEANINGS[op]) for op in present]
-    for colour, meaning in [*entries, (IDLE, "idle")]:
+    entries.append((IDLE, "idle"))
+    x = LEFT
+    for colour, meaning in entries:
         boxes.append(TimeBar(x, y + 6, 14, 12, colour))
         labels.append(Label(x + 20, y + 16, meaning))
         x += 36 + LETTER * len(meaning)
@@ -305,25 +337,31 @@ def _round_step(least: float) -> float:
     power = 10.0 ** len(str(int(least))) / 10 if least >= 1 else 1.0
     while power > least:
         power /= 10
-    return next(
-        factor * power
-        for factor in (1, 2, 5, 10)
-        if factor * power >= least * (1 - 1e-9)
-    )
+    # A step that is less by rounding alone counts as enough.
+    enough = least * (1 - 1e-9)
+    steps = (factor * power for factor in (1, 2, 5, 10))
+    return next(step for step in steps if step >= enough)
 
 
-def _text_row(program, starts, ends, unit: float) -> list[str]:
+def _text_row(
+    program: Program, starts: Sequence[float], ends: Sequence[float], unit: float
+) -> list[str]:
+    """The cells of a rank: a name where a computation begins, "-" where it continues, "." where it is idle."""
     stages = sorted({i.stage for i in program})
     row: list[str] = []
     for i, start, end in zip(program, starts, ends):
-        if i.op in COMPUTE:
-            first = round(start / unit)
-            stop = max(round(end / unit), first + 1)
-            row += ["."] * (first - len(row))
-            row.append(f"{i.op}{i.microbatch}" + "'" * stages.index(i.stage))
-            row += ["-"] * (stop - first - 1)
+        if i.op not in COMPUTE:
+            continue
+        # Each computation has a column at least; a stage is marked by its place among those of the rank.
+        first = round(start / unit)
+        stop = max(round(end / unit), first + 1)
+        primes = "'" * stages.index(i.stage)
+        row += ["."] * (first - len(row))
+        row.append(f"{i.op}{i.microbatch}{primes}")
+        row += ["-"] * (stop - first - 1)
     return row
 
 
 def _text_cell(text: str, width: int) -> str:
+    """A cell of this width, filled with its mark or with blanks."""
     return text * width if text in (".", "-") else text.ljust(width)

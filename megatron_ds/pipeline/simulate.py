@@ -212,12 +212,14 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
     # Run each rank until it is blocked; continue it when the instruction that it waits for has ended.
     ready = list(range(len(schedule)))
     while ready:
+        # A rank continues where it was blocked, at the end of its last instruction.
         rank = ready.pop()
         program = schedule[rank]
         its_needs = needs[rank]
         its_starts = starts[rank]
         its_ends = ends[rank]
         clock = its_ends[-1] if its_ends else 0
+        # An instruction begins when all that it needs has ended, and waits for what has not.
         for at in range(len(its_ends), len(program)):
             missing = None
             for number in its_needs[at]:
@@ -231,18 +233,21 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
                 waiting[missing].append(rank)
                 break
             i = program[at]
-            if i.op is Op.TIE:  # a barrier of all ranks that have one
+            # A barrier of all ranks that have one.
+            if i.op is Op.TIE:
                 if rank not in at_tie:
                     at_tie[rank] = clock
                     if len(at_tie) < tying:
                         break
                     ready += [other for other in at_tie if other != rank]
                 clock = max(clock, *at_tie.values())
+            # Its times. Transfers do not occupy the rank.
             its_starts.append(clock)
             end = clock + cost(other_end(i) if i.op in RECEIVES else i)
             if i.op not in TRANSFERS:
                 clock = end
             its_ends.append(clock)
+            # Ranks that waited for it continue.
             number = numbers.of(i)
             if number is not None:
                 done[number] = end

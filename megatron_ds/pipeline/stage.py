@@ -91,6 +91,7 @@ class Stage:
         Outside `torch.no_grad()` the micro-batch stays live until its backward. The backward of the loss and
         of the layers' loss terms starts from `scale`.
         """
+        # The layers, with a ledger for their numbers.
         training = torch.is_grad_enabled()
         if x is not None and training:
             x = x.detach().requires_grad_()
@@ -98,11 +99,13 @@ class Stage:
         batch = batch.with_ledger(ledger)
         attached = partial(self._with_terms, ledger, batch, scale)
         output = self._run(x, batch, attached)
+        # A stage in the middle hands its output on.
         if self.loss is None:
             ledger.close()
             if training:
                 self.live[microbatch] = _Live(x, _root_of(output))
             return output.detach()
+        # The last stage computes the loss.
         loss = self.loss(output, batch)
         objective = attached(loss.objective)
         ledger.close()

@@ -19,6 +19,8 @@ MOST_REPEATS = 10_000  # of one "*n" in a layout
 def partition(costs: Sequence[float], stages: int) -> Bounds:
     """The bounds that minimize the cost of the costliest stage; exact, with at least one layer on each stage.
 
+    Raises LayoutError for more stages than layers, and for costs that are negative or not finite.
+
     Among several such cuts, the most even one (least sum of squares); among those, the one with the fewest
     layers on the early stages, which keep the most micro-batches alive.
     """
@@ -28,11 +30,13 @@ def partition(costs: Sequence[float], stages: int) -> Bounds:
             f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at "
             f"least one layer. Use a pipeline size times chunks of 1 to {n}, or more layers."
         )
-    if bad := [c for c in costs if not 0 <= c < math.inf]:
+    bad = [c for c in costs if not 0 <= c < math.inf]
+    if bad:
         raise LayoutError(
             f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers "
             "from 0 up."
         )
+    # prefix[i] is the cost of the first i layers.
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)
     return _most_even(prefix, stages, limit)
@@ -48,6 +52,7 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
             t decoder layer, L norm and head; "*n" repeats, parentheses group, commas and blanks are ignored;
             E and L may be omitted.
     """
+    # Numbers of layers before and behind the decoder layers.
     blocks = [at for at, block in enumerate(is_block) if block]
     before = len(is_block)
     behind = 0
@@ -55,49 +60,63 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
         before = blocks[0]
         behind = len(is_block) - blocks[-1] - 1
     wrong = lambda what: _wrong(text, what, len(blocks), stages)
-    # Expand the layout and check it: one string of E, t and L per stage.
+    # As many stages and decoder layers as there are.
     is_counts = _is_counts(text)
-    parts = text.split(",") if is_counts else _expand(text).split("|")
-    named = sum(map(int, parts)) if is_counts else "".join(parts).count("t")
+    if is_counts:
+        parts = text.split(",")
+        named = sum(map(int, parts))
+    else:
+        letters = _expand(text)
+        parts = letters.split("|")
+        named = letters.count("t")
     if len(parts) != stages:
         raise wrong(f"it has {len(parts)} stages, but the pipeline has {stages}")
     if named != len(blocks):
         raise wrong(f"it has {named} decoder layers, but the model has {len(blocks)}")
+    # One string of E, t and L for each stage; E and L are added where they were omitted.
     if is_counts:
         parts = ["t" * int(count) for count in parts]
-    if "E" not in "".join(parts):
+    given = "".join(parts)
+    if "E" not in given:
         parts[0] = "E" + parts[0]
-    if "L" not in "".join(parts):
+    if "L" not in given:
         parts[-1] += "L"
-    if "".join(parts) != "E" + "t" * len(blocks) + "L":
+    expected = "E" + "t" * len(blocks) + "L"
+    if "".join(parts) != expected:
         raise wrong("E comes once, before the decoder layers, and L once, after them")
     # Count the layers of each stage.
     size = {"E": before, "t": 1, "L": behind}
-    bounds = (0, *accumulate(sum(size[letter] for letter in part) for part in parts))
-    if empty := [s for s in range(stages) if bounds[s] == bounds[s + 1]]:
-        raise wrong(f"stage {empty[0]} would hold no layer")
-    return bounds
+    counts = [sum(size[letter] for letter in part) for part in parts]
+    if 0 in counts:
+        raise wrong(f"stage {counts.index(0)} would hold no layer")
+    return (0, *accumulate(counts))
 
 
 def count_stages(text: str) -> int:
-    """Number of stages of a layout."""
-    return 1 + (text.count(",") if _is_counts(text) else _expand(text).count("|"))
+    """Number of stages of a layout. Raises ConfigError for another form."""
+    if _is_counts(text):
+        return 1 + text.count(",")
+    return 1 + _expand(text).count("|")
 
 
 def _is_counts(text: str) -> bool:
+    """Whether a layout has the form "3,2,3"."""
     return bool(re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text))
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
     """The costs as multiples of one unit, so that sums are exact and equal cuts compare as equal."""
     ratios = [c.as_integer_ratio() for c in costs]
-    unit = math.lcm(*(denominator for _, denominator in ratios))
+    denominators = [denominator for _, denominator in ratios]
+    unit = math.lcm(*denominators)
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
 def _least_maximum(prefix: Sequence[int], stages: int) -> int:
     """Bisection over the costs of all runs of layers, one of which is the optimum."""
-    candidates = sorted({end - start for start, end in combinations(prefix, 2)})
+    runs = combinations(prefix, 2)
+    candidates = sorted({end - start for start, end in runs})
+    # Costs below the optimum do not fit; all from it on do.
     fits = lambda limit: _fits(prefix, stages, limit)
     least = bisect_left(candidates, True, key=fits)
     return candidates[least]
@@ -108,6 +127,7 @@ def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
     used = 1
     start = 0
     for at in range(1, len(prefix)):
+        # Layer at - 1, alone and as the last of the stage that began at `start`.
         own_cost = prefix[at] - prefix[at - 1]
         stage_cost = prefix[at] - prefix[start]
         if own_cost > limit:
@@ -122,6 +142,7 @@ def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
     """Dynamic programming from the back: least[i] = (sum of squares, end of the first stage) of i..n."""
     n = len(prefix) - 1
     none = (math.inf, n)
+    # No stage holds no layer; more stages are added in front of those that are known.
     least: list[tuple[float, int]] = [none] * n + [(0, n)]
     ends = []
     for _ in range(stages):
@@ -150,6 +171,7 @@ def _expand(text: str) -> str:
     expanded = re.sub(r"[\s,]", "", text)
     repeated = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtL|])\*(\d+)")
     while found := repeated.search(expanded):
+        # The innermost group, or a single letter with a number.
         group, group_times, letter, letter_times = found.groups()
         times = int(group_times or letter_times or 1)
         if times > MOST_REPEATS or len(expanded) > MOST_REPEATS:
@@ -159,8 +181,10 @@ def _expand(text: str) -> str:
             )
         before = expanded[: found.start()]
         behind = expanded[found.end() :]
-        expanded = before + (letter or group) * times + behind
-    if strange := re.search(r"[^EtL|]", expanded):
+        repeated_part = (letter or group) * times
+        expanded = before + repeated_part + behind
+    strange = re.search(r"[^EtL|]", expanded)
+    if strange:
         raise ConfigError(
             f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at "
             "that position. Valid: decoder layers per stage, such as 3,2,3; or E (embedding), "
@@ -171,8 +195,10 @@ def _expand(text: str) -> str:
 
 
 def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
+    """The error for a layout, with an even layout in both forms as examples."""
     each, more = divmod(num_blocks, stages)
-    even = [each] * (stages - more) + [each + 1] * more
+    fewer = stages - more
+    even = [each] * fewer + [each + 1] * more
     counts = ",".join(map(str, even))
     letters = "|".join(f"t*{n}" if n else "" for n in even)
     return ConfigError(

@@ -17,6 +17,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -56,19 +57,21 @@ class Timeline:
         self._entries.append((instruction, start, self.now()))
 
     def read(self) -> list[Entry]:
-        """The entries since the last call."""
+        """The entries since the last call, in seconds since 1970. The host waits for the device."""
         entries = self._entries
         self._entries = []
         if self._is_cuda:
             torch.cuda.synchronize()
-        return [
-            (i, self._seconds(start), self._seconds(end)) for i, start, end in entries
-        ]
+        read = []
+        for instruction, start, end in entries:
+            read.append((instruction, self._seconds(start), self._seconds(end)))
+        return read
 
     def _seconds(self, stamp) -> float:
-        return self._epoch + (
-            self._zero.elapsed_time(stamp) / 1e3 if self._is_cuda else stamp
-        )
+        """Seconds since 1970 of a stamp of `now`."""
+        if self._is_cuda:
+            stamp = self._zero.elapsed_time(stamp) / 1e3
+        return self._epoch + stamp
 
 
 def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> None:
@@ -107,9 +110,10 @@ def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
         found = _read(Path(path))
         if twice := sorted(timelines.keys() & found.keys()):
             raise DataError(
-                f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: "
-                "timelines of several pipelines (data-parallel ranks) cannot be combined. Use "
-                "the files of one pipeline."
+                f"{path} contains pipeline rank {twice[0]}, "
+                "and so does an earlier file: timelines of several pipelines "
+                "(data-parallel ranks) cannot be combined. "
+                "Use the files of one pipeline."
             )
         timelines |= found
     return timelines
@@ -133,10 +137,8 @@ def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[En
 
 def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
     """Timelines as a `Simulation`, for its bubble and pictures. Time is 0 at the first start."""
-    begin = min(
-        (start for entries in timelines.values() for _, start, _ in entries),
-        default=0.0,
-    )
+    everything = chain.from_iterable(timelines.values())
+    begin = min((start for _, start, _ in everything), default=0.0)
     ranks = [timelines[rank] for rank in sorted(timelines)]
     return Simulation(
         tuple(tuple(i for i, _, _ in entries) for entries in ranks),
@@ -150,6 +152,7 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
 
     Transfers and operations that were not recorded take no time; B and I + W are derived from one another.
     """
+    # The median of each operation and stage.
     took = defaultdict(list)
     for entries in timelines.values():
         for i, start, end in entries:
@@ -168,6 +171,8 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
 
 
 def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
+    """The event of an instruction, in microseconds."""
+    # The thread of its kind.
     if i.op in COMPUTE:
         tid = 0
     elif i.op in SENDS | RECEIVES:
@@ -187,6 +192,7 @@ def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
 
 
 def _read(path: Path) -> dict[int, list[Entry]]:
+    """Pipeline rank → its timeline, from one file. Raises DataError for files without timelines."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         timelines: dict[int, list[Entry]] = {}
@@ -194,24 +200,24 @@ def _read(path: Path) -> dict[int, list[Entry]]:
             if event["ph"] == "X" and "op" in event["args"]:
                 args = event["args"]
                 start = event["ts"] / 1e6
+                end = start + event["dur"] / 1e6
                 i = Instruction(Op(args["op"]), args["stage"], args["microbatch"])
-                timelines.setdefault(event["pid"], []).append(
-                    (i, start, start + event["dur"] / 1e6)
-                )
+                timelines.setdefault(event["pid"], []).append((i, start, end))
     except FileNotFoundError:
         raise DataError(
             f"{path}: no such file. A run with --trace writes timelines."
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such "
-            "files are written by --trace and by megatron-ds schedule "
-            "--chrome-trace."
+            f"{path} is not a timeline of a pipeline ({type(error).__name__}: "
+            f"{error}). Such files are written by --trace and by megatron-ds "
+            "schedule --chrome-trace."
         ) from None
     return timelines
 
 
 def _split(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The steps of one rank."""
     steps: list[list[Entry]] = []
     seen: set[Instruction] = set()
     for entry in entries:

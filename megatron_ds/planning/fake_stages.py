@@ -248,9 +248,11 @@ class StageRunner:
                 waiting = bytes_in_host(modules)
                 older = live.sizes()
                 losses.append(self._forward(stage, batches[-1], microbatch))
+            # What the second micro-batch has added.
             kept = live.now() - before
             waiting = bytes_in_host(modules) - waiting
             newer = [nbytes for key, nbytes in live.sizes().items() if key not in older]
+        # The backward, and what the stage sends and logs.
         if self.only_forward:
             return StageRun(kept, in_host=waiting)
         del stage.live[1]

@@ -52,17 +52,20 @@ def longest(
 
     peak_of: not decreasing; called about ten times
     """
+    # All lengths are counted in units.
     peak = cache(lambda count: peak_of(count * unit))
     first = -(-least // unit)
     below = first - 1
     last = max(first, most // unit)
     low = below
     high = min(max(first, FIRST_TOKENS // unit), last)
+    # Doubled until one does not fit.
     while peak(high) <= memory:
         if high == last:
             return Fit(high * unit, peak(high), None)
         low = high
         high = min(2 * high, last)
+    # Between a length that fits and one that does not: a line through both, or the middle.
     turn = 0
     while high - low > 1:
         turn += 1

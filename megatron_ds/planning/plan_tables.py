@@ -21,6 +21,7 @@ def table(
     last_left: bool = False,
 ) -> list[str]:
     """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
+    # A column is as wide as its widest cell.
     columns = max(map(len, rows))
     widths = [0] * columns
     for row in rows:
@@ -29,14 +30,16 @@ def table(
     flush_left = set(range(left))
     if last_left:
         flush_left.add(columns - 1)
+    # Each row is filled with blanks.
     lines = []
     for row in rows:
         cells = []
         for i, cell in enumerate(row):
+            width = widths[i]
             if i in flush_left:
-                cells.append(cell.ljust(widths[i]))
+                cells.append(cell.ljust(width))
             else:
-                cells.append(cell.rjust(widths[i]))
+                cells.append(cell.rjust(width))
         line = indent + "  ".join(cells)
         lines.append(line.rstrip())
     return lines
@@ -48,6 +51,7 @@ def in_bytes(count: float) -> str:
     while count >= 1023.95 and unit < len(UNITS) - 1:
         count = count / 1024
         unit = unit + 1
+    # Bytes are whole.
     if unit == 0:
         return f"{count:,.0f} {UNITS[0]}"
     return f"{_four_digits(count)} {UNITS[unit]}"
@@ -62,6 +66,7 @@ def in_large(count: float, unit: str = "") -> str:
 
 
 def _four_digits(number: float) -> str:
+    """The number with as many decimals as make four digits."""
     before_point = len(str(int(number)))
     decimals = max(4 - before_point, 0)
     return f"{number:.{decimals}f}"
@@ -73,4 +78,5 @@ def in_short(lines: Sequence[str], most: int) -> list[str]:
         return list(lines)
     head = (most + 1) // 2
     tail = most - head
-    return [*lines[:head], "  …", *lines[len(lines) - tail :]]
+    first_of_tail = len(lines) - tail
+    return [*lines[:head], "  …", *lines[first_of_tail:]]

@@ -132,19 +132,21 @@ def plan_rank(
     num_metrics: int,
     device: str,
 ) -> RankPlan:
-    """groups: from `data_groups`. stages: of this rank. num_metrics: names in the ledgers of all stages.
+    """The memory and the traffic of one rank.
 
-    program: of this rank with transfers and collectives
-    messages_held: `Simulation.peak_messages` of the rank
-    device: planned, "cpu" or "cuda"
+    groups         from `data_groups`
+    stages         of this rank
+    program        of this rank with transfers and collectives
+    messages_held  `Simulation.peak_messages` of the rank
+    num_metrics    names in the ledgers of all stages
+    device         planned, "cpu" or "cuda"
     """
-    microbatches = program_length(program)
+    # The sets that `ZeroOptimizer` makes of the parameters.
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings = ZeroSettings.from_config(config)
     use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
-    plans = plan_parameters(
-        parameters, settings, groups, use
-    )  # the sets that `ZeroOptimizer` makes
+    plans = plan_parameters(parameters, settings, groups, use)
+    # Bytes of their state, and where it is.
     dtype = DTYPES[config.optimizer.params_dtype]
     specs = {p.spec.name: p.spec for p in parameters}
     sizes = ElementBytes(
@@ -155,12 +157,60 @@ def plan_rank(
     )
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
-    # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
-    # `training.step_metrics`: fp64, four numbers and two for each name), of the routers' memories (int64, a
-    # number for each expert), of the layers and between stages.
+    # Traffic: of the state, of optimizers, of sums over ranks, of the layers, and between stages.
+    microbatches = program_length(program)
     traffic = _state_traffic(
         config, settings, groups, plans, parameters, gathers, microbatches
     )
+    _add_optimizers(traffic, plans, parameters, settings, groups)
+    _add_sums(traffic, config, groups, stages, num_metrics)
+    for stage in stages:
+        traffic.add_all(stage.run.traffic, microbatches)
+    message = torch.Size(boundary_shape(config)).numel() * dtype.itemsize
+    pipeline_size = config.parallel.pipeline_model_parallel_size
+    sends = sum(i.op in SENDS for i in program)
+    if sends:
+        traffic.add("send", "pp", pipeline_size, sends * message, sends)
+    # Buffers: gathered layers, gradients, and messages.
+    received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
+    buffers = (
+        whole * dtype.itemsize
+        + received
+        + _gradient_buffers(config, settings, plans, groups)
+        + messages_held * message
+    )
+    # Activations of each stage, of which the program keeps several micro-batches.
+    kept = {stage.index: stage.run.kept for stage in stages}
+    reserved = {stage.index: stage.run.reserved for stage in stages}
+    in_host = {stage.index: stage.run.in_host for stage in stages}
+    of_experts = [p for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES]
+    return RankPlan(
+        rank=rank,
+        stages=tuple(kept),
+        parameters=sum(p.numel() for p in parameters),
+        state=predict_sets(plans, groups.rank_by_axes, sizes),
+        away={where: count for where, count in places.items() if where != "device"},
+        buffers=buffers,
+        kept=most_kept(program, kept),
+        kept_each=sum(kept.values()),
+        at_work=max(stage.run.at_work for stage in stages),
+        traffic=traffic,
+        of_experts=sum(p.numel() for p in of_experts),
+        reserved=most_kept(program, reserved),
+        in_host=most_kept(program, in_host),
+        in_update=bytes_of_update(plans, parameters, settings, groups, device),
+        gathered=whole * dtype.itemsize,
+    )
+
+
+def _add_optimizers(
+    traffic: Traffic,
+    plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    settings: ZeroSettings,
+    groups: DataGroups,
+) -> None:
+    """Add what optimizers send: norms of parameters, and whole matrices of those that compute with them."""
     for group, num_bytes in _norms_sent(plans, parameters, settings, groups):
         if group.size > 1:
             traffic.add("all_reduce", group.axes, group.size, num_bytes)
@@ -170,56 +220,29 @@ def plan_rank(
     for matrices in of_optimizers.values():
         for group, num_bytes in matrices.sent():
             traffic.add("all_to_all_v", group.axes, group.size, num_bytes)
-    remembered = sum(
-        balance.num_experts
-        for balance in balances_of(stage.modules for stage in stages)
-    )
+
+
+def _add_sums(
+    traffic: Traffic,
+    config: RunConfig,
+    groups: DataGroups,
+    stages: Sequence[FakeStage],
+    num_metrics: int,
+) -> None:
+    """Add the sums of a step over ranks: of the gradient norm, the routers' memories and the metrics."""
+    # Routers remember int64, a number for each expert. The metrics have the format of
+    # `training.step_metrics`: fp64, four numbers and two for each name.
+    balances = balances_of(stage.modules for stage in stages)
+    remembered = 8 * sum(balance.num_experts for balance in balances)
+    metrics = 8 * (4 + 2 * num_metrics)
     for axes, size, num_bytes in (
         ("dp-cp", groups.data.size, DATA_BYTES),
-        ("dp-cp", groups.data.size, 8 * remembered),
+        ("dp-cp", groups.data.size, remembered),
         ("tp-pp", groups.model.size, MODEL_BYTES),
-        ("tp-cp-dp-pp", config.world_size, 8 * (4 + 2 * num_metrics)),
+        ("tp-cp-dp-pp", config.world_size, metrics),
     ):
         if size > 1 and num_bytes:
             traffic.add("all_reduce", axes, size, num_bytes)
-    for stage in stages:
-        traffic.add_all(stage.run.traffic, microbatches)
-    sends = [i.op for i in program if i.op in SENDS]
-    message = torch.Size(boundary_shape(config)).numel() * dtype.itemsize
-    if sends:
-        traffic.add(
-            "send",
-            "pp",
-            config.parallel.pipeline_model_parallel_size,
-            len(sends) * message,
-            len(sends),
-        )
-    # Buffers: gathered layers, gradients, and messages.
-    received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
-    buffers = (
-        whole * dtype.itemsize
-        + received
-        + _gradient_buffers(config, settings, plans, groups)
-        + messages_held * message
-    )
-    kept = {stage.index: stage.run.kept for stage in stages}
-    return RankPlan(
-        rank,
-        tuple(kept),
-        sum(p.numel() for p in parameters),
-        predict_sets(plans, groups.rank_by_axes, sizes),
-        {where: count for where, count in places.items() if where != "device"},
-        buffers,
-        most_kept(program, kept),
-        sum(kept.values()),
-        max(stage.run.at_work for stage in stages),
-        traffic,
-        sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES),
-        most_kept(program, {stage.index: stage.run.reserved for stage in stages}),
-        most_kept(program, {stage.index: stage.run.in_host for stage in stages}),
-        bytes_of_update(plans, parameters, settings, groups, device),
-        whole * dtype.itemsize,
-    )
 
 
 @cache

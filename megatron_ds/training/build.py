@@ -196,6 +196,9 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
         mesh.group("embd"),
         *halves,
     )
+    # On a GPU the operations of a communicator run one after the other.
+    if mesh.device.type == "cuda" and config.zero.stage == 3:
+        return groups.gathering_apart(partial(mesh.connect_apart, purpose="gathers"))
     # Long sequences are short of memory, where shared gradients add their size to the peak of activations.
     shares = config.zero.stage == 3 or mesh.group("cp").size == 1
     return groups.sharing_memory() if mesh.device.type == "cpu" and shares else groups

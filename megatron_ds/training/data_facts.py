@@ -17,25 +17,39 @@ from ..data.text.indexed import IndexedDataset, corpus_paths
 BLOCKS = 16
 BLOCK_BYTES = 4096
 
+# name → (value, where it is from), of `mpu.agreement`
 Facts = dict[str, tuple[Any, str]]
 
 
 def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
-    """name → (value, source) of all data of this rank. identity: of `describe_run`. Reads files."""
+    """name → (value, source) of all data of this rank. Reads files.
+
+    identity: what the run records of its data and its tokenizer, of `describe_run`
+    """
+    # The tokenizer.
+    fingerprint = identity["tokenizer"]["fingerprint"]
     facts: Facts = {
         "the vocabulary size": (config.model.vocab_size, "the tokenizer"),
-        "the tokenizer": (identity["tokenizer"]["fingerprint"], ""),
+        "the tokenizer": (fingerprint, ""),
     }
+    # The corpora of all data, or of each part of them.
     sources = read_sources(config.data)
     parts = {"data": sources.whole, **dict(zip(PARTS, sources.parts))}
     for name, part in parts.items():
-        if part is not None and part.values:
-            facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
-            facts |= dict(_corpora(name, part.values))
-    return facts | dict(_indexes(config)) | _identity(identity["data"])
+        if part is None or not part.values:
+            continue
+        # Names and weights, then the content of each corpus.
+        blend = _blend(part.values)
+        facts[f"the blend ({name})"] = (blend, part.flag)
+        facts.update(_corpora(name, part.values))
+    # The order of the samples, and what else the run records of its data.
+    facts.update(_indexes(config))
+    facts.update(_identity(identity["data"]))
+    return facts
 
 
 def _identity(values: Mapping[str, Any]) -> Facts:
+    """A fact for each value that describes the data."""
     facts: Facts = {}
     for name, value in values.items():
         facts[f"the identity of the data, {name}"] = (value, "")
@@ -43,43 +57,48 @@ def _identity(values: Mapping[str, Any]) -> Facts:
 
 
 def _blend(values: tuple[str, ...]) -> list:
-    """Weights and names without folders."""
+    """Weights and names without folders, which may differ between machines."""
     blend = parse_blend(values, "the data path")
-    return [[piece.name for piece in blend.slices], list(blend.weights or ())]
+    names = [piece.name for piece in blend.slices]
+    weights = list(blend.weights or ())
+    return [names, weights]
 
 
 def _corpora(
     part: str, values: tuple[str, ...]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    for at, prefix in enumerate(parse_blend(values, "the data path").prefixes):
+    """A fact for each corpus of a part of the data."""
+    prefixes = parse_blend(values, "the data path").prefixes
+    for number, prefix in enumerate(prefixes, 1):
         corpus = IndexedDataset(prefix)
         size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
         # Lengths of sequences and blocks of tokens: the same for copies at other paths.
-        content = f"{corpus.fingerprint()} {content_hash(corpus.bin_path)}"
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        yield (
-            f"corpus {at + 1} ({part})",
-            (f"{size}, hash {digest[:12]}", str(prefix)),
-        )
+        blocks = content_hash(corpus.bin_path)
+        content = f"{corpus.fingerprint()} {blocks}"
+        digest = hashlib.sha256(content.encode())
+        value = f"{size}, hash {digest.hexdigest()[:12]}"
+        yield f"corpus {number} ({part})", (value, str(prefix))
 
 
 def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
     """The index files of the order of the samples."""
     for what, prefix in config.curriculum.index_prefixes():
-        paths = corpus_paths(prefix)
-        hashes = [content_hash(path) for path in paths if path.exists()]
+        present = filter(Path.exists, corpus_paths(prefix))
+        hashes = [content_hash(path) for path in present]
         yield what, (hashes, str(prefix))
 
 
 def content_hash(path: Path) -> str:
     """A hash of the size of a file and of evenly spaced blocks of it; at most 64 KiB are read."""
+    # Files of different sizes differ in their hashes.
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    last = max(0, size - BLOCK_BYTES)
+    last = max(0, size - BLOCK_BYTES)  # start of the last block
     # Blocks of a short file overlap; each is read once.
     starts = {last * i // (BLOCKS - 1) for i in range(BLOCKS)}
     with path.open("rb") as file:
         for start in sorted(starts):
             file.seek(start)
-            digest.update(file.read(BLOCK_BYTES))
+            block = file.read(BLOCK_BYTES)
+            digest.update(block)
     return digest.hexdigest()[:16]

@@ -14,6 +14,7 @@ from ..mpu import launch as launching
 from ..mpu.agreement import require_agreement
 from ..mpu.launch import Launch, connect_torch
 from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
+from ..mpu.nccl_settings import NcclSettings
 from ..planning.run_model import DTYPES, boundary_shape
 
 LARGE_HIDDEN_BYTES = 16 << 20
@@ -37,7 +38,13 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = launching.start(launch, timeout)
     try:
-        mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
+        nccl = NcclSettings.over(
+            grid,
+            config.parallel.high_priority_stream_groups,
+            config.parallel.nccl_max_ctas,
+        )
+        connect = partial(connect_torch, timeout=timeout, nccl=nccl)
+        mesh = Mesh(grid, launch.rank, connect, device)
         # First of all: ranks with other options would make other groups, and wait for each other.
         facts = lambda: (
             compared_values(config) | {"the kind of device": (device.type, "")}

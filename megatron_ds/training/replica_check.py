@@ -23,25 +23,29 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     Raises ReplicaError on all ranks, with the first weight that differs. The host waits for the device.
     """
     optimizer.wait_for_weights()
+    # Weights that every data-parallel rank holds whole.
     digests = {}
     for s in optimizer.sets:
         if s.plan.reduced_over == DATA_AXES and not s.plan.units:
             digests |= {p.spec.name: _digest(p) for p in s.parameters}
     place = mesh.coordinate("tp"), mesh.coordinate("pp")
+    found = all_gather_object((place, digests), mesh.group("world"))
+    # Each rank is compared with the first one of its place in the model.
     first: dict[tuple[int, int], tuple[int, dict[str, str]]] = {}
-    for rank, (at, theirs) in enumerate(
-        all_gather_object((place, digests), mesh.group("world"))
-    ):
+    for rank, (at, theirs) in enumerate(found):
         original, expected = first.setdefault(at, (rank, theirs))
         name = next((name for name in theirs if theirs[name] != expected[name]), None)
         if name is not None:
             raise ReplicaError(
-                f"after iteration {step} the weight {name} of rank {rank} differs from that of rank "
-                f"{original}, though both computed the same update: the memory or the computation of one of "
-                "them is faulty. Continue from the last checkpoint without that machine."
+                f"after iteration {step} the weight {name} of rank {rank} differs "
+                f"from that of rank {original}, though both computed the same "
+                "update: the memory or the computation of one of them is faulty. "
+                "Continue from the last checkpoint without that machine."
             )
 
 
 def _digest(parameter: torch.Tensor) -> str:
-    data = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    """A hash of the bytes of a weight."""
+    flat = parameter.detach().contiguous().view(-1)
+    data = flat.view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()

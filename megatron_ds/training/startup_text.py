@@ -46,30 +46,40 @@ MOST_QUEUES = 32
 def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config = engine.config
-    mesh = engine.mesh
-    # Blank lines separate model, stages, schedule and options; texts of absent features are left out.
-    return "\n".join(
-        (
-            grid_text(mesh.grid, launch_source, mesh.device.type),
-            _model(engine, given),
-            *filter(None, (experts_text(config),)),
-            "",
-            _stages(engine.plan, SHARES[config.parallel.pipeline_cut]),
-            "",
-            _schedule(config, engine.plan, engine.keeps_gathered),
-            "",
-            f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
-            f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
-            *filter(
-                None, (allocator_text(), queues_text(os.environ, mesh.device.type))
-            ),
-            _zero(engine),
-            _memory(engine),
-            *filter(None, (kept_inputs_text(config, mesh.device.type),)),
-            "",
-            values_text(config),
-            *filter(None, (report_without_effect(config), notes_text(config))),
-        )
+    device = engine.mesh.device.type
+    # Model, stages, schedule, state and options. Texts of absent features are empty.
+    model = (
+        grid_text(engine.mesh.grid, launch_source, device),
+        _model(engine, given),
+        experts_text(config),
+    )
+    stages = (_stages(engine.plan, SHARES[config.parallel.pipeline_cut]),)
+    schedule = (_schedule(config, engine.plan, engine.keeps_gathered),)
+    state = (
+        _optimizer(config),
+        allocator_text(),
+        queues_text(os.environ, device),
+        dropout_text(config, device),
+        _zero(engine),
+        _memory(engine),
+        kept_inputs_text(config, device),
+    )
+    options = (
+        values_text(config),
+        report_without_effect(config),
+        notes_text(config),
+    )
+    # A blank line separates the parts.
+    parts = (model, stages, schedule, state, options)
+    return "\n\n".join("\n".join(filter(None, part)) for part in parts)
+
+
+def _optimizer(config: RunConfig) -> str:
+    """The optimizer and the dtypes of its state."""
+    o = config.optimizer
+    return (
+        f"optimizer: {o.optimizer}, {o.params_dtype} weights, "
+        f"{o.gradient_dtype} gradients, fp32 optimizer state"
     )
 
 
@@ -80,14 +90,28 @@ def queues_text(environ: Mapping[str, str], device: str) -> str:
         return ""
     is_set = f"is {value}" if value else f"is not set, which means {DEFAULT_QUEUES}"
     return (
-        f"{QUEUES} {is_set}: streams that share a hardware queue wait for each other. Results are the same; set "
-        f"it to {MOST_QUEUES}, so that transfers overlap with computation, unless other code of the process needs "
-        "the order of one queue"
+        f"{QUEUES} {is_set}: streams that share a hardware queue wait for each "
+        f"other. Results are the same; set it to {MOST_QUEUES}, "
+        "so that transfers overlap with computation, unless other code of the "
+        "process needs the order of one queue"
+    )
+
+
+def dropout_text(config: RunConfig, device: str) -> str:
+    """What dropout of attention costs on a GPU, in one line; empty on a CPU, and without it."""
+    p = config.model.attention_dropout
+    if device != "cuda" or not p:
+        return ""
+    return (
+        f"--attention-dropout {p:g} needs the probabilities, which fused attention does not have: attention takes "
+        "several times as long. Set it to 0 unless the recipe needs it"
     )
 
 
 def _memory(engine: Replica) -> str:
-    counts = asdict(engine.optimizer.memory()) | _activations(engine)
+    """Bytes of rank 0 by what they are for, without those that are 0."""
+    counts = asdict(engine.optimizer.memory())
+    counts |= _activations(engine)
     listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
     return f"memory of rank 0 (MiB): {', '.join(listed)}"
 
@@ -106,6 +130,7 @@ def _activations(engine: Replica) -> dict[str, int]:
     # The plan of a small model takes longer than its first steps.
     if engine.mesh.device.type == "cpu":
         return {}
+    # The order in which this rank computes, and what each of its stages keeps.
     schedule = plan_schedule(
         engine.config,
         microbatches_of(engine.config),
@@ -116,27 +141,24 @@ def _activations(engine: Replica) -> dict[str, int]:
     runs = run_own_stages(
         engine.config, engine.mesh, engine.plan, program, only_forward=True
     )
-    return {
-        "activations": most_kept(
-            program, {stage: run.kept for stage, run in runs.items()}
-        )
-    }
+    kept = {stage: run.kept for stage, run in runs.items()}
+    return {"activations": most_kept(program, kept)}
 
 
 def grid_text(grid: Grid, launch_source: str, device: str) -> str:
-    """The sizes of the mesh axes. Context and expert parallelism are left out if their size is 1."""
-    axes = [
-        axis
-        for axis in grid.order.split("-")
-        if axis not in ("cp", "ep") or getattr(grid, axis) > 1
-    ]
-    sizes = " × ".join(
-        f"{axis} {getattr(grid, axis)}"
-        for axis in ("tp", "cp", "ep", "pp", "dp")
-        if axis in axes
-    )
+    """The sizes of the mesh axes. Context and expert parallelism are left out if their size is 1.
+
+    grid: 8 ranks = tp 2 × pp 2 × dp 2, order tp-dp-pp, launched by torchrun, device cuda
+    """
+    used = {axis: getattr(grid, axis) for axis in ("tp", "cp", "ep", "pp", "dp")}
+    for axis in ("cp", "ep"):
+        if used[axis] == 1:
+            del used[axis]
+    sizes = " × ".join(f"{axis} {size}" for axis, size in used.items())
+    order = "-".join(axis for axis in grid.order.split("-") if axis in used)
+    noun = "ranks" if grid.world_size > 1 else "rank"
     return (
-        f"grid: {grid.world_size} rank{'s' if grid.world_size > 1 else ''} = {sizes}, order {'-'.join(axes)}, "
+        f"grid: {grid.world_size} {noun} = {sizes}, order {order}, "
         f"launched by {launch_source}, device {device}"
     )
 
@@ -144,41 +166,44 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
 def _model(engine: Replica, given: RunConfig) -> str:
     """Parameters of the model and of this rank, and the size of the vocabulary."""
     config = engine.config
+    # Parameters of the whole model, and elements that rank 0 holds.
     found = config.model.vocab_size
     padded = config.padded_vocab_size
     here = sum(p.numel() for p in engine.parameters)
     note = " with the padding of the vocabulary" if padded != found else ""
-    adds_end = config.data.tokenizer_type == "NullTokenizer"
     whole = count_parameters(config, engine.mesh.grid)
-    return (
-        f"model: {whole:,} parameters; rank 0 trains {here:,}{note}\n"
-        + vocabulary_text(given.model.vocab_size, found, padded, adds_end)
-    )
+    model = f"model: {whole:,} parameters; rank 0 trains {here:,}{note}"
+    # The tokenizer may have changed the size of the vocabulary that was given.
+    adds_end = config.data.tokenizer_type == "NullTokenizer"
+    vocabulary = vocabulary_text(given.model.vocab_size, found, padded, adds_end)
+    return f"{model}\n{vocabulary}"
 
 
 def count_parameters(config: RunConfig, grid: Grid) -> int:
     """Parameters of the model: logical shapes without padding, tied weights counted once. Uses no memory."""
     layers = describe_layers(config, fake_mesh(grid, 0))
     modules = build_stages({0: layers})[0]
-    return sum({p.spec.name: p.spec.numel for p in modules.parameters()}.values())
+    specs = [p.spec for p in modules.parameters()]
+    numel_of = {spec.name: spec.numel for spec in specs}
+    return sum(numel_of.values())
 
 
 def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) -> str:
     """The size of the vocabulary and its derivation.
 
-    given: --vocab-size, if any; found: tokens of the tokenizer; padded: rows of the embedding; adds_end: the
-    tokenizer has `given` tokens and an end-of-document token
+    given     --vocab-size, if any
+    found     tokens of the tokenizer
+    padded    rows of the embedding
+    adds_end  the tokenizer has `given` tokens and an end-of-document token
     """
     tokens = f"vocabulary: {found:,} tokens"
     if given is not None and adds_end:
         tokens += f" (--vocab-size {given} and one for the end of a document)"
     elif given is not None and given != found:
         tokens += f" (of the tokenizer; --vocab-size {given} is not used)"
-    return tokens + (
-        f", padded to {padded:,} rows (--make-vocab-size-divisible-by)"
-        if padded != found
-        else ""
-    )
+    if padded != found:
+        tokens += f", padded to {padded:,} rows (--make-vocab-size-divisible-by)"
+    return tokens
 
 
 def experts_text(config: RunConfig) -> str:
@@ -195,24 +220,23 @@ def experts_text(config: RunConfig) -> str:
             numbers.setdefault(number, []).append(layer)
     if not numbers:
         return ""
-    layers = "; ".join(
-        f"{number} in {ranges_text(of_layers)}" for number, of_layers in numbers.items()
-    )
+    listed = []
+    for number, of_layers in numbers.items():
+        listed.append(f"{number} in {ranges_text(of_layers)}")
+    layers = "; ".join(listed)
     # What computes beside the experts, where they lie, and how they are chosen.
     shared = model.moe_shared_expert_intermediate_size
-    beside = f", beside shared experts of width {shared}" if shared else ""
+    beside = ""
+    if shared:
+        beside = f", beside shared experts of width {shared}"
     if model.mlp_type == "residual":
         beside = f", beside a dense feed-forward of width {model.ffn_size}"
-    held = (
-        f"divided among {ep} expert-parallel ranks"
-        if ep > 1
-        else "all on every data-parallel rank"
-    )
-    chosen = (
-        "chosen by the experts"
-        if model.moe_choice == "expert_choice"
-        else (f"{model.moe_router_topk} for a token")
-    )
+    held = "all on every data-parallel rank"
+    if ep > 1:
+        held = f"divided among {ep} expert-parallel ranks"
+    chosen = f"{model.moe_router_topk} for a token"
+    if model.moe_choice == "expert_choice":
+        chosen = "chosen by the experts"
     return (
         f"experts: {layers}; of width {model.expert_ffn_size}{beside}; {chosen}; {held}"
     )
@@ -223,41 +247,39 @@ def ranges_text(numbers: Sequence[int]) -> str:
     distance is written "layers 1, 3, … 11"."""
     if len(numbers) == 1:
         return f"layer {numbers[0]}"
-    step = numbers[1] - numbers[0]
-    if (
-        step > 1
-        and len(numbers) > 3
-        and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step))
-    ):
-        return f"layers {numbers[0]}, {numbers[1]}, … {numbers[-1]}"
+    # A regular distance of more than 1.
+    first = numbers[0]
+    last = numbers[-1]
+    step = numbers[1] - first
+    if len(numbers) > 3 and step > 1:
+        if list(numbers) == list(range(first, last + 1, step)):
+            return f"layers {first}, {numbers[1]}, … {last}"
+    # Otherwise the runs of numbers that follow each other.
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return "layers " + ", ".join(
-        str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs
-    )
+    texts = []
+    for run in runs:
+        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
+    return f"layers {', '.join(texts)}"
 
 
 def notes_text(config: RunConfig) -> str:
     """Differences of layers with experts from those of Megatron and DeepSpeed; empty without any."""
-    lines = [
-        textwrap.fill(
+    lines = ["experts, compared with Megatron and DeepSpeed:"]
+    for note in moe_notes(config):
+        filled = textwrap.fill(
             note,
             WIDTH,
             initial_indent="  ",
             subsequent_indent="    ",
             break_on_hyphens=False,
         )
-        for note in moe_notes(config)
-    ]
-    return (
-        "\n".join(("experts, compared with Megatron and DeepSpeed:", *lines))
-        if lines
-        else ""
-    )
+        lines.append(filled)
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def values_text(config: RunConfig) -> str:
@@ -270,17 +292,17 @@ def values_text(config: RunConfig) -> str:
     """
     groups: dict[str, list[str]] = {}
     for option, value in non_default(config):
-        name = option.flag.removeprefix("--").replace(
-            "-", "_"
-        )  # zero_stage; its field is `stage`
+        # The name of its flag: zero_stage, where its field is `stage`.
+        name = option.flag.removeprefix("--").replace("-", "_")
         source = config.sources.get(option.path)
         text = f"{name} {value_text(value)}"
         group = GROUPS[source.kind](source.name) if source else "default"
-        groups.setdefault(group, []).append(
-            f"{text} ({source})" if group == "derived" else text
-        )
+        if group == "derived":
+            text += f" ({source})"
+        groups.setdefault(group, []).append(text)
     if not groups:
         return "every option is at its default"
+    # One paragraph for each group, with the titles in one column.
     width = max(map(len, groups))
     order = sorted(groups, key="derived".__eq__)  # the user's values first
     lines = (_wrapped(f"  {group:{width}}  ", groups[group]) for group in order)
@@ -291,32 +313,39 @@ def _wrapped(title: str, values: Sequence[str]) -> str:
     """`title` and the values in lines of at most `WIDTH` characters; lines break between values only."""
     lines = []
     line = title
-    for number, value in enumerate(values):
-        value += "," if number + 1 < len(values) else ""
-        if len(line) + len(value) > WIDTH and line.strip() and line != title:
+    # All values but the last end with a comma.
+    listed = [f"{value}," for value in values[:-1]]
+    listed += values[-1:]
+    for value in listed:
+        is_full = len(line) + len(value) > WIDTH
+        if is_full and line.strip() and line != title:
             lines.append(line.rstrip())
             line = " " * len(title)
         line += value + " "
-    return "\n".join((*lines, line.rstrip()))
+    lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def _zero(engine: Replica) -> str:
     """State and traffic of rank 0. Tests compare them with the buffers and with counted collectives."""
     config = engine.config
     memory = engine.optimizer.memory()
-    sent = ", ".join(
-        f"{operation.replace('_', '-')} over {axes} {count:,}"
-        for (operation, axes), count in sorted(engine.traffic().items())
-    )
+    # Traffic by operation and group, and state by place.
+    sent = []
+    for (operation, axes), count in sorted(engine.traffic().items()):
+        name = operation.replace("_", "-")
+        sent.append(f"{name} over {axes} {count:,}")
     places = engine.optimizer.memory_by_place()
     listed = ", ".join(f"{place} {count:,}" for place, count in places.items())
     where = f" ({listed})" if set(places) - {"device"} else ""
-    return (
-        f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload "
-        "of a step over the data-parallel ranks: "
-        f"{sent or 'none'}"
-        + (f"\n{engine.why_gathered}" if engine.why_gathered else "")
+    text = (
+        f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this "
+        f"rank{where}; payload of a step over the data-parallel ranks: "
+        f"{', '.join(sent) or 'none'}"
     )
+    if engine.why_gathered:
+        text += f"\n{engine.why_gathered}"
+    return text
 
 
 def _stages(plan: RunPlan, counted: str) -> str:
@@ -324,15 +353,27 @@ def _stages(plan: RunPlan, counted: str) -> str:
     rows = []
     for stage, share in enumerate(plan.stage_cost_shares()):
         names = plan.stage_names(stage)
-        span = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
-        where = f"rank {plan.shape.placement[stage]}" if plan.shape.chunks > 1 else ""
-        rows.append((share, where, layers_text(plan.stage_layers(stage)), span))
-    ranks, layers = (max(len(row[column]) for row in rows) for column in (1, 2))
-    lines = (
-        f"  stage {stage}: {share:6.1%}  {where:{ranks}}{'  ' if ranks else ''}{text:{layers}}   {span}"
-        for stage, (share, where, text, span) in enumerate(rows)
-    )
-    return "\n".join((f"pipeline stages (share of the {counted}):", *lines))
+        span = "".join(names)
+        if len(names) > 1:
+            span = f"{names[0]} … {names[-1]}"
+        # The rank is named where it has several stages.
+        where = ""
+        if plan.shape.chunks > 1:
+            where = f"rank {plan.shape.placement[stage]}"
+        text = layers_text(plan.stage_layers(stage))
+        rows.append((share, where, text, span))
+    # Columns are as wide as their widest cells; that of ranks may be absent.
+    _, all_where, all_texts, _ = zip(*rows)
+    ranks = max(map(len, all_where))
+    layers = max(map(len, all_texts))
+    gap = "  " if ranks else ""
+    lines = [f"pipeline stages (share of the {counted}):"]
+    for stage, (share, where, text, span) in enumerate(rows):
+        lines.append(
+            f"  stage {stage}: {share:6.1%}  "
+            f"{where:{ranks}}{gap}{text:{layers}}   {span}"
+        )
+    return "\n".join(lines)
 
 
 def layers_text(layers: Sequence[Layer]) -> str:
@@ -340,10 +381,10 @@ def layers_text(layers: Sequence[Layer]) -> str:
     blocks = sum(layer.is_block for layer in layers)
     words = []
     if blocks:
-        words.append(f"{blocks} block{'s' if blocks > 1 else ''}")
-    for noun, count in Counter(
-        layer.noun or layer.kind for layer in layers if not layer.is_block
-    ).items():
+        words.append("1 block" if blocks == 1 else f"{blocks} blocks")
+    others = [layer for layer in layers if not layer.is_block]
+    nouns = Counter(layer.noun or layer.kind for layer in others)
+    for noun, count in nouns.items():
         words.append(noun if count == 1 else f"{count} × {noun}")
     return ", ".join(words) or "no layers"
 
@@ -351,16 +392,21 @@ def layers_text(layers: Sequence[Layer]) -> str:
 def _schedule(
     config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16
 ) -> str:
-    shape = plan.shape
+    """The schedule with its bubble and its picture, of at most `widest` micro-batches."""
     microbatches = microbatches_of(config)
-    title = f"schedule: {shape.schedule}, {microbatches} micro-batch{'es' if microbatches > 1 else ''} a step"
-    if shape.size == 1:
+    noun = "micro-batches" if microbatches > 1 else "micro-batch"
+    title = f"schedule: {plan.shape.schedule}, {microbatches} {noun} a step"
+    if plan.shape.size == 1:
         return title
+    # The bubble is that of all micro-batches.
     costs = plan.stage_costs()
-    result = simulate(
-        plan_schedule(config, microbatches, keeps_gathered, costs), costs.of
-    )
+    whole = plan_schedule(config, microbatches, keeps_gathered, costs)
+    bubble = simulate(whole, costs.of).bubble
     shown = min(microbatches, widest)
-    picture = draw(plan_schedule(config, shown, keeps_gathered, costs))
-    note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"
-    return f"{title}, bubble about {result.bubble:.1%} ({plan.times.source})\n{picture}{note}"
+    lines = [
+        f"{title}, bubble about {bubble:.1%} ({plan.times.source})",
+        draw(plan_schedule(config, shown, keeps_gathered, costs)),
+    ]
+    if shown < microbatches:
+        lines.append(f"(drawn for {shown} micro-batches)")
+    return "\n".join(lines)

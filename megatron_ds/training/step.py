@@ -189,6 +189,7 @@ def evaluate(
     metrics: dict[str, list[float]] = {}
     train = engine.config.train
     reduction = StepMetrics(engine.mesh, train.calculate_per_token_loss)
+    # All ranks learn in each batch whether one of them was asked to stop.
     while done < iterations and not stop:
         batch = engine.batches.evaluation(
             loader, first_sample + done * global_batch_size, global_batch_size
@@ -202,6 +203,7 @@ def evaluate(
         for name, value in report.named.items():
             metrics.setdefault(name, []).append(value)
         after_batch()
+    # Means over the batches that were computed.
     means = {name: sum(values) / len(values) for name, values in metrics.items()}
     return Evaluation(total / max(done, 1), means, time.perf_counter() - start, stop)
 

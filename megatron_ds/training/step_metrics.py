@@ -157,6 +157,7 @@ class StepMetrics:
         device = self.mesh.device
         reports = self.mesh.coordinate("tp") == 0
         counts = self.mesh.coordinate("cp") == 0
+        # What the host has: the votes, and the number of losses.
         known = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
         known[3] = votes
         if reports and counts and losses and not self.per_token:
@@ -164,6 +165,7 @@ class StepMetrics:
         row = on_device(known, device)
         if not reports:
             return row
+        # The losses of this rank, per token or as means of the micro-batches.
         if losses:
             pairs = column(
                 [x for loss in losses for x in (loss.total, loss.tokens)], device

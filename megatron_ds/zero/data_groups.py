@@ -20,7 +20,7 @@ nothing, and the shard of rank r is shard r.
 only. Here the part over h is the only copy: forward stays inside a node as well, and memory is the same.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..errors import LayoutError
@@ -33,16 +33,27 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """The data-parallel groups of one rank. data: all n ranks."""
+    """The data-parallel groups of one rank.
+
+    data     all n ranks
+    gathers  the ranks of `inner`, to gather the weights of layers; None: `inner` itself
+    """
 
     data: Group
     inner: Group
     outer: Group
+    gathers: Group | None = None
 
     @classmethod
-    def flat(cls, data: Group) -> "Hierarchy":
+    def flat(cls, data: Group, gathers: Group | None = None) -> "Hierarchy":
         """A hierarchy with one level: all ranks are in one inner group."""
-        return cls(data, data, solo(f"{data.axes}-outer", data.ranks[data.rank]))
+        outer = solo(f"{data.axes}-outer", data.ranks[data.rank])
+        return cls(data, data, outer, gathers)
+
+    @property
+    def gathering(self) -> Group:
+        """The ranks of `inner`, connected for gathers of weights."""
+        return self.gathers or self.inner
 
     @property
     def shard(self) -> int:
@@ -66,6 +77,8 @@ class DataGroups:
     model    ranks that together hold one copy of the model: tp-pp
     tied     ranks that hold parameters tied across pipeline stages: embd; one rank if nothing is tied
     inner, outer  the DATA_AXES ranks as a hierarchy, for the policy that needs one
+    gathers  mesh axes → the ranks that gather weights, connected once more: gathers then do not wait for
+             reductions. Axes may be absent
     """
 
     by_axes: Mapping[Axes, Group]
@@ -74,6 +87,7 @@ class DataGroups:
     tied: Group = field(default_factory=solo)
     inner: Group | None = None
     outer: Group | None = None
+    gathers: Mapping[Axes, Group] = field(default_factory=dict)
 
     @property
     def data(self) -> Group:
@@ -87,9 +101,18 @@ class DataGroups:
 
     def ranks_of(self, axes: Axes) -> Hierarchy:
         """The ranks over which gradients of these axes are summed and state is split."""
+        gathers = self.gathers.get(axes)
         if axes == DATA_AXES and self.inner is not None:
-            return Hierarchy(self.data, self.inner, self.outer)
-        return Hierarchy.flat(self.by_axes[axes])
+            return Hierarchy(self.data, self.inner, self.outer, gathers)
+        return Hierarchy.flat(self.by_axes[axes], gathers)
+
+    def gathering_apart(self, connect: Callable[[Group], Group]) -> "DataGroups":
+        """These groups, with communicators of their own for gathers of weights.
+
+        connect: the ranks of a group, connected once more. Collective over the world.
+        """
+        gathers = {axes: connect(self.ranks_of(axes).inner) for axes in self.by_axes}
+        return replace(self, gathers=gathers)
 
     def check(self, spec: ParamSpec) -> None:
         """Raises LayoutError if there is no group over which the parameter's gradient could be summed."""

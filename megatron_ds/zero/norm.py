@@ -32,7 +32,7 @@ import torch
 
 from ..config import OptimizerConfig
 from ..errors import ConfigError
-from ..host.device_copies import column
+from ..host.device_copies import column, on_device
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import EXPERT_DATA_AXES, ParamSpec
@@ -280,7 +280,7 @@ class ParameterNorms:
         return squares
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return on_device(torch.tensor(values, dtype=dtype), self._device)
 
 
 # ---------------------------------------------------------------------------------------------- loss scale

@@ -40,7 +40,7 @@ from .set_plan import ParameterUse, norm_entries, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .state_piece import StatePiece
-from .tiers import DEVICE, open_tiers
+from .tiers import DEVICE, copy_each, open_tiers
 from .unused import PathCheck
 from .whole_matrices import whole_matrices
 
@@ -499,4 +499,4 @@ def round_masters(leaves: Iterable[Leaf]) -> None:
     if pairs := [
         (leaf.tensor.low, leaf.tensor) for leaf in leaves if leaf.tensor.low is not None
     ]:
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+        copy_each(pairs)

@@ -243,7 +243,7 @@ class ShardedParameters(ParameterStore):
         self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
     ) -> Unit:
         buckets = self.layout.buckets[first:stop]
-        group = self.ranks.inner
+        group = self.ranks.gathering
         start = buckets[0].start
         dtype = parameters[0].dtype
         if self._shared:

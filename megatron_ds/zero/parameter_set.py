@@ -15,7 +15,7 @@ from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
-from .data_groups import DATA_AXES, DataGroups
+from .data_groups import DataGroups
 from .exchange import BufferPool, GradientExchange
 from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
@@ -177,7 +177,7 @@ class SetMaker:
             self.groups.ranks_of(plan.reduced_over),
             self.groups.tp,
             self.exchange,
-            self._overlaps(plan),
+            self._overlaps(plan, parameters),
         )
         if whole:
             return GradBuckets(
@@ -190,18 +190,20 @@ class SetMaker:
             )
         return GradShards(holders, plan.layout, reduction, pool=self.pool)
 
-    def _overlaps(self, plan: SetPlan) -> bool:
+    def _overlaps(self, plan: SetPlan, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether a bucket is reduced as soon as its contributions have arrived.
 
-        Not of experts: one without tokens gets no gradient. Ranks would start its reduction at different
-        times, and a rank that waits for it would not reach the all-to-all for which another rank waits. Not
-        of whole gradients of a group of one where others would be sharded: it is armed before each
+        Not of experts with parameters of their own: one without tokens gets no gradient. Ranks would start
+        its reduction at different times, and a rank that waits for it would not reach the all-to-all for
+        which another rank waits. The weights of all experts of a layer, in one parameter, always get one.
+        Not of whole gradients of a group of one where others would be sharded: it is armed before each
         micro-batch and has nothing to reduce. Not of sharded parameters: gathers are interleaved, so
         reductions start when a layer is left, in the same order on all ranks.
         """
         policy = self.settings.policy
         off = policy.gradient if plan.policy.gradient is None else policy.parameter
-        return self.settings.overlap and off is None and plan.reduced_over == DATA_AXES
+        may_lack = any("ep" in p.spec.distinct_over for p in parameters)
+        return self.settings.overlap and off is None and not may_lack
 
     def _resident(
         self,

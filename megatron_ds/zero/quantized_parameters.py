@@ -173,7 +173,7 @@ class QuantizedParameters(ParameterStore):
             buckets[-1].stop - start, dtype=self._flat.dtype, device=self._device
         )
         unit = QuantizedUnit(
-            layer, first, stop - 1, flat, self.ranks.inner, self._blocks
+            layer, first, stop - 1, flat, self.ranks.gathering, self._blocks
         )
         unit.parts = [
             (flat[bucket.start - start : bucket.stop - start], part)

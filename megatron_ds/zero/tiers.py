@@ -6,7 +6,7 @@ initialization, saving, loading. What an update needs of a disk is read and writ
 instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -193,6 +193,21 @@ def _host_memory(numel: int, dtype: torch.dtype, page_locked: bool) -> torch.Ten
         if page_locked
         else aligned_empty(numel, dtype)
     )
+
+
+def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first. The host waits once for those between devices."""
+    near = []
+    marks = {}  # of the last copy in each direction
+    for out, values in pairs:
+        if out.device == values.device:
+            near.append((out, values))
+        else:
+            marks[out.is_cuda] = _copy(out, values)
+    if near:
+        torch._foreach_copy_(*map(list, zip(*near)))
+    for mark in marks.values():
+        mark.synchronize()
 
 
 def _copy(out: torch.Tensor, values: torch.Tensor) -> Mark:

@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 import megatron_ds
 from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.collectives import all_gather_object
+from megatron_ds.mpu.external_groups import join_world
 from megatron_ds.mpu.launch import transport_over
 from tests.compat_engine import test_engine_experts as experts
 from tests.compat_engine.test_engine import Split
@@ -111,6 +113,12 @@ def train_over_groups_of_torch(rank, world):
     ).engine
     split.backward(split(torch.arange(24.0).view(6, 4).chunk(2)[rank // 2] / 24))
     split.step()
+    joined = join_world(mpu(near, far))
+    apart = joined.connect_apart(joined.data, "gathers")
+    assert apart.transport.process_group not in (near, far)
+    assert (
+        all_gather_object(rank, apart) == list(apart.ranks) == list(joined.data.ranks)
+    )
     wrong = mpu(
         alone,
         dist.group.WORLD,

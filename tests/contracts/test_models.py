@@ -23,10 +23,10 @@ from megatron_ds.models.layer import recompute
 from megatron_ds.mpu.context import ParallelContext, Recompute
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
-from tests.grid.test_layout_grid import TOLERANCE
 from tests.harness.layout_comparison import merge, mock_samples, train_layout
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
 from tests.harness.threads import run_ranks
+from tests.harness.tiny_jobs import TOLERANCE
 from tests.planning.test_activations import kept
 
 JOB = [

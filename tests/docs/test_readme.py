@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.grid.test_layout_grid import SAMPLED
-from tests.grid.test_sample_layouts import CURRICULA, OWN
+from tests.grid.test_layout_grid import OPTIONS
 from tests.harness.documents import ROOT, pages
 from tests.harness.tiny_jobs import TOLERANCE
 
@@ -17,9 +16,8 @@ PARALLELISM = (ROOT / "docs" / "scale" / "parallelism.md").read_text(encoding="u
 
 def test_the_table_of_what_composes_has_the_axes_of_the_grid_and_their_values():
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([^|]+) \|$", PARALLELISM, re.MULTILINE)
-    axes = SAMPLED | OWN | {"curriculum": tuple(CURRICULA)}
     assert {key: values for key, values in rows} == {
-        key: ", ".join(map(str, values)) for key, values in axes.items()
+        key: ", ".join(map(str, values)) for key, values in OPTIONS.items()
     }
 
 

@@ -1,132 +1,153 @@
 """Covering arrays: few cases in which every pair of option values still appears together.
 
 Most faults of a composition need two options to meet. Greedy, as AETG does it (Cohen et al. 1997, IEEE TSE
-23(7)): take the case with the most pairs that no case had before. A grid has half a million cases and is
-searched wherever its tests are collected: cases are rows of numbers until they are chosen.
+23(7)): of some random cases take the one with the most pairs that no case had before. What options need of
+each other are rules, so that cases are completed value by value, and no product of all options is made.
 """
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 Case = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Cases(Sequence):
-    """Cases of some options; as a sequence, a dict for each.
-
-    options: the values of each option.
-    numbers: [options, cases], the position of each case's value among those of its option.
-    judged: the options on which legality and cost depend.
-    """
-
-    options: Mapping[str, Sequence]
-    numbers: np.ndarray
-    judged: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return self.numbers.shape[1]
-
-    def __getitem__(self, i: int) -> dict:
-        return {
-            option: values[n]
-            for (option, values), n in zip(self.options.items(), self.numbers[:, i])
-        }
-
-    def __iter__(self) -> Iterator[dict]:
-        return (self[i] for i in range(len(self)))
-
-    def where(self, option: str, value: object) -> "Cases":
-        """The cases whose option has that value."""
-        held = self.column(option) == self.options[option].index(value)
-        return replace(self, numbers=self.numbers[:, held])
-
-    def column(self, option: str) -> np.ndarray:
-        """The numbers of an option's values, one for each case."""
-        return self.numbers[[*self.options].index(option)]
-
-    def pairs(self, a: str, b: str) -> set[tuple]:
-        """The pairs of values that two options have together in any case."""
-        width = len(self.options[b])
-        found = np.unique(self.column(a) * width + self.column(b))
-        return {
-            (self.options[a][pair // width], self.options[b][pair % width])
-            for pair in found
-        }
-
-    def costs(self, cost: Callable[[Case], float]) -> np.ndarray:
-        """The cost of each case, asked once for each combination of the judged options."""
-        sizes = [len(self.options[option]) for option in self.judged]
-        columns = tuple(self.column(option) for option in self.judged)
-        _, firsts, kinds = np.unique(
-            np.ravel_multi_index(columns, sizes), return_index=True, return_inverse=True
-        )
-        return np.array([cost(self[i]) for i in firsts])[kinds]
-
-
-def legal_cases(
-    options: Mapping[str, Sequence],
-    is_legal: Callable[[Case], bool] = lambda case: True,
-    judged: Sequence[str] = (),
-) -> Cases:
-    """The product of all options' values, without the illegal combinations.
-
-    judged: the options on which legality and cost depend, all of them unless given. `is_legal` is asked once
-    for each combination of their values, and shown nothing else.
-    """
-    judged = tuple(option for option in options if option in judged) or tuple(options)
-    legal = [
-        is_legal(dict(zip(judged, values)))
-        for values in itertools.product(*(options[option] for option in judged))
-    ]
-    ones = [
-        len(values) if option in judged else 1 for option, values in options.items()
-    ]
-    whole = np.broadcast_to(
-        np.reshape(legal, ones), [len(values) for values in options.values()]
-    )
-    return Cases(options, np.stack(np.nonzero(whole)).astype(np.int16), judged)
+Options = Mapping[str, Sequence]
+Rule = Callable[..., bool]  # of some options' values, by the options' names
+CANDIDATES = 2
 
 
 def cover_pairs(
-    cases: Cases,
+    options: Options,
+    rules: Sequence[Rule] = (),
     cost: Callable[[Case], float] = lambda case: 0,
     chosen: Sequence[Case] = (),
-) -> list[Case]:
-    """`chosen` and some of `cases` that together hold every pair of values that any of `cases` holds.
+    seed: int = 0,
+) -> list[dict]:
+    """`chosen` and more cases, which together hold every pair of values that any legal case holds.
 
-    cost: what a case takes; cheap ones are preferred where there is a choice. Deterministic: of equally good
-    cases the first.
+    cost: what a case takes; cheap ones are preferred where there is a choice.
     """
-    costs = cases.costs(cost)
-    missing = {
-        (a, b): _numbered_pairs(cases, a, b)
-        for a, b in itertools.combinations(cases.options, 2)
-    }
-    gained = np.full(len(cases), len(missing), dtype=np.int16)
-    result = list(chosen)
-
-    def strike(case: Case) -> None:
-        for (a, b), (numbers, pairs) in missing.items():
-            pair = cases.options[a].index(case[a]) * len(
-                cases.options[b]
-            ) + cases.options[b].index(case[b])
-            if pair in pairs:
-                pairs.remove(pair)
-                np.subtract(gained, 1, out=gained, where=numbers == pair)
-
+    draw = random.Random(seed)
+    search = Search(options, rules)
+    missing = {item: set() for item in search.items}
+    for (a, x), (b, y) in itertools.combinations(search.items, 2):
+        if a != b:
+            missing[a, x].add((b, y))
+            missing[b, y].add((a, x))
     for case in chosen:
-        strike(case)
-    while (most := gained.max()) > 0:
-        result.append(cases[int(np.argmin(np.where(gained == most, costs, np.inf)))])
-        strike(result[-1])
+        _strike(missing, case)
+
+    result = list(chosen)
+    while any(missing.values()):
+        item = max(search.items, key=lambda item: len(missing[item]))
+        other = min(missing[item], key=search.items.index)
+        found = [
+            search.complete(dict([item, other]), missing, draw)
+            for _ in range(CANDIDATES)
+        ]
+        if found[0] is None:  # no legal case has this pair
+            missing[item].discard(other)
+            missing[other].discard(item)
+            continue
+        result.append(max(found, key=lambda case: (_gain(missing, case), -cost(case))))
+        _strike(missing, result[-1])
     return result
 
 
-def _numbered_pairs(cases: Cases, a: str, b: str) -> tuple[np.ndarray, set[int]]:
-    """The number of each case's pair of values of two options, and the numbers that there are."""
-    numbers = cases.column(a) * np.int16(len(cases.options[b])) + cases.column(b)
-    return numbers, set(np.flatnonzero(np.bincount(numbers)).tolist())
+def plain_case(options: Options, rules: Sequence[Rule], given: Case) -> dict:
+    """The legal case with the given values in which each other option has its first value, or the next that
+    the rules allow."""
+    search = Search(options, rules)
+    nothing = {item: set() for item in search.items}
+    return search.complete(dict(given), nothing, random.Random(0))
+
+
+def is_legal(case: Case, rules: Sequence[Rule]) -> bool:
+    """Whether all rules hold for the values of a case."""
+    return all(
+        rule(*(case[name] for name in inspect.signature(rule).parameters))
+        for rule in rules
+    )
+
+
+def _gain(missing: Mapping, case: Case) -> int:
+    items = set(case.items())
+    return sum(len(missing[item] & items) for item in items)
+
+
+def _strike(missing: Mapping, case: Case) -> None:
+    items = set(case.items())
+    for item in items & missing.keys():
+        missing[item] -= items
+
+
+class Search:
+    """Legal cases with given values, found one option after the other."""
+
+    def __init__(self, options: Options, rules: Sequence[Rule]):
+        self.options = options
+        self.items = [(name, x) for name, values in options.items() for x in values]
+        # The options of each rule, and the values that it allows them together.
+        self.allowed: list[tuple[tuple[str, ...], list[tuple]]] = []
+        for rule in rules:
+            names = tuple(inspect.signature(rule).parameters)
+            product = itertools.product(*(options[name] for name in names))
+            legal = [values for values in product if rule(*values)]
+            self.allowed.append((names, legal))
+        self.about = {
+            name: [allowed for allowed in self.allowed if name in allowed[0]]
+            for name in options
+        }
+
+    def complete(self, given: Case, missing: Mapping, draw: random.Random):
+        """A legal case with the given values, in which many missing pairs are; None if there is none."""
+        domains = {name: list(values) for name, values in self.options.items()}
+        domains |= {name: [value] for name, value in given.items()}
+        if not self._narrow(domains, self.options):
+            return None
+        # Options without a rule, which fail nowhere, are last.
+        order = [name for name in self.options if name not in given]
+        draw.shuffle(order)
+        order.sort(key=lambda name: not self.about[name])
+        return next(self._completions(dict(given), domains, order, missing), None)
+
+    def _completions(self, given, domains, order, missing) -> Iterator[dict]:
+        """Depth first; an option with one value left is next."""
+        if not order:
+            yield {name: given[name] for name in self.options}
+            return
+        name = next((name for name in order if len(domains[name]) == 1), order[0])
+        rest = [other for other in order if other != name]
+        items = given.items()
+        gain = lambda value: sum(item in missing[name, value] for item in items)
+        for value in sorted(domains[name], key=gain, reverse=True):
+            left = domains | {name: [value]}
+            if len(domains[name]) == 1 or self._narrow(left, [name]):
+                there = given | {name: value}
+                yield from self._completions(there, left, rest, missing)
+
+    def _narrow(self, domains: dict[str, list], changed: Iterable[str]) -> bool:
+        """Keep the values that each rule allows together with some values of its other options; False if an
+        option is left without a value.
+
+        changed: the options whose values have become fewer.
+        """
+        queue = list(changed)
+        while queue:
+            for names, legal in self.about[queue.pop()]:
+                of_names = [domains[name] for name in names]
+                columns = zip(
+                    *(
+                        values
+                        for values in legal
+                        if all(map(list.__contains__, of_names, values))
+                    )
+                )
+                supported = [set(column) for column in columns]
+                if not supported:
+                    return False
+                for name, values in zip(names, supported):
+                    if len(values) < len(domains[name]):
+                        domains[name] = [v for v in domains[name] if v in values]
+                        queue.append(name)
+        return True

@@ -1,4 +1,5 @@
-"""torch's memory-efficient attention of CUDA in plain operations, with what CUDA demands of its arguments.
+"""torch's memory-efficient attention and FlashAttention of CUDA in plain operations, with what CUDA demands of
+their arguments.
 
 `IN_PLACE_OF` has these functions by the operation of aten, for a fake GPU (fake_cuda.py). The rules are those
 of torch's sources, aten/src/ATen/native/transformers/cuda: a bias has the dtype of the queries, its last
@@ -58,19 +59,84 @@ def backward(
         and sums.is_contiguous()
         and sums.dtype == torch.float32
     )
+    of_rows = sums[:, :, : q.shape[2]]
+    parts = _gradients(dout, q, k, v, out, of_rows, bias, is_causal, scale)
+    return *(_in_order_of_rows(part.to(q.dtype)) for part in parts), None
+
+
+def _gradients(dout, q, k, v, out, sums, bias, is_causal, scale):
+    """fp32 dq, dk and dv, from the log-sum-exp [b, n, q] of all keys."""
     factor = scale or 1 / math.sqrt(q.shape[-1])
-    p = (_scores(q, k, bias, is_causal, scale) - sums[:, :, : q.shape[2], None]).exp()
+    p = (_scores(q, k, bias, is_causal, scale) - sums[..., None]).exp()
     d = (dout.float() * out.float()).sum(-1, keepdim=True)
     ds = p * (dout.float() @ v.float().transpose(-1, -2) - d) * factor
-    parts = (
+    return (
         ds @ k.float(),
         ds.transpose(-1, -2) @ q.float(),
         p.transpose(-1, -2) @ dout.float(),
     )
-    return *(_in_order_of_rows(part.to(q.dtype)) for part in parts), None
+
+
+def flash_forward(
+    q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    """→ out [b, n, q, d], log-sum-exp fp32 [b, n, q], and what a caller without dropout does not use."""
+    _check_flash(q, k, v)
+    assert not dropout_p, "dropout is not imitated"
+    keys, values = _of_query_heads(q, k, v)
+    scores = _scores(q, keys, None, is_causal, scale)
+    out = _in_order_of_rows((scores.softmax(-1) @ values.float()).to(q.dtype))
+    state = q.new_zeros((), dtype=torch.int64)
+    return out, scores.logsumexp(-1), None, None, 0, 0, state, state.clone(), state
+
+
+def flash_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    sums,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    seed,
+    offset,
+    *,
+    scale=None,
+):
+    """→ dq, and dk and dv of the key-value heads."""
+    _check_flash(q, k, v)
+    assert out.shape == dout.shape == q.shape and not dropout_p
+    assert cum_q is None and cum_k is None
+    assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    assert sums.shape == q.shape[:3] and sums.is_contiguous()
+    keys, values = _of_query_heads(q, k, v)
+    parts = _gradients(dout, q, keys, values, out, sums, None, is_causal, scale)
+    groups = k.shape[1]
+    dq, dk, dv = parts
+    dk, dv = (t.unflatten(1, (groups, -1)).sum(2) for t in (dk, dv))
+    return tuple(_in_order_of_rows(part.to(q.dtype)) for part in (dq, dk, dv))
+
+
+def _check_flash(q, k, v):
+    assert q.dtype == k.dtype == v.dtype and q.itemsize == 2, "16 bits"
+    assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0, "heads"
+    assert q.shape[3] == k.shape[3] and q.shape[3] % 8 == 0, "channels"
+    assert all(t.stride(3) == 1 for t in (q, k, v)), "channels are contiguous"
+
+
+def _of_query_heads(q, k, v):
+    repeats = q.shape[1] // k.shape[1]
+    return (t.repeat_interleave(repeats, 1) for t in (k, v))
 
 
 IN_PLACE_OF = {
+    aten._scaled_dot_product_flash_attention: flash_forward,
+    aten._scaled_dot_product_flash_attention_backward: flash_backward,
     aten._scaled_dot_product_efficient_attention: forward,
     aten._scaled_dot_product_efficient_attention_backward: backward,
 }

@@ -9,7 +9,9 @@
 
 The package runs its code for GPUs: `is_cuda`, streams, events, page-locked memory, asynchronous copies. Each
 operation runs at once on the CPU and is recorded with the current stream and the bytes it reads and writes.
+An operation that mixes tensors of the host with those of the device raises torch's error.
 To torch's C++ the tensors are on the "lazy" device, whose backward needs no driver; Python sees "cuda".
+Backwards run in a thread of their own.
 
 Not imitated: limits of memory, time, kernels of csrc/gpu (give --kernels torch), CUDA graphs.
 """
@@ -21,7 +23,14 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as _modes,
+)
+from torch.utils._python_dispatch import (
+    _pop_mode,
+    _push_mode,
+    return_and_correct_aliasing,
+)
 
 from megatron_ds.host.dispatch_mode import DispatchMode
 from megatron_ds.host.side_streams import side_stream
@@ -29,7 +38,7 @@ from megatron_ds.ops.cpu import compiled_adam
 
 from . import cuda_attention
 from .nested import leaves, mapped
-from .stream_order import HOST, Memory, StreamOrder
+from .stream_order import HOST, Memory, StreamOrder, place
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -55,6 +64,16 @@ MAKES = {
     aten.new_empty_strided,
 }
 COPIES = {aten.copy_, aten._to_copy}
+INDEXED = {
+    aten.index,
+    aten.index_put,
+    aten.index_put_,
+    aten._index_put_impl_,
+    aten._unsafe_index,
+    aten._unsafe_index_put,
+}
+# Besides elementwise operations, those that take one number from the host.
+TAKE_A_NUMBER = {aten.fill_, aten.masked_fill, aten.masked_fill_, aten.index_fill_}
 
 
 def gpu() -> "FakeGpu":
@@ -182,6 +201,7 @@ class FakeStream:
 
     def __init__(self, device=None, priority=0, name: str = ""):
         FakeStream._count += 1
+        self.priority = priority
         self.name, self.device, self.cuda_stream = (
             name or f"stream {FakeStream._count}",
             CUDA,
@@ -296,6 +316,11 @@ class FakeGpu(DispatchMode):
                 self._use(func, HOST, args, kwargs)
             out = func(*args, **kwargs)
             return self.pin(out) if pins else out
+        if func.overloadpacket is aten._foreach_copy_ and on_host(args):
+            for target, source in zip(*args[:2]):  # as CUDA does between devices
+                self.run(aten.copy_.default, (target, source, *args[2:]), kwargs)
+            return None
+        self._refuse_mixed(func, args, kwargs)
         inner_args, inner_kwargs = mapped(inner_of, (args, kwargs))
         packet = func.overloadpacket
         out = cuda_attention.IN_PLACE_OF.get(packet, func)(*inner_args, **inner_kwargs)
@@ -314,6 +339,28 @@ class FakeGpu(DispatchMode):
             lambda x: self.wrap(x, packet) if isinstance(x, torch.Tensor) else x, out
         )
         return return_and_correct_aliasing(func, args, kwargs, made)
+
+    def _refuse_mixed(self, func, args, kwargs) -> None:
+        """CUDA kernels read numbers and indices on the host, no other tensor there."""
+        packet = func.overloadpacket
+        if packet in COPIES:
+            return
+        takes_numbers = torch.Tag.pointwise in func.tags or packet in TAKE_A_NUMBER
+        for i, argument in enumerate(func._schema.arguments):
+            value = kwargs.get(argument.name) if i >= len(args) else args[i]
+            is_written = (
+                argument.alias_info is not None and argument.alias_info.is_write
+            )
+            for tensor in on_host(value):
+                if packet in INDEXED and i == 1 and isinstance(args[0], DeviceTensor):
+                    self.order.host_wait(
+                        self.order.event(self.current), "a copy of indices"
+                    )
+                elif is_written or tensor.dim() or not takes_numbers:
+                    raise RuntimeError(
+                        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
+                        f"cpu: {argument.name} of {packet} at {place()}"
+                    )
 
     def wrap(self, inner: torch.Tensor, packet=None) -> DeviceTensor:
         """A tensor of the device with these values; a new allocation unless it is a view of one."""
@@ -420,13 +467,16 @@ def inner_of(x):
     return torch.device("cpu") if isinstance(x, torch.device) else x
 
 
+def on_host(value) -> list[torch.Tensor]:
+    return [
+        t
+        for t in leaves(value)
+        if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor)
+    ]
+
+
 def _index_is_mask(packet, args) -> bool:
-    if packet not in (
-        aten.index,
-        aten.index_put,
-        aten.index_put_,
-        aten._index_put_impl_,
-    ):
+    if packet not in INDEXED:
         return False
     return any(
         isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
@@ -461,6 +511,37 @@ def _tensor(data, *, dtype=None, device=None, requires_grad=False, pin_memory=Fa
         made = made.pin_memory()
     made = made if device is None else made.to(device)
     return made.requires_grad_() if requires_grad else made
+
+
+_run_backward = torch.autograd._engine_run_backward
+
+
+def _on_autograds_thread(*args, **kwargs):
+    """A backward as torch runs those of a device: in a thread of its own, whose current stream is the default
+    one, while the caller waits."""
+    of = getattr(_of_thread, "gpu", None)
+    if of is None or getattr(_of_thread, "is_autograds", False):
+        return _run_backward(*args, **kwargs)
+    modes, results, errors = _modes(), [], []
+
+    def run():
+        _of_thread.gpu, _of_thread.is_autograds = of, True
+        with ExitStack() as stack:
+            for mode in modes:
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            try:
+                results.append(_run_backward(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  raised by the caller
+                errors.append(error)
+
+    thread = threading.Thread(target=run, name="autograd")
+    with stream_context(FakeStream(name=DEFAULT)):
+        thread.start()
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 _adamw_ = compiled_adam.adamw_
@@ -516,6 +597,9 @@ def fake_cuda() -> Iterator[None]:
         stack.callback(side_stream.cache_clear)
         stack.enter_context(patch.object(compiled_adam, "adamw_", _recorded_adamw_))
         stack.enter_context(patch.object(torch, "tensor", _tensor))
+        stack.enter_context(
+            patch.object(torch.autograd, "_engine_run_backward", _on_autograds_thread)
+        )
         stack.enter_context(patch.object(torch.Tensor, "to", _to))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pin_memory))
         stack.enter_context(

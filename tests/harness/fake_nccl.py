@@ -4,6 +4,8 @@ As in torch: a collective begins after what is queued on the current stream, run
 keeps its tensors alive until `wait`, and `wait` makes the current stream wait, not the host.
 """
 
+from collections import Counter
+
 import torch
 
 from .fake_cuda import DeviceTensor, gpu, inner_of
@@ -39,17 +41,23 @@ class FakeNccl(ThreadTransport):
     def __init__(self, transport: ThreadTransport, axes: str):
         self.__dict__.update(transport.__dict__)
         self.axes = axes
+        self._counts: Counter = Counter()  # of collectives, and of each lane's messages
 
-    def _queue(self, what, stream, reads, writes, do):
+    def _queue(self, what, stream, reads, writes, do, lanes=None):
+        """lanes: of messages; None for a collective."""
         of = gpu()
         if not any(isinstance(t, DeviceTensor) for t in (*reads, *writes)):
             return do(reads, writes)
+        meets = [self._named(lane, 2) for lane in lanes or ()]
+        if lanes is None:
+            meets = [self._named("collective", self.size)]
         of.order.wait(stream, of.order.event(of.current))
         of.order.run(
             stream,
             what,
             [r for t in reads for r in of.range_of(t)],
             [r for t in writes for r in of.range_of(t)],
+            meets=tuple(meets),
         )
         with torch.utils._python_dispatch._disable_current_modes():
             work = do(
@@ -57,6 +65,11 @@ class FakeNccl(ThreadTransport):
                 [inner_of(t.detach()) for t in writes],
             )
         return FakeWork(stream, (*reads, *writes), work.wait)
+
+    def _named(self, lane, ranks: int):
+        """(name of the next message in a lane, how many ranks it has)"""
+        self._counts[lane] += 1
+        return (id(self.room), self.axes, lane, self._counts[lane]), ranks
 
     def all_reduce(self, tensor, op):
         return self._queue(
@@ -110,6 +123,7 @@ class FakeNccl(ThreadTransport):
             [tensor],
             [],
             lambda reads, _: ThreadTransport.isend(self, reads[0], destination, tag),
+            [(self.rank, destination, _lane(tag))],
         )
 
     def irecv(self, tensor, source, tag):
@@ -119,6 +133,7 @@ class FakeNccl(ThreadTransport):
             [],
             [tensor],
             lambda _, writes: ThreadTransport.irecv(self, writes[0], source, tag),
+            [(source, self.rank, _lane(tag))],
         )
 
     def exchange(self, sends, receives):
@@ -137,6 +152,10 @@ class FakeNccl(ThreadTransport):
             [t for t, _ in sends],
             [t for t, _ in receives],
             do,
+            [
+                *((self.rank, to, "exchange") for _, to in sends),
+                *((of, self.rank, "exchange") for _, of in receives),
+            ],
         )
 
 

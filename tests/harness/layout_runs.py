@@ -7,6 +7,7 @@ alive, bytes of optimizer state. None of it is read from the configuration.
 import functools
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
+from tests.harness.late_messages import LateNetwork
 from tests.harness.layout_comparison import (
     difference,
     merge,
@@ -34,7 +36,7 @@ from tests.harness.threads import run_ranks
 GLOBAL_BATCH, NUM_LAYERS = 4, 3  # three layers are two stages that differ
 JOB_STEPS = 20  # of the job: its rates warm up and decay over them
 # Of the job, that are run: its beginning, and with `make test-all` the whole of it.
-STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 4
+STEPS = JOB_STEPS if os.environ.get("MEGATRON_DS_TEST_ALL") else 3
 
 
 @dataclass
@@ -85,8 +87,19 @@ class Run:
     model: object
 
 
-def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
-    """`job`: flags of the model; `layout`: as compare_layouts.py takes it."""
+def run_layout(
+    job: list[str],
+    layout: str,
+    steps: int = STEPS,
+    transport: Callable | None = None,
+) -> Run:
+    """Train a layout on threads.
+
+    job        flags of the model
+    layout     as compare_layouts.py takes it
+    transport  as `run_ranks` takes it; None: half of the layouts run as on one host, where gathered weights are
+               mapped, the others as on several, where messages arrive late
+    """
     request = parse_layout(layout, mbs="1")
     config = parse([*job, *request.flags], world_size=request.world_size)
     grid = config.grid(request.world_size)
@@ -104,10 +117,12 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
         )
 
     with counted_calls() as calls:
-        # Half of the layouts as on one host, where gathered weights are mapped, the others as on several.
-        traces = run_ranks(
-            request.world_size, main, shares_memory=zlib.crc32(layout.encode()) % 2 == 1
-        )
+        shares_memory = transport is None and zlib.crc32(layout.encode()) % 2 == 1
+        network = LateNetwork()
+        if transport is None and not shares_memory:
+            transport = network.transport
+        traces = run_ranks(request.world_size, main, shares_memory, transport)
+        assert not network.unfinished()
     return Run(
         merge(traces),
         [seen[rank] for rank in range(request.world_size)],

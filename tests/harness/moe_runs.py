@@ -100,7 +100,8 @@ class ExpertsSeen:
                     weights[i][mine[i] & keeps[i]],
                     weights[i][mine[i] & ~keeps[i]],
                 )
-                if len(kept) and len(lost):
+                # Tokens that begin documents alike are equal to the bit: the first is kept.
+                if len(kept) and len(lost) and kept.min() != lost.max():
                     self.drop_margin = min(
                         self.drop_margin, float(kept.min() - lost.max())
                     )

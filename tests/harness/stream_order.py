@@ -30,6 +30,23 @@ class Access(NamedTuple):
     what: str
 
 
+class Entry(NamedTuple):
+    """What the host has put into a hardware queue, in its order.
+
+    needs   the event for which the stream, or the host, waits; None for a kernel
+    time    of the stream's clock, when a kernel has run
+    meets   of a message: the names of its parts and how many ranks each part has
+    before  of a message: the stream's clock when it begins
+    """
+
+    stream: str
+    what: str
+    needs: Clock | None = None
+    time: int = 0
+    meets: tuple[tuple[object, int], ...] = ()
+    before: Clock = {}
+
+
 class Memory:
     """One allocation: of a stream, or page-locked memory of the host (owner HOST)."""
 
@@ -48,6 +65,7 @@ class StreamOrder:
     problems   races, as sentences, each once
     waits      of the host for the device, by place in the package
     launches   (stream, operation), in order
+    queue      all that was launched, with the waits
     """
 
     def __init__(self):
@@ -55,6 +73,7 @@ class StreamOrder:
         self.problems: list[str] = []
         self.waits: list[str] = []
         self.launches: list[tuple[str, str]] = []  # (stream, what)
+        self.queue: list[Entry] = []
 
     # -------------------------------------------------------------------------------- what is recorded
     def run(
@@ -64,14 +83,20 @@ class StreamOrder:
         reads: Iterable[Range],
         writes: Iterable[Range],
         is_launch: bool = True,
+        meets: tuple[tuple[object, int], ...] = (),
     ) -> None:
-        """A kernel or copy is launched on a stream, or the host uses memory, or memory is allocated."""
+        """A kernel or copy is launched on a stream, or the host uses memory, or memory is allocated.
+
+        meets: of a message, as in `Entry`
+        """
         clock = self.clocks.setdefault(actor, {})
         if actor != HOST:
             _join(clock, self.clocks[HOST])
-            if is_launch:
-                self.launches.append((actor, what))
+        before = dict(clock) if meets else {}
         clock[actor] = clock.get(actor, 0) + 1
+        if actor != HOST and is_launch:
+            self.launches.append((actor, what))
+            self.queue.append(Entry(actor, what, None, clock[actor], meets, before))
         label = f"{what} on {actor} at {place()}"
         for memory, start, stop in reads:
             self._access(
@@ -90,11 +115,13 @@ class StreamOrder:
 
     def wait(self, stream: str, event: Clock) -> None:
         """A stream waits for an event."""
+        self.queue.append(Entry(stream, "wait", event))
         _join(self.clocks.setdefault(stream, {}), event)
 
     def host_wait(self, event: Clock, why: str) -> None:
         """The host waits for an event."""
         self.waits.append(f"{why} at {place()}")
+        self.queue.append(Entry(HOST, why, event))
         _join(self.clocks[HOST], event)
 
     def free(self, memory: Memory) -> None:

@@ -43,8 +43,9 @@ class Baton:
 class ThreadWorld:
     """Meeting places of all groups, shared by the threads."""
 
-    def __init__(self, size: int, shares_memory: bool = False):
+    def __init__(self, size: int, shares_memory: bool = False, transport=None):
         self.size, self.shares_memory = size, shares_memory
+        self._transport = transport or ThreadTransport
         self._lock, self.baton = threading.Lock(), Baton()
         self._rooms: dict[tuple, _Room] = {}
         self.traffic = [Traffic() for _ in range(size)]
@@ -67,7 +68,7 @@ class ThreadWorld:
             room = self._rooms.setdefault(
                 (axes, ranks), _Room(len(ranks), self.baton, self.shares_memory)
             )
-        return ThreadTransport(room, ranks.index(rank))
+        return self._transport(room, ranks.index(rank))
 
     def abort(self) -> None:
         with self._lock:
@@ -230,13 +231,16 @@ def run_ranks(
     size: int,
     function: Callable[[int, ThreadWorld], object],
     shares_memory: bool = False,
+    transport: Callable[["_Room", int], "ThreadTransport"] | None = None,
 ) -> list:
     """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any
     rank.
 
     shares_memory: ranks can read each other's memory, as processes of one host can
+    transport: (place where a group meets, position of the rank) → its transport; None: `ThreadTransport`
     """
-    world, results, errors = ThreadWorld(size, shares_memory), [None] * size, []
+    world = ThreadWorld(size, shares_memory, transport)
+    results, errors = [None] * size, []
 
     def main(rank: int) -> None:
         try:

@@ -31,8 +31,8 @@ OWN_SIZES = {
 }
 # An example is plain causal attention, which these do not take: tests/ops/test_windows.py compares the
 # first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
-# test_flex_attention.py of tests/ops and of tests/gpu.
-OTHER_CASES = {("attention", "flex")}
+# test_flex_attention.py of tests/ops and of tests/gpu. Dropout by rows: tests/ops/test_attention_rows.py.
+OTHER_CASES = {("attention", "flex"), ("attention", "rows")}
 ENTRIES = [
     pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
     for operation in OPERATIONS.values()

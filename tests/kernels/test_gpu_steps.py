@@ -8,6 +8,7 @@ for a GPU. The order is checked on the recording (tests/harness/stream_order.py)
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,17 +17,21 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.context_parallel import block_exchange
-from megatron_ds.host.side_streams import Mark, SideStream
+from megatron_ds.host.side_streams import Mark, SideStream, side_stream
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import attention_tiles, kernel_table, partial_attention
 from megatron_ds.ops.attention_tiles import TileLimits
+from megatron_ds.pipeline import passes
+from megatron_ds.pipeline import simulate as simulation
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 from megatron_ds.zero.arrival import Arrivals
-from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda, gpu
+from megatron_ds.zero.data_groups import DataGroups
+from tests.harness.fake_cuda import CUDA, DEFAULT, FakeGpu, fake_cuda, gpu
 from tests.harness.fake_nccl import FakeNccl, FakeWork
+from tests.harness.hardware_queue import blocked_queues
 from tests.harness.layout_comparison import (
     difference,
     merge,
@@ -34,7 +39,7 @@ from tests.harness.layout_comparison import (
     random_samples,
     train_layout,
 )
-from tests.harness.stream_order import place
+from tests.harness.stream_order import HOST, place
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
@@ -116,6 +121,9 @@ def train(
     return Run(merged, config.model, [orders[rank] for rank in sorted(orders)])
 
 
+DROPOUT = (
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --num-layers 1 --global-batch-size 1"
+)
 WINDOW, DOCUMENTS = (
     ("--window-size", "5,0"),
     ("--reset-position-ids", "--reset-attention-mask"),
@@ -146,6 +154,40 @@ CASES = [
     ("zero=2,dp=2,tp=2", "fp32", 1, MUON),
 ]
 NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
+# Further features: (layout, dtype, flags).
+FEATURES = {
+    "onebit adam": ("dp=2", "fp32", "--optimizer onebit_adam --freeze-step 1"),
+    "lamb": ("zero=1,dp=2", "fp32", "--optimizer lamb"),
+    "lion": ("zero=2,dp=2", "fp32", "--optimizer lion"),
+    "adagrad": ("zero=1,dp=2", "fp32", "--optimizer adagrad"),
+    "sgd": ("zero=3,dp=2", "fp32", "--optimizer sgd"),
+    "zeros": ("zero=1,dp=2", "fp32", "--log-num-zeros-in-grad"),
+    "dropout": ("tp=2,sp=1", "fp32", DROPOUT),
+    "selective": ("tp=2,recompute=selective", "fp32", ""),
+    "full": ("dp=2,zero=3,recompute=full", "bf16", ""),
+    "norms of heads": ("tp=2", "fp32", "--qk-layernorm"),
+    "rope": ("tp=2,sp=1", "bf16", "--position-embedding-type rope"),
+    "loss of tokens": ("dp=2,zero=2", "fp32", "--calculate-per-token-loss"),
+    "chunks of logits": ("tp=2,logits=3", "bf16", ""),
+    "smoothing": ("tp=2", "fp32", "--label-smoothing 0.1"),
+    "untied": ("pp=2,zero=1", "fp32", "--untie-embeddings-and-output-weights"),
+    "interleaved": ("pp=2,chunks=2,schedule=interleaved", "fp32", "--num-layers 4"),
+    "zb-v": ("pp=2,chunks=2,schedule=zb-v", "fp32", "--num-layers 4"),
+}
+EXPERTS = {
+    "padded": (
+        "dp=2,zero=2",
+        "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    ),
+    "capacity": ("dp=2,ep=2,zero=1", "--moe-expert-capacity-factor 1.0"),
+    "bias": (
+        "dp=2,zero=1",
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+    ),
+    "shared": ("dp=2,ep=2,zero=3", "--moe-shared-expert-intermediate-size 32"),
+    "tensor parallel": ("tp=2,sp=1,zero=1", ""),
+    "expert data": ("dp=4,ep=2,zero=2", ""),
+}
 
 
 @pytest.mark.parametrize(
@@ -154,21 +196,55 @@ NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more i
 def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
     layout, dtype, waits, more
 ):
-    on_gpu, on_cpu = (
-        train(layout, "cuda", dtype, more),
-        train(layout, "cpu", dtype, more),
-    )
-    assert not on_gpu.problems
-    found, limit = (
-        difference(on_gpu.merged, on_cpu.merged, on_cpu.model),
-        TOLERANCE[dtype],
-    )
-    assert found.loss <= limit.loss and found.grad_norm <= limit.grad_norm, found
+    on_gpu = train(layout, "cuda", dtype, more)
+    check_like_the_cpu(on_gpu, layout, dtype, more)
     if waits is not None:
-        for of_rank in on_gpu.waits():
-            assert of_rank.total() == waits * STEPS and all(
-                THE_WAIT in place for place in of_rank
-            ), of_rank
+        check_waits(on_gpu, waits * STEPS)
+        assert all(THE_WAIT in place for of in on_gpu.waits() for place in of)
+
+
+def test_weights_in_host_memory_are_written_with_one_wait():
+    layout = "zero=3,dp=2,offload_param=cpu"
+    on_gpu = train(layout, "cuda", "bf16")
+    check_like_the_cpu(on_gpu, layout, "bf16", ())
+    for of_rank in on_gpu.waits():
+        at_start = sum(n for at, n in of_rank.items() if "parameter_set.py" in at)
+        assert of_rank.total() - at_start == 2 * STEPS, of_rank
+
+
+def check_like_the_cpu(on_gpu: Run, layout: str, dtype: str, more) -> None:
+    """Ordered, also where all streams of a rank share one hardware queue, and the numbers of a CPU."""
+    assert not on_gpu.problems
+    assert not blocked_queues(on_gpu.orders)
+    on_cpu = train(layout, "cpu", dtype, more)
+    found = difference(on_gpu.merged, on_cpu.merged, on_cpu.model)
+    limit = TOLERANCE[dtype]
+    assert found.loss <= limit.loss and found.grad_norm <= limit.grad_norm, found
+
+
+def check_waits(run: Run, expected: int) -> None:
+    for of_rank in run.waits():
+        assert of_rank.total() == expected, of_rank
+
+
+@pytest.mark.parametrize("layout, dtype, flags", FEATURES.values(), ids=FEATURES)
+def test_each_feature_runs_ordered_with_one_wait_and_trains_like_the_cpu(
+    layout, dtype, flags
+):
+    on_gpu = train(layout, "cuda", dtype, flags.split())
+    check_like_the_cpu(on_gpu, layout, dtype, flags.split())
+    check_waits(on_gpu, STEPS)
+
+
+@pytest.mark.parametrize("layout, flags", EXPERTS.values(), ids=EXPERTS)
+def test_each_feature_of_experts_runs_ordered_and_trains_like_the_cpu(layout, flags):
+    """The host waits for the numbers of rows, unless their places are fixed."""
+    more = (*MOE, *flags.split())
+    on_gpu = train(layout, "cuda", more=more)
+    check_like_the_cpu(on_gpu, layout, "fp32", more)
+    data = parse_layout(layout).world_size if "dp" in layout else 1
+    dispatches = 0 if "--moe-pad-expert-input-to-capacity" in more else LAYERS * BATCH
+    check_waits(on_gpu, STEPS * (1 + dispatches // data))
 
 
 @pytest.mark.parametrize("schedule, p", [("1f1b", 2), ("gpipe", 2), ("zb-h1", 3)])
@@ -266,6 +342,33 @@ def test_a_wait_that_is_left_out_is_found(fault, layout, dtype):
         assert train(layout, "cuda", dtype).problems
 
 
+class Unnoticed(dict):
+    """The posted receives of `Channels`, of which it notices none: it then waits for none of them."""
+
+    def __contains__(self, channel):
+        return False
+
+    def __delitem__(self, channel):
+        pass
+
+
+def test_receives_that_are_posted_early_block_a_single_hardware_queue(monkeypatch):
+    """No stream lacks an event and the numbers are right: only the queue shows it."""
+    make = Channels.__init__
+
+    def unnoticing(channels, group):
+        make(channels, group)
+        channels._posted = Unnoticed()
+
+    monkeypatch.setattr(Channels, "__init__", unnoticing)
+    at_once = lambda messages, program, starts: [(0.0, passes.FIRST)] * len(messages)
+    monkeypatch.setattr(passes, "_posts", at_once)
+    monkeypatch.setattr(simulation, "check_one_queue", lambda schedule: None)
+    run = train("pp=2,schedule=gpipe", "cuda")
+    assert not run.problems
+    assert len(blocked_queues(run.orders)) == 2
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -309,3 +412,44 @@ def test_the_first_layers_begin_while_weights_of_the_last_are_gathered(layout):
         second_step = second_step[: second_step.index("all-gather")]
         last = len(second_step) - second_step[::-1].index("wait for weights")
         assert "aten.addmm" in second_step[:last], second_step[:last]
+
+
+def free_gathers(order) -> list:
+    """Gathers of weights that begin before the reduction that was launched before them has ended."""
+    found, reduction = [], None
+    for entry in order.queue:
+        if entry.what == "reduce-scatter":
+            reduction = entry
+        elif entry.what == "all-gather" and reduction is not None:
+            if entry.before.get(reduction.stream, 0) < reduction.time:
+                found.append(entry)
+    return found
+
+
+def test_gathers_of_a_backward_do_not_stand_behind_its_reductions(monkeypatch):
+    """They have a communicator of their own: with that of the reductions all of them would."""
+    run = train("zero=3,dp=2", "cuda", "bf16")
+    assert not run.problems and not blocked_queues(run.orders)
+    assert all(free_gathers(order) for order in run.orders)
+    monkeypatch.setattr(DataGroups, "gathering_apart", lambda groups, connect: groups)
+    assert not any(map(free_gathers, train("zero=3,dp=2", "cuda", "bf16").orders))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_of_experts_are_reduced_while_the_backward_goes_on(zero):
+    more = (*MOE, "--expert-model-parallel-size", "2", "--reduce-bucket-size", "4096")
+    for order in train(f"dp=4,zero={zero}", "cuda", more=more).orders:
+        of_experts = [entry.stream == "nccl edp" for entry in order.queue]
+        first = of_experts.index(True)
+        until_the_host_waits = [
+            entry.what
+            for entry in takewhile(lambda e: e.stream != HOST, order.queue[first:])
+        ]
+        assert until_the_host_waits.count("aten.mm") > LAYERS, until_the_host_waits
+
+
+def test_short_kernels_beside_a_product_have_a_high_priority():
+    with fake_cuda(), FakeGpu():
+        kinds = ("reductions", "gathers", "to host", "to device")
+        streams = [side_stream(CUDA, kind)._stream.priority for kind in kinds]
+    assert streams == [-1, -1, 0, 0]

@@ -1,9 +1,13 @@
 """The fake GPU and its happens-before checker: each kind of race is found, each kind of order is accepted."""
 
+import threading
+
 import pytest
 import torch
 
-from tests.harness.fake_cuda import FakeGpu, fake_cuda
+from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda
+from tests.harness.hardware_queue import blocked_queues
+from tests.harness.stream_order import StreamOrder
 
 pytestmark = pytest.mark.plan
 
@@ -158,3 +162,101 @@ def test_what_makes_the_host_wait_is_counted(gpu, wait):
 def test_what_does_not_is_not(gpu, work):
     work(torch.ones(8, device="cuda"))
     assert not gpu.order.waits and not gpu.order.problems
+
+
+# ------------------------------------------------------------------------- host and device in one operation
+HOST = torch.arange(8.0)
+MIXED = {
+    "sum": lambda x: x + HOST,
+    "product": lambda x: x.view(2, 4) @ HOST.view(4, 2),
+    "written on the host": lambda x: torch.zeros(8).add_(x),
+    "number written on the host": lambda x: torch.zeros(()).add_(x.sum()),
+    "indices on the device": lambda x: HOST[x.long()],
+    "rows of the host": lambda x: x.index_select(0, torch.tensor([1])),
+    "out": lambda x: torch.add(x, 1, out=torch.empty(8)),
+    "a list": lambda x: torch.cat([x, HOST]),
+}
+
+
+@pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
+def test_an_operation_that_mixes_host_and_device_is_refused(gpu, mix):
+    x = torch.zeros(8, device="cuda")
+    with pytest.raises(RuntimeError, match=r"same device.*cuda:0 and cpu: \w+ of aten"):
+        mix(x)
+
+
+def test_numbers_of_the_host_are_arguments_of_kernels_and_indices_are_copied(gpu):
+    x = torch.arange(8.0).to("cuda")
+    waits = len(gpu.order.waits)
+    y = (x * torch.tensor(2.0)).masked_fill(x > 6, torch.tensor(0.0))
+    assert len(gpu.order.waits) == waits
+    assert y[torch.tensor([1, 7])].tolist() == [2.0, 0.0]
+    assert "indices" in gpu.order.waits[waits]
+
+
+# ----------------------------------------------------------------------------------------------- backward
+class Noting(torch.autograd.Function):
+    """Notes the thread and the stream of its forward and of its backward."""
+
+    @staticmethod
+    def forward(ctx, x, notes):
+        ctx.notes = notes
+        notes.append((threading.get_ident(), torch.cuda.current_stream().name))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        here = threading.get_ident(), torch.cuda.current_stream().name
+        ctx.notes.append(here)
+        return dy * torch.ones(8, device="cuda"), None
+
+
+def test_a_backward_runs_in_a_thread_of_autograd_on_the_default_stream(gpu):
+    notes = []
+    x = torch.zeros(8, device="cuda").requires_grad_()
+    y = Noting.apply(x, notes).sum()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y.backward()
+    (thread, stream), (of_backward, its_stream) = notes
+    assert thread != of_backward and stream == its_stream == DEFAULT
+    assert x.grad.tolist() == [1.0] * 8
+
+
+def test_an_error_of_a_backward_is_raised_where_it_was_called(gpu):
+    x = torch.zeros(8, device="cuda").requires_grad_()
+    with pytest.raises(AttributeError):
+        Noting.apply(x, None).backward(torch.ones(8, device="cuda"))
+
+
+# ------------------------------------------------------------------------------------- one hardware queue
+def launched(order, *entries):
+    """An order with these in its queue: (stream, names of a message's parts, streams it waits for)."""
+    for stream, parts, awaited in entries:
+        for other in awaited:
+            order.wait(stream, order.event(other))
+        order.run(stream, "kernel", [], [], meets=tuple((name, 2) for name in parts))
+    return order
+
+
+def test_a_receive_in_front_of_the_send_it_depends_on_blocks_a_single_queue():
+    """Rank 1 sends its answer when it has the second message; rank 0 posts a second receive first."""
+    first, second = ("to 1", ["a0"], []), ("to 1", ["a1"], [])
+    receive, next_receive = ("from 1", ["g0"], []), ("from 1", ["g1"], [])
+    peer = [
+        ("from 0", ["a0"], []),
+        ("from 0", ["a1"], []),
+        ("to 0", ["g0"], ["from 0"]),
+        ("to 0", ["g1"], []),
+    ]
+    good, bad = (
+        [
+            launched(StreamOrder(), *queue),
+            launched(StreamOrder(), *peer),
+        ]
+        for queue in (
+            [first, receive, second, next_receive],
+            [first, receive, next_receive, second],
+        )
+    )
+    assert not blocked_queues(good)
+    assert len(blocked_queues(bad)) == 2 and "from 1" in blocked_queues(bad)[0]

@@ -121,6 +121,21 @@ def test_a_hierarchy_is_connected_when_asked_for_alike_on_all_ranks():
     )
 
 
+def test_a_group_that_is_connected_apart_has_a_transport_of_its_own_on_every_rank():
+    grid = Grid(tp=2, dp=2)
+    meshes = [recorded_mesh(grid, rank) for rank in range(4)]
+    for mesh, calls in meshes:
+        data, alone = mesh.reduction, mesh.group("cp")
+        before = len(calls)
+        apart = [mesh.connect_apart(data, "gathers") for _ in range(2)]
+        assert calls[before:] == [("dp-cp-gathers", ((0, 2), (1, 3)))]
+        assert apart[0].transport is apart[1].transport is not data.transport
+        of = lambda group: (group.axes, group.ranks, group.rank, group.traffic)
+        assert of(apart[0]) == of(data)
+        assert mesh.connect_apart(alone, "gathers") is alone
+    assert len({str(calls) for _, calls in meshes}) == 1
+
+
 def test_middle_stages_are_alone_in_the_embedding_group():
     meshes = [recorded_mesh(Grid(pp=3), rank)[0] for rank in range(3)]
     assert [mesh.group("embd").ranks for mesh in meshes] == [(0, 2), (1,), (0, 2)]

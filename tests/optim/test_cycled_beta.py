@@ -11,11 +11,10 @@ from tests.compat_engine.test_engine_optimizers import (
     train,
     without_optimizer,
 )
-from tests.grid.test_layout_grid import TOLERANCE
 from tests.harness.deepspeed_schedulers import rates_of
 from tests.harness.engine_runs import STEPS
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, reference_of, stray
-from tests.harness.tiny_jobs import tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -6,9 +6,8 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rates
 from megatron_ds.progress.ramps import Progress
-from tests.grid.test_layout_grid import TOLERANCE
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, reference_of, stray
-from tests.harness.tiny_jobs import tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 

@@ -37,7 +37,7 @@ from tests.harness.activation_formulas import (
     workspace_bytes,
 )
 from tests.harness.alive_bytes import AliveBytes
-from tests.harness.covering import cover_pairs, legal_cases
+from tests.harness.covering import cover_pairs
 
 pytestmark = pytest.mark.plan
 
@@ -218,7 +218,7 @@ def flags_of(case) -> list[str]:
 
 @pytest.mark.parametrize(
     "case",
-    cover_pairs(legal_cases(CASES)),
+    cover_pairs(CASES),
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_a_stage_keeps_what_was_planned_to_the_byte(case):
@@ -231,7 +231,7 @@ def test_a_stage_keeps_what_was_planned_to_the_byte(case):
 
 @pytest.mark.parametrize(
     "case",
-    cover_pairs(legal_cases(CASES)),
+    cover_pairs(CASES),
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_a_stage_is_planned_to_keep_on_a_gpu_what_the_closed_forms_give(case):
@@ -517,7 +517,7 @@ DROPPING = {
 
 @pytest.mark.parametrize(
     "case",
-    cover_pairs(legal_cases(DROPPING)),
+    cover_pairs(DROPPING),
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):

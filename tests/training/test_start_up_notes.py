@@ -3,6 +3,7 @@ quantize, workers of 1-bit optimizers with other tokens, and the flag whose fold
 
 import logging
 import re
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.ops.kernel_table import Operation, kernels_text
 from megatron_ds.training.pretrain import pretrain
 from megatron_ds.training.run_checkpoint import log_other_workers
-from megatron_ds.training.startup_text import queues_text
+from megatron_ds.training.startup_text import dropout_text, queues_text
 
 pytestmark = pytest.mark.plan
 
@@ -156,3 +157,13 @@ def test_verify_is_refused_before_anything_is_written(tmp_path, monkeypatch):
             ["--load", str(tmp_path), "--save", str(tmp_path / "new"), "--verify"]
         )
     assert not (tmp_path / "new").exists()
+
+
+def test_the_start_names_the_cost_of_attention_dropout_on_a_gpu():
+    with_dropout, without = (
+        SimpleNamespace(model=SimpleNamespace(attention_dropout=p)) for p in (0.1, 0.0)
+    )
+    assert dropout_text(with_dropout, "cuda").startswith(
+        "--attention-dropout 0.1 needs"
+    )
+    assert dropout_text(with_dropout, "cpu") == dropout_text(without, "cuda") == ""

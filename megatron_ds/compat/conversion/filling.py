@@ -30,12 +30,14 @@ def plan_filling(
     for name, of_name in wanted.items():
         kind, _, ours = name.partition("/")
         stored = tensors.get(kind, {}).get(ours)
-        shape = tuple(of_name[0].spec.shape)
         if stored is None:
             problems.append(f"{name} is missing")
-        elif tuple(stored.shape) != shape:
+            continue
+        here = list(of_name[0].spec.shape)
+        there = list(stored.shape)
+        if there != here:
             problems.append(
-                f"{name} has shape {list(stored.shape)} in {stored.place} and {list(shape)} here"
+                f"{name} has shape {there} in {stored.place} and {here} here"
             )
     if problems:
         # Weights come first, since a missing state may follow from them.
@@ -63,8 +65,10 @@ def fill(
 
     Raises CheckpointError when a tensor cannot be read.
     """
+    stored = [tensor for tensor, _ in plan]
     dtypes = [pieces[0].tensor.dtype for _, pieces in plan]
-    with ReadAhead([stored for stored, _ in plan], dtypes) as ahead:
+    # The next tensors are read while one is copied.
+    with ReadAhead(stored, dtypes) as ahead:
         for index, (_, pieces) in enumerate(plan):
             values = ahead.take(index)
             for piece in pieces:
@@ -72,8 +76,11 @@ def fill(
 
 
 def _fill(piece: Piece, values: torch.Tensor, coordinates: Coordinates) -> None:
+    """Copy the rectangles of one piece. Elements that no rectangle has are padding."""
     found = views(piece, coordinates)
-    if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
+    held = sum(view.tensor.numel() for view in found)
+    if held < piece.tensor.numel():
         piece.tensor.detach().zero_()
     for view in found:
-        view.tensor.copy_(rectangle(values, view.offset, view.tensor.shape))
+        source = rectangle(values, view.offset, view.tensor.shape)
+        view.tensor.copy_(source)

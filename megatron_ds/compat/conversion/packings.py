@@ -36,10 +36,9 @@ class Packing:
 
     def shapes(self, shape: Sequence[int], model: ModelConfig) -> list[tuple[int, ...]]:
         """Shapes of their tensors, from the shape of ours."""
-        return [
-            tuple(part.shape)
-            for part in self.to_theirs(torch.empty(shape, device="meta"), model)
-        ]
+        ours = torch.empty(shape, device="meta")
+        theirs = self.to_theirs(ours, model)
+        return [tuple(part.shape) for part in theirs]
 
 
 # ---- Queries, keys and values.
@@ -48,7 +47,8 @@ class Packing:
 def join_heads(parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Q [n d, ..], K and V [g d, ..] → our rows [(n + 2 g) d, ..]."""
     groups = [part.unflatten(0, (model.query_groups, -1)) for part in parts]
-    return _joined(groups, 1).flatten(0, 1)
+    joined = _joined(groups, 1)
+    return joined.flatten(0, 1)
 
 
 def _joined(parts: Parts, dim: int) -> torch.Tensor:
@@ -64,55 +64,71 @@ def split_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     """Our rows [(n + 2 g) d, ..] → Q [n d, ..], K and V [g d, ..]."""
     d = model.head_dim
     queries = model.num_attention_heads // model.query_groups
+    sizes = (queries * d, d, d)
     groups = rows.unflatten(0, (model.query_groups, -1))  # [g, (n/g + 2) d, ..]
-    return [_flattened(part) for part in groups.split((queries * d, d, d), 1)]
+    return [_flattened(part) for part in groups.split(sizes, 1)]
 
 
 def _flattened(part: torch.Tensor) -> torch.Tensor:
     """The first two dimensions as one: a view, or a copy in memory that was used before."""
     if part.is_meta or part.is_contiguous():
         return part.flatten(0, 1)
-    return uninitialized(part.shape, part.dtype).copy_(part).flatten(0, 1)
+    copy = uninitialized(part.shape, part.dtype)
+    copy.copy_(part)
+    return copy.flatten(0, 1)
 
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    """Their rows [Q; K; V] → the three parts."""
     queries = model.num_attention_heads * model.head_dim
     keys = model.query_groups * model.head_dim
     return list(rows.split((queries, keys, keys)))
 
 
 def _join_rows(parts: Parts, model: ModelConfig) -> torch.Tensor:
-    return join_heads(_split_rows(parts[0], model), model)
+    """Their rows [Q; K; V] → our rows."""
+    theirs = _split_rows(parts[0], model)
+    return join_heads(theirs, model)
 
 
 def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    return [torch.cat(split_heads(rows, model))]
+    """Our rows → their rows [Q; K; V]."""
+    theirs = split_heads(rows, model)
+    return [torch.cat(theirs)]
 
 
 # ---- Experts: [E, rows, columns], one tensor or several for each expert.
 
 
 def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Tensor:
-    k = tensors_of_expert
-    shape = (len(parts) // k, k * parts[0].shape[0], *parts[0].shape[1:])
+    """Their tensors, those of an expert one after the other, as one tensor of ours."""
+    rows, *rest = parts[0].shape
+    experts = len(parts) // tensors_of_expert
+    shape = (experts, tensors_of_expert * rows, *rest)
     stacked = uninitialized(shape, parts[0].dtype)
-    torch.stack(list(parts), out=stacked.view(len(parts), *parts[0].shape))
+    by_part = stacked.view(len(parts), rows, *rest)
+    torch.stack(list(parts), out=by_part)
     return stacked
 
 
 def _unstack(
     tensors_of_expert: int, experts: torch.Tensor, model: ModelConfig
 ) -> list[torch.Tensor]:
+    """The tensors that `_stack` joins."""
     return [part for expert in experts for part in expert.chunk(tensors_of_expert)]
 
 
 UNUSED_ROWS = 2  # before the first position in tables of OPT
 
 SAME = Packing(
-    "the same", lambda parts, model: parts[0], lambda tensor, model: [tensor]
+    "the same",
+    lambda parts, model: parts[0],
+    lambda tensor, model: [tensor],
 )
 TRANSPOSED = Packing(
-    "transposed", lambda parts, model: parts[0].t(), lambda tensor, model: [tensor.t()]
+    "transposed",
+    lambda parts, model: parts[0].t(),
+    lambda tensor, model: [tensor.t()],
 )
 QKV_SPLIT = Packing("q, k and v", join_heads, split_heads)
 QKV_ROWS = Packing("rows [Q; K; V]", _join_rows, _to_rows)
@@ -135,5 +151,7 @@ ROWS_FROM_2 = Packing(
 )
 EXPERTS = Packing("one for each expert", partial(_stack, 1), partial(_unstack, 1))
 EXPERTS_GATE_UP = Packing(
-    "gate and up for each expert", partial(_stack, 2), partial(_unstack, 2)
+    "gate and up for each expert",
+    partial(_stack, 2),
+    partial(_unstack, 2),
 )

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -199,12 +200,14 @@ def _prepare(
     """Read the settings; give the module its dtype, device, values and specs. Not collective."""
     model = sources.model
     client = _client_of(model, trained)
+    # The settings, with the values that the sources give.
     name, found = block_of(config)
     formats, rest = formats_of(name, found)
     block = fill_autos(rest, sources)
     check_curriculum(block, model)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     settings = read_settings(block, world.data.size, lr, name)
+    # The values of the module: drawn by name, or zeros where ZeRO will fill them.
     partitions = partitions_of(model)
     if partitions and draw is None:
         check_values(model, partitions)
@@ -214,6 +217,7 @@ def _prepare(
     )
     if dtype := autocast_of(SourceReading(), name, block):
         run_in_autocast(model, getattr(torch, dtype), world.device)
+    # Its optimizers, and what they train.
     inner = _inner_optimizers(model, settings, block, client, trained)
     freeze_others(model, inner.groups)
     write_specs(model, world)
@@ -353,6 +357,8 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups(world.by_axes, world.model, world.model, solo("embd"), *halves)
+    if world.device.type == "cuda" and config.zero.stage == 3:
+        return groups.gathering_apart(partial(world.connect_apart, purpose="gathers"))
     return groups.sharing_memory() if world.device.type == "cpu" else groups
 
 

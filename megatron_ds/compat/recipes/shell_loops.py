@@ -7,6 +7,7 @@ from .shell_syntax import COUNTING
 from .shell_values import Scope, arithmetic, fields_of
 
 MOST_ROUNDS = 100  # of one loop; the rest is not read
+NUMBER = re.compile(r"-?[0-9]+")
 COUNTED = re.compile(
     r"\(\(\s*(\w+)\s*=\s*([^;]+);\s*\1\s*(<=?)\s*([^;]+);"
     r"\s*(?:\1\s*\+\+|\+\+\s*\1|\1\s*\+=\s*([^;]+?))\s*\)\)"
@@ -18,6 +19,7 @@ def rounds(name: str, words: Sequence[str], scope: Scope) -> Iterator[tuple[str,
     if name == COUNTING:
         yield from _counted(words[0], scope)
         return
+    # A word can expand to several values.
     values = [value for word in words for value in fields_of(word, scope)]
     for value in values[:MOST_ROUNDS]:
         yield name, value
@@ -28,11 +30,17 @@ def _counted(text: str, scope: Scope) -> Iterator[tuple[str, str]]:
     match = COUNTED.fullmatch(text)
     if match is None:
         return
+    # The three numbers must be known.
     name, first, relation, end, step = match.groups()
-    numbers = [arithmetic(part, scope) for part in (first, end, step or "1")]
-    if not all(re.fullmatch(r"-?[0-9]+", number) for number in numbers):
+    texts = (first, end, step or "1")
+    numbers = [arithmetic(part, scope) for part in texts]
+    if not all(NUMBER.fullmatch(number) for number in numbers):
         return
     begin, bound, by = map(int, numbers)
-    counted = range(begin, bound + (relation == "<="), by) if by > 0 else ()
+    if by <= 0:
+        return
+    if relation == "<=":
+        bound += 1
+    counted = range(begin, bound, by)
     for value in counted[:MOST_ROUNDS]:
         yield name, str(value)

@@ -7,11 +7,12 @@ so is the text after `bash -c`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .budget import MOST_LAUNCHES, MOST_WORDS, Budget, text_of_file, whole
+from .shell_edits import matches
 from .shell_loops import rounds
 from .shell_syntax import (
     AndOr,
@@ -24,20 +25,20 @@ from .shell_syntax import (
     Statement,
     statements_of,
 )
+from .shell_tests import is_true
 from .shell_tokens import ShellError
 from .shell_values import (
     Scope,
     array_of,
     closed,
     fields_of,
-    is_true,
-    matches,
     opened,
     shown,
     value_of,
 )
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.S)
+TESTS = ("[", "[[", "test")
 DECLARING = {"export", "local", "readonly", "declare", "typeset"}
 SHELLS = {"bash", "sh", "source", ".", "sbatch", "srun", "exec"}
 COUNTS = {
@@ -52,6 +53,7 @@ COUNTS = {
     "ntasks": "world",
 }
 WORLD_NAMES = ("WORLD_SIZE", "NUM_GPUS", "num_gpus")
+EDITS = ("s/", "s#", "s|", "s@", "s,", "-")  # beginnings of edits and options of sed
 DEEPEST = 5  # scripts that start scripts
 MOST = 20_000  # statements that are read
 
@@ -71,9 +73,15 @@ class ScriptLaunch:
 
 @dataclass
 class Script:
-    """Reads a script. files: what it would write, by name as written; folder: where its neighbours lie.
+    """Reads a script.
 
-    copies  names of `files` whose text is that of a neighbour: messages show no values of theirs
+    folder     where its neighbours lie
+    files      what it would write, by name as written
+    copies     names of `files` whose text is that of a neighbour: messages show no values of theirs
+    launches   the trainings that it would start
+    functions  name → statements
+    depth      how many scripts, functions and texts the statement that is read is inside of
+    read       number of statements so far
     """
 
     folder: Path
@@ -94,6 +102,7 @@ class Script:
         self._all(statements_of(text))
 
     def _all(self, statements: Sequence[Statement]) -> bool:
+        """Follow the statements; returns the status of the last."""
         status = True
         for statement in statements:
             status = self._one(statement)
@@ -115,6 +124,7 @@ class Script:
             case AndOr(parts):
                 status = True
                 for operator, part in parts:
+                    # The first part, after && a true one, after || a false one.
                     if operator == "" or (operator == "&&") == status:
                         status = self._one(part)
                 return status
@@ -135,18 +145,22 @@ class Script:
         return True
 
     def _case(self, value: str, branches: Sequence[tuple]) -> None:
+        """Follow the first branch of which a pattern fits the value."""
+        text = closed(value)
         for patterns, body in branches:
-            if any(matches(closed(value), value_of(p, self.scope)) for p in patterns):
+            if any(matches(text, value_of(p, self.scope)) for p in patterns):
                 self._all(body)
                 return
 
     # ---------------------------------------------------------------------------------------- commands
     def _command(self, command: ShellCommand) -> bool:
+        """Follow one command; returns whether it is true, where it is a test."""
         # Tests and negations have a truth value and start nothing.
         words = list(command.words)
         if words[:1] == ["!"]:
-            return not self._command(ShellCommand(tuple(words[1:]), command.line))
-        if words and (words[0] in ("[", "[[", "test") or words[0].startswith("((")):
+            inner = ShellCommand(tuple(words[1:]), command.line)
+            return not self._command(inner)
+        if words and (words[0] in TESTS or words[0].startswith("((")):
             return is_true(words, self.scope)
         # Assignments before a command set variables of the script.
         if words and words[0] in DECLARING:
@@ -155,12 +169,7 @@ class Script:
             self._assign(match, words.pop(0))
         # A here-document that is redirected writes a file that trainings may read.
         if command.document is not None and command.writes:
-            self._write(
-                command,
-                command.document
-                if command.is_literal
-                else self._expanded(command.document),
-            )
+            self._write(command, self._document(command))
         # Commands that change no text and start no training are passed over.
         if not words or words[0] in ("exit", "return", "set", "mkdir", "cd", "wait"):
             return True
@@ -174,18 +183,17 @@ class Script:
         return True
 
     def _unset(self, words: Sequence[str]) -> bool:
+        """Remove variables, elements or functions."""
         names = [word for word in words if not word.startswith("-")]
+        variables = self.scope.variables
         for name in names:
-            if (
-                "-f" in words
-                or name not in self.scope.variables
-                and name in self.functions
-            ):
+            is_function = name not in variables and name in self.functions
+            if "-f" in words or is_function:
                 self.functions.pop(name, None)
-            elif "[" in name:  # an element
-                self.scope.variables[name.partition("[")[0]] = opened(
-                    f"${name.partition('[')[0]}"
-                )
+            elif "[" in name:
+                # Without one of its elements an array is not known.
+                array = name.partition("[")[0]
+                variables[array] = opened(f"${array}")
             else:
                 self.scope.unset(name)
         return True
@@ -201,6 +209,7 @@ class Script:
         return True
 
     def _assign(self, match: re.Match, word: str) -> None:
+        """`NAME=…`, `NAME+=…`, `NAME=(…)`, `NAME[i]=…`. match: of ASSIGNMENT."""
         name, index, adds = match.groups()
         text = word[match.end() :]
         variables = self.scope.variables
@@ -213,20 +222,32 @@ class Script:
             variables[name] = opened(f"${name}")
         else:
             value = value_of(text, self.scope)
-            self.scope.budget.spend(len(before or "") if adds else 0)
+            if adds:
+                self.scope.budget.spend(len(before or ""))
             if adds and isinstance(before, list):
-                before, value = "", [(before[0] if before else "") + value, *before[1:]]
-            variables[name] = (
-                (before or "") + value if adds and isinstance(value, str) else value
-            )
+                # The first element of an array is what its name alone means.
+                first = before[0] if before else ""
+                variables[name] = [first + value, *before[1:]]
+            elif adds:
+                variables[name] = (before or "") + value
+            else:
+                variables[name] = value
 
-    def _expanded(self, document: str) -> str:
-        return value_of('"' + document.replace('"', '\\"') + '"', self.scope)
+    def _document(self, command: ShellCommand) -> str:
+        """The text of its here-document, whose values are expanded unless its mark was quoted."""
+        if command.is_literal:
+            return command.document
+        quoted = command.document.replace('"', '\\"')
+        return value_of(f'"{quoted}"', self.scope)
 
     def _write(self, command: ShellCommand, text: str, is_copy: bool = False) -> None:
+        """Record what the command writes. is_copy: whether the text is that of a neighbour."""
         name = value_of(command.writes, self.scope)
         self.files[name] = text
-        (self.copies.add if is_copy else self.copies.discard)(name)
+        if is_copy:
+            self.copies.add(name)
+        else:
+            self.copies.discard(name)
 
     def _fields(self, words: Sequence[str]) -> list[str]:
         """The words that these words become."""
@@ -237,6 +258,7 @@ class Script:
 
     def _pipe(self, commands: Sequence[ShellCommand]) -> bool:
         """Texts that `sed` edits into a file; otherwise each command by itself."""
+        # The first command gives the text; without one nothing is piped.
         text, is_copy = self._source(commands[0])
         if text is None:
             for command in commands:
@@ -256,13 +278,10 @@ class Script:
         if not words or words[0] not in ("sed", "cat"):
             return None, False
         if command.document is not None:
-            return command.document if command.is_literal else self._expanded(
-                command.document
-            ), False
+            return self._document(command), False
+        # The first word that is no option and no edit is the file.
         for word in words[1:]:
-            if word in self.files or not word.startswith(
-                ("s/", "s#", "s|", "s@", "s,", "-")
-            ):
+            if word in self.files or not word.startswith(EDITS):
                 return self.text_of(word), self.is_copy(word)
         return None, False
 
@@ -291,57 +310,51 @@ class Script:
         if name == "eval":
             return self._nested(" ".join(words[1:]))
         # Commands that edit or write files are applied to the known texts.
-        if (
-            name == "sed"
-            and command.writes
-            or name == "cat"
-            and command.writes
-            and command.document is None
-        ):
+        is_copying = name == "cat" and command.document is None
+        if command.writes and (name == "sed" or is_copying):
             text, is_copy = self._source(command)
             if text is not None:
                 self._write(command, edited(text, words, self.scope.budget), is_copy)
             return None
+        # An edit in place.
         if name == "sed" and any(word.startswith("-i") for word in words):
             target = words[-1]
             text = self.text_of(target)
             if text is not None:
-                self.copies |= {target} if self.is_copy(target) else set()
+                if self.is_copy(target):
+                    self.copies.add(target)
                 self.files[target] = edited(text, words, self.scope.budget)
             return None
+        # Text that is printed into a file, or into the value of a `$(…)`.
         if name == "echo" and (command.writes or self.output is not None):
             text = " ".join(word for word in words[1:] if word not in ("-n", "-e"))
-            return (
+            if command.writes:
                 self._write(command, text)
-                if command.writes
-                else self.output.append(text)
-            )
+            else:
+                self.output.append(text)
+            return None
         if name == "echo":
             return None
         # Anything else may start a training: a shell's text, a Python script or another shell script.
         self.is_silent = False
-        if (inner := text_for_a_shell(words)) is not None:
+        inner = text_for_a_shell(words)
+        if inner is not None:
             return self._nested(inner)
-        texts = [word for word in words if ".py" in word and re.search(r"\s--", word)]
-        if texts:
-            return self._nested(texts[0])
+        # A text with a training in it, for a launcher of its own.
+        for word in words:
+            if ".py" in word and re.search(r"\s--", word):
+                return self._nested(word)
         # The first Python script among the words is the training.
-        script = next(
-            (at for at, word in enumerate(words) if word.endswith(".py")), None
-        )
-        if script is not None:
-            return self._launch(words, script, command.line)
+        for at, word in enumerate(words):
+            if word.endswith(".py"):
+                return self._launch(words, at, command.line)
         # A script that a shell runs is followed with its arguments.
-        scripts = (
-            at
-            for at, word in enumerate(words)
-            if word.endswith(".sh") or word in self.files
-        )
-        other = next(scripts, None)
-        if other is not None and (other == 0 or name in SHELLS):
-            self._follow(
-                words[other], words[other + 1 :], keeps=name in ("source", ".")
-            )
+        for at, word in enumerate(words):
+            if word.endswith(".sh") or word in self.files:
+                keeps = name in ("source", ".")
+                if at == 0 or name in SHELLS:
+                    self._follow(word, words[at + 1 :], keeps)
+                return None
         return None
 
     def _output_of(self, text: str) -> str | None:
@@ -350,11 +363,10 @@ class Script:
             return None
         outer = (self.output, self.is_silent)
         variables = self.scope.variables
-        self.output, self.is_silent, self.scope.variables = (
-            [],
-            True,
-            dict(variables),
-        )  # of a subshell
+        # A subshell has variables of its own.
+        self.output = []
+        self.is_silent = True
+        self.scope.variables = dict(variables)
         self.depth += 1
         try:
             self._all(statements_of(text))
@@ -364,13 +376,15 @@ class Script:
             (self.output, self.is_silent), self.scope.variables = outer, variables
 
     def _nested(self, text: str) -> None:
-        """A command in a string."""
+        """A command in a string, such as the text after `bash -c`."""
+        # A script that starts itself is not followed without end.
         if self.depth < DEEPEST:
             self.depth += 1
             self.run(text)
             self.depth -= 1
 
-    def _inner(self, action, arguments: Sequence[str]) -> None:
+    def _inner(self, action: Callable[[], object], arguments: Sequence[str]) -> None:
+        """Run the action with these arguments in place of those of the script."""
         outer = self.scope.arguments
         self.scope.arguments = list(arguments)
         self.depth += 1
@@ -379,29 +393,29 @@ class Script:
         self.scope.arguments = outer
 
     def _follow(self, name: str, arguments: Sequence[str], keeps: bool) -> None:
+        """Read another script. keeps: with the arguments of this one, as `source` does."""
         text = self.text_of(name)
         if text is None or self.depth >= DEEPEST:
             return
-        self._inner(
-            lambda: self.run(text), self.scope.arguments if keeps else arguments
-        )
+        if keeps:
+            arguments = self.scope.arguments
+        self._inner(lambda: self.run(text), arguments)
 
     def _launch(self, words: Sequence[str], at: int, line: int) -> None:
-        flags = [word for word in words[at + 1 :] if re.match(r"--?[A-Za-z]", word)]
-        if flags:
-            if len(self.launches) == MOST_LAUNCHES:
-                raise ShellError(
-                    f"more than {MOST_LAUNCHES} training commands: this is not a recipe."
-                )
-            if len(words) > MOST_WORDS:
-                raise ShellError(
-                    f"line {line}: a command of {len(words):,} words: this is not a recipe."
-                )
-            self.launches.append(
-                ScriptLaunch(
-                    words[at], tuple(words[at + 1 :]), self._ranks(words[:at]), line
-                )
+        """Record a training, unless it has no flags: then it is another program."""
+        after = words[at + 1 :]
+        if not any(re.match(r"--?[A-Za-z]", word) for word in after):
+            return
+        if len(self.launches) == MOST_LAUNCHES:
+            raise ShellError(
+                f"more than {MOST_LAUNCHES} training commands: this is not a recipe."
             )
+        if len(words) > MOST_WORDS:
+            raise ShellError(
+                f"line {line}: a command of {len(words):,} words: this is not a recipe."
+            )
+        ranks = self._ranks(words[:at])
+        self.launches.append(ScriptLaunch(words[at], tuple(after), ranks, line))
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
         """The number of processes that the launcher would start."""
@@ -411,18 +425,17 @@ class Script:
             if not equals:
                 following = launcher[number + 1 : number + 2]
                 value = following[0] if following else ""
-            if (
-                word.startswith("-")
-                and name.replace("_", "-") in COUNTS
-                and whole(value) is not None
-            ):
-                counts[COUNTS[name.replace("_", "-")]] = whole(value)
+            kind = COUNTS.get(name.replace("_", "-"))
+            count = whole(value)
+            if word.startswith("-") and kind is not None and count is not None:
+                counts[kind] = count
             if name == "include" and (devices := included_devices(value)):
                 return devices
         if "world" in counts:
             return counts["world"]
         if "per_node" in counts:
             return counts["per_node"] * counts.get("nodes", 1)
+        # Without flags, a variable of the script may hold it.
         known = (self.scope.get(name) for name in WORLD_NAMES)
         numbers = (whole(value) for value in known if isinstance(value, str))
         return next((number for number in numbers if number is not None), None)
@@ -433,17 +446,15 @@ def neighbour(folder: Path, name: str) -> Path | None:
     an absolute path or an open value are looked up by their last part. A link or `..` that leaves the tree
     names no file."""
     root = folder.resolve()
-    last = closed(name).rpartition("/")[2]
-    for candidate in (closed(name).lstrip("./"), last):
+    known = closed(name)
+    last = known.rpartition("/")[2]
+    for candidate in (known.lstrip("./"), last):
+        # A name can be too long, have a zero byte, or be a loop of links.
         try:
             path = (root / candidate).resolve()
             if candidate and path.is_relative_to(root) and path.is_file():
                 return path
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ):  # too long, with a zero byte, a loop of links
+        except (OSError, ValueError, RuntimeError):
             continue
     return None
 
@@ -452,16 +463,18 @@ def included_devices(text: str) -> int | None:
     """How many devices `--include` of DeepSpeed's launcher names: node1:0,1@node2:2,3 has four; None if a
     node has no list.
     """
-    nodes = [node.partition(":")[2] for node in text.split("@")]
-    return sum(len(node.split(",")) for node in nodes) if all(nodes) else None
+    lists = [node.partition(":")[2] for node in text.split("@")]
+    if not all(lists):
+        return None
+    return sum(len(devices.split(",")) for devices in lists)
 
 
 def text_for_a_shell(words: Sequence[str]) -> str | None:
     """The text after `bash -c`, also where srun or a container starts the shell; None without one."""
     for shell, flag, text in zip(words, words[1:], words[2:]):
-        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(
-            r"-[a-z]*c", flag
-        ):
+        name = shell.rpartition("/")[2]
+        # -c may be joined with others, as in -lc.
+        if name in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flag):
             return text
     return None
 
@@ -473,13 +486,13 @@ def edited(text: str, words: Sequence[str], budget: Budget) -> str:
             continue
         old, *new = word[2:].split(word[1])
         option = new.pop() if new else None
+        # The new text may have the separator in it.
         if new and option in ("", "g"):
             count = -1 if option else 1
             inner = word[1].join(new)
             budget.spend(len(text))
-            text = "\n".join(
-                budget.replaced(line, old, inner, count) for line in text.split("\n")
-            )
+            lines = text.split("\n")
+            text = "\n".join(budget.replaced(line, old, inner, count) for line in lines)
     return text
 
 

@@ -73,6 +73,7 @@ def tokens_of(text: str) -> Iterator[Token]:
         elif text.startswith("\\\n", at):
             at = at + 2
             line = line + 1
+        # Comments.
         elif text[at] == "#":
             at = _line_end(text, at)
         elif text.startswith("((", at):  # arithmetic
@@ -80,6 +81,7 @@ def tokens_of(text: str) -> Iterator[Token]:
             yield Token(text[at:end], line)
             line += text.count("\n", at, end)
             at = end
+        # Operators. Here-documents begin after the end of their line.
         elif operator := next((o for o in OPERATORS if text.startswith(o, at)), None):
             at += len(operator)
             if operator in ("<<", "<<-"):
@@ -102,6 +104,7 @@ def tokens_of(text: str) -> Iterator[Token]:
             else:
                 yield Token(operator, line, True)
         else:
+            # A word; a number before a redirection is none, as in 2>&1.
             word, after = scan_word(text, at, line)
             if word.isdecimal() and text[after : after + 1] in (
                 "<",
@@ -158,11 +161,13 @@ def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
 def skip_unit(text: str, at: int, line: int = 0) -> int:
     """The place after the quoted text, the expansion or the plain characters at `at`."""
     character = text[at]
+    # Open values, and escaped characters.
     if character == OPEN:
         end = text.find(CLOSE, at)
         return len(text) if end < 0 else end + 1
     if character == "\\":
         return min(at + 2, len(text))
+    # Quotes.
     if character in "'`":
         end = text.find(character, at + 1)
         if end < 0:
@@ -175,6 +180,7 @@ def skip_unit(text: str, at: int, line: int = 0) -> int:
         if at >= len(text):
             raise ShellError(f'line {line}: " is not closed.')
         return at + 1
+    # Expansions in brackets, and runs of plain characters.
     if character == "$" and text[at + 1 : at + 2] in ("(", "{"):
         return _closing(text, at + 1, line)
     return UNMARKED.match(text, at + 1).end()

@@ -133,6 +133,7 @@ def _assessed(
     rules: Sequence[Rule],
     ranks: int | None,
 ) -> Assessment:
+    # Flags and files, with a verdict for each.
     line, verdicts, unread, words = _read_words(training)
     readings = []
     for name, text in training.files.items():
@@ -143,6 +144,7 @@ def _assessed(
         ranks = training.ranks
         fewest = _fewest(line, readings)
         ranks = fewest if ranks is None or ranks % fewest and ranks < fewest else ranks
+    # The rules of the configuration, without values that are not known.
     defaults = {"model": "bert"} if "bert" in training.script else {}
     problems: list[str] = []
     if training.script:

@@ -14,6 +14,10 @@ CP_NAMES = {
     "hybrid_cp_algo": "a2a+p2p",
 }
 
+# Groups of ranks that communicate, by their axes; and Megatron's names of some.
+COMM_GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "ep", "edp", "tp-cp", "tp-pp")
+GROUP_NAMES = {"dp_cp": "dp-cp", "tp_cp": "tp-cp", "mp": "tp-pp", "ep_dp": "edp"}
+
 OFFLOADED_TO_DISK = need("zero.offload_optimizer", "nvme") | need(
     "zero.offload_param", "nvme"
 )
@@ -177,6 +181,22 @@ class ParallelConfig:
         at_least=1,
         unit="minutes",
         help="Longest wait for another rank before it is reported as lost.",
+    )
+    high_priority_stream_groups: tuple[str, ...] = option(
+        ("all",),
+        choices=("all", "none", *COMM_GROUPS),
+        values=GROUP_NAMES,
+        help="Groups of ranks whose transfers between GPUs go before computations that wait for a "
+        "multiprocessor. Groups over different axes with the same ranks are one group.",
+        avoid="Other groups leave more of the GPU to computations while their messages are under way.",
+    )
+    nccl_max_ctas: tuple[str, ...] = option(
+        (),
+        example="pp=2 dp-cp=16",
+        unit="group=number",
+        help="Most thread blocks of a GPU, each on a multiprocessor, that a transfer of a group may occupy. "
+        "Default: NCCL's choice.",
+        avoid="Few blocks do not use the bandwidth of fast links.",
     )
 
     @property

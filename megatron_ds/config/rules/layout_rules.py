@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from ..messages import divisors, either, flag, given, neighbours
+from ..options.parallel_options import COMM_GROUPS
 from ..run import RunConfig
 from .position_rules import POSITION_RULES
 from .uneven_stages import ACCOUNTS, COUNTS, given_of, uneven_layout
@@ -475,6 +476,17 @@ def pipeline_tuning(config: RunConfig) -> Iterator[str]:
         yield "[pipeline_cut] and [pipeline_layout] both assign the layers to stages. Give only one."
 
 
+def nccl_blocks(config: RunConfig) -> Iterator[str]:
+    """Limits name a group and a number."""
+    for text in config.parallel.nccl_max_ctas:
+        group, _, number = text.partition("=")
+        if group not in COMM_GROUPS or not re.fullmatch("[1-9][0-9]{0,3}", number):
+            yield (
+                f"[nccl_max_ctas]: {text!r} is not GROUP=NUMBER. Use one of the groups "
+                f"{', '.join(COMM_GROUPS)} and a number from 1 to 9999, such as pp=2."
+            )
+
+
 def rank_order(config: RunConfig) -> Iterator[str]:
     """Each mesh axis occurs once."""
     default = "tp-cp-ep-dp-pp"
@@ -516,4 +528,5 @@ LAYOUT_RULES = (
     virtual_stages,
     pipeline_tuning,
     rank_order,
+    nccl_blocks,
 )

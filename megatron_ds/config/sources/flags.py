@@ -207,6 +207,7 @@ def flags_with_words(
     words = []
     is_misspelt = False
     for word in argv:
+        # A flag ends the words of the one before it.
         if word.startswith("--") and len(word) > 2 or word == "-h":
             if flag:
                 yield flag, words
@@ -226,6 +227,7 @@ def flags_with_words(
             )
         else:
             words.append(word)
+    # The last flag.
     if flag:
         yield flag, words
 

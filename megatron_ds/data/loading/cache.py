@@ -71,9 +71,11 @@ def cached_arrays(
     """
     entry = CacheEntry(directory, title, key, names)
     arrays = None
+    # An entry that is there needs no lock.
     with contextlib.suppress(DamagedEntry):  # reported below, where it is built again
         if (found := entry.load(verify_large=False)) is not None:
             return found
+    # One process builds it; others wait, and load what it stored.
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory, title) as is_alone:

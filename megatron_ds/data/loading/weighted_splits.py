@@ -23,11 +23,14 @@ def words_of_groups(groups: Sequence[str], flag: str) -> list[str]:
             "Give one group; evaluate each of the others in a run of its own, with "
             "--skip-train, --load and this flag."
         )
+    # The group has a name, and three words for each corpus.
     name, colon, corpora = "".join(groups).partition(":")
     each = [corpus.split() for corpus in corpora.split(",")]
-    if not colon or len(name.split()) != 1 or any(len(words) != 3 for words in each):
+    has_name = colon and len(name.split()) == 1
+    if not has_name or any(len(words) != 3 for words in each):
+        given = " ".join(groups)[:200]
         raise ConfigError(
-            f"{flag} {' '.join(groups)[:200]!r} does not have the form {FORM}. Put quotes "
+            f"{flag} {given!r} does not have the form {FORM}. Put quotes "
             "around the group, and a comma after each prefix but the last."
         )
     return [word for words in each for word in words]

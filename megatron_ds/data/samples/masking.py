@@ -79,6 +79,7 @@ def mask_tokens(
     random: np.random.RandomState,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens with some of them hidden, sorted positions of all chosen ones).  tokens: int64 [length]."""
+    # Places that may be hidden, and the words that they form.
     places, starts = candidates(tokens, pieces, masking.whole_words)
     bounds = [*starts.tolist(), len(places)]
     places = places.tolist()
@@ -86,6 +87,7 @@ def mask_tokens(
     last = len(starts)
     hidden = tokens.copy()
     chosen = set()
+    # Words in random order, each with some of the words after it, until enough are chosen.
     for first in random.permutation(last).tolist():
         if len(chosen) >= most:
             break
@@ -96,6 +98,7 @@ def mask_tokens(
         positions = places[bounds[first] : bounds[end]]
         if not positions or not chosen.isdisjoint(positions):
             continue
+        # A chosen token is masked, replaced, or left as it is.
         for at in positions:
             if random.random_sample() < MASKED:
                 hidden[at] = pieces.mask

@@ -71,6 +71,7 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
                 put(Pattern((length,) * each, samples), capacity - each * length)
                 left -= samples * each
                 continue
+            # Samples with room take one more piece each; the rest of the pattern keeps its room.
             room = rooms[at]
             pattern = open_samples[room].pop()
             if not open_samples[room]:

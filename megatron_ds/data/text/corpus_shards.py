@@ -107,6 +107,7 @@ def preprocess_in_shards(
     done: called with the counts of each finished shard.  Raises DataError for the first shard that fails;
     finished ones are kept.
     """
+    # Counts of all shards.
     total = Written()
     for written in run(task, count):
         done(written)
@@ -114,6 +115,7 @@ def preprocess_in_shards(
         total.tokens += written.tokens
         total.num_bad += written.num_bad
         total.bad += written.bad[: 10 - len(total.bad)]
+    # The shards of each key are merged in order.
     prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]
     shards = {
         key: [output_prefix(shard, key, sentences) for shard in prefixes]
@@ -122,6 +124,7 @@ def preprocess_in_shards(
     if total.documents:
         for key, names in shards.items():
             merge(names, output_prefix(prefix, key, sentences), workers=workers)
+    # Then they are removed.
     for name in (name for names in shards.values() for name in names):
         for path in (record_path(name), *reversed(corpus_paths(name))):
             path.unlink(missing_ok=True)
@@ -158,6 +161,7 @@ def merge(
             )
             f.flush()
             os.fsync(f.fileno())
+        # Both files are complete: they replace the old ones.
         remove_record(output)
         idx_path.unlink(
             missing_ok=True

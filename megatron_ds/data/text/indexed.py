@@ -29,7 +29,14 @@ from ...host.regular_file import create_again, open_to_append
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
 REAL_TYPES = {6: "float64", 7: "float32"}  # of the format, and no token ids
 CODES = {np.dtype(t): code for code, t in DTYPES.items()}
 CHECK_ROWS = 1 << 22  # rows or tokens checked together: bounds the memory of `check`
@@ -41,9 +48,9 @@ FINGERPRINT_BLOCK = 1 << 14
 
 def dtype_for(vocab_size: int | None) -> np.dtype:
     """uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
-    return np.dtype(
-        np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32
-    )
+    if vocab_size is not None and vocab_size < 65500:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
 
 
 class IndexedDataset:
@@ -51,11 +58,16 @@ class IndexedDataset:
 
     Opening reads the header and compares file sizes; `check` reads the whole index. Both raise DataError
     naming the file and the damage.
+
+    lengths           int32 [S], tokens of each sequence
+    offsets           int64 [S], byte of `.bin` at which each sequence begins
+    document_indices  int64 [D], the first sequence of each document, and S
     """
 
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path = corpus_paths(prefix)
+        # The columns of the index follow its header.
         index = _map(self.idx_path)
         self.dtype, num_sequences, num_bounds = _read_header(self.idx_path, index)
         self.lengths, at = _column(index, "<i4", num_sequences, HEADER.size)
@@ -75,9 +87,10 @@ class IndexedDataset:
 
     def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of sequence i from token `start` on; to its end when `length` is None."""
-        count = int(self.lengths[i]) - start if length is None else length
+        if length is None:
+            length = int(self.lengths[i]) - start
         at = int(self.offsets[i]) + start * self.dtype.itemsize
-        return np.frombuffer(self._tokens, self.dtype, count, at)
+        return np.frombuffer(self._tokens, self.dtype, length, at)
 
     @property
     def num_documents(self) -> int:
@@ -86,7 +99,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return len(self._tokens) // self.dtype.itemsize
 
     def refuse_negative(self, ids: np.ndarray, place: str) -> None:
@@ -95,20 +108,29 @@ class IndexedDataset:
         Readers call it for each sample, because training takes −1 for padding. place: what the ids belong to,
         such as "sample 7"
         """
-        if self.dtype.kind == "i" and ids.size and (low := int(ids.min())) < 0:
+        if self.dtype.kind != "i" or not ids.size:
+            return
+        low = int(ids.min())
+        if low < 0:
             raise DataError(
-                f"{self.bin_path}: {place} has token id {low}, and ids begin at 0. Labels to "
-                "ignore, or ids too large for their type, become negative numbers. Make the "
-                "corpus again with megatron-ds preprocess."
+                f"{self.bin_path}: {place} has token id {low}, and ids begin at 0. "
+                "Labels to ignore, or ids too large for their type, "
+                "become negative numbers. Make the corpus again with megatron-ds "
+                "preprocess."
             )
 
     def check_tokens(self) -> None:
         """Read all tokens. Raises DataError for the first block with a negative id; `check` does not."""
+        # Blocks bound the memory.
         tokens = np.frombuffer(self._tokens, self.dtype)
-        for first in range(0, len(tokens) if self.dtype.kind == "i" else 0, CHECK_ROWS):
+        if self.dtype.kind != "i":
+            return
+        for first in range(0, len(tokens), CHECK_ROWS):
             block = tokens[first : first + CHECK_ROWS]
             if block.min() < 0:
-                at = (first + int(np.argmax(block < 0))) * self.dtype.itemsize
+                # The sequence in which the first negative id stands.
+                token = first + int(np.argmax(block < 0))
+                at = token * self.dtype.itemsize
                 sequence = int(np.searchsorted(self.offsets, at, side="right")) - 1
                 self.refuse_negative(block, f"sequence {sequence}")
 
@@ -121,16 +143,15 @@ class IndexedDataset:
         count = len(self)
         starts = range(0, count, FINGERPRINT_BLOCK)
         if len(starts) > FINGERPRINT_BLOCKS:
-            starts = (
-                np.linspace(0, count - FINGERPRINT_BLOCK, FINGERPRINT_BLOCKS)
-                .astype(np.int64)
-                .tolist()
-            )
-        digest = hashlib.md5(
-            f"{count} {self.num_tokens} {self.dtype}".encode(), usedforsecurity=False
-        )
+            last = count - FINGERPRINT_BLOCK
+            spaced = np.linspace(0, last, FINGERPRINT_BLOCKS)
+            starts = spaced.astype(np.int64).tolist()
+        # The numbers come first, then the lengths of each block.
+        numbers = f"{count} {self.num_tokens} {self.dtype}"
+        digest = hashlib.md5(numbers.encode(), usedforsecurity=False)
         for start in starts:
-            digest.update(self.lengths[start : start + FINGERPRINT_BLOCK].tobytes())
+            block = self.lengths[start : start + FINGERPRINT_BLOCK]
+            digest.update(block.tobytes())
         return digest.hexdigest()
 
     def key(self, documents: range) -> dict:
@@ -144,11 +165,13 @@ class IndexedDataset:
     def check(self) -> None:
         """Check every row of the index. Raises DataError for the first one that points outside the tokens."""
         end = 0
+        # Each sequence begins at the byte where the one before it ends.
         for first in range(0, len(self), CHECK_ROWS):
             lengths = self.lengths[first : first + CHECK_ROWS].astype(np.int64)
             offsets = self.offsets[first : first + CHECK_ROWS]
-            ends = end + np.cumsum(lengths * self.dtype.itemsize)
-            bad = (lengths < 0) | (offsets != ends - lengths * self.dtype.itemsize)
+            sizes = lengths * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            bad = (lengths < 0) | (offsets != ends - sizes)
             if bad.any():
                 i = int(np.argmax(bad))
                 raise _damaged(
@@ -157,15 +180,19 @@ class IndexedDataset:
                     f"{offsets[i]}, which does not continue the sequence before it",
                 )
             end = int(ends[-1])
+        # Documents begin in ascending order. Blocks overlap by one boundary.
         for first in range(0, len(self.document_indices), CHECK_ROWS):
             bounds = self.document_indices[first : first + CHECK_ROWS + 1]
             if (bounds[1:] < bounds[:-1]).any():
                 raise _damaged(self.idx_path, "the document boundaries go backwards")
 
     def _check_ends(self) -> None:
+        """Raise DataError unless the index ends where the tokens do, and the documents where the sequences do."""
         size = len(self._tokens)
-        item = self.dtype.itemsize
-        end = int(self.offsets[-1]) + int(self.lengths[-1]) * item if len(self) else 0
+        end = 0
+        if len(self):
+            last = int(self.lengths[-1]) * self.dtype.itemsize
+            end = int(self.offsets[-1]) + last
         if size != end:
             kind = "truncated" if size < end else "too long"
             raise _damaged(
@@ -173,7 +200,9 @@ class IndexedDataset:
                 f"it is {kind}: {size} bytes where {self.idx_path} describes {end}",
             )
         bounds = self.document_indices
-        if len(bounds) and (bounds[0] != 0 or bounds[-1] != len(self)):
+        if not len(bounds):
+            return
+        if bounds[0] != 0 or bounds[-1] != len(self):
             raise _damaged(
                 self.idx_path,
                 f"the documents cover sequences {bounds[0]} to {bounds[-1]} of "
@@ -192,7 +221,9 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype)
         assert self.dtype in CODES, f"{self.dtype} has no code in the format"
         self.bin_path, self.idx_path = corpus_paths(prefix)
-        self._partial = [Path(f"{p}.partial") for p in (self.bin_path, self.idx_path)]
+        paths = (self.bin_path, self.idx_path)
+        self._partial = [Path(f"{path}.partial") for path in paths]
+        # The index stays in memory until the end; the tokens are written as they come.
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._low, self._high = _limits(self.dtype)
@@ -209,6 +240,7 @@ class IndexedWriter:
         self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None
     ) -> None:
         """Add a document of one sequence, or of sequences of these lengths. Without both, no sequence."""
+        # A document without lengths is one sequence, or none.
         ids = np.ascontiguousarray(tokens)
         if lengths is None:
             lengths = [len(ids)] if len(ids) else []
@@ -221,9 +253,8 @@ class IndexedWriter:
                 f"{self.bin_path}: the vocabulary is larger than that of the file."
             )
         sequences = np.array([len(lengths)])
-        self.add_documents(
-            ids.astype(self.dtype, copy=False), np.array(lengths, np.int64), sequences
-        )
+        cast = ids.astype(self.dtype, copy=False)
+        self.add_documents(cast, np.array(lengths, np.int64), sequences)
 
     def add_documents(
         self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray
@@ -235,21 +266,20 @@ class IndexedWriter:
             and len(lengths) == sequences.sum()
         )
         self._bin.write(tokens.data)
+        # The boundary after each document counts the sequences so far.
         first = len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-        self._documents.frombytes(
-            (first + np.cumsum(sequences, dtype=np.int64)).tobytes()
-        )
+        bounds = first + np.cumsum(sequences, dtype=np.int64)
+        self._documents.frombytes(bounds.tobytes())
 
     def finish(self) -> None:
         """Flush both files to disk, then rename them, `.idx` last."""
         _sync(self._bin)
+        lengths = np.frombuffer(self._lengths, np.int32)
+        documents = np.frombuffer(self._documents, np.int64)
+        code = CODES[self.dtype]
         with create_again(self._partial[1]) as f:
-            parts = (
-                np.frombuffer(self._lengths, np.int32),
-                np.frombuffer(self._documents, np.int64),
-            )
-            write_index(f, CODES[self.dtype], self.dtype.itemsize, [parts])
+            write_index(f, code, self.dtype.itemsize, [(lengths, documents)])
             _sync(f)
         # The index of an older corpus must never be next to the new tokens.
         self.idx_path.unlink(missing_ok=True)
@@ -286,23 +316,27 @@ def write_index(
     """
 
     def blocks(column: np.ndarray) -> Iterator[np.ndarray]:
-        return (
-            column[first : first + ROWS].astype(np.int64)
-            for first in range(0, len(column), ROWS)
-        )
+        for first in range(0, len(column), ROWS):
+            yield column[first : first + ROWS].astype(np.int64)
 
+    # The header: numbers of all corpora together.
     num_sequences = sum(len(lengths) for lengths, _ in parts)
     num_documents = sum(len(documents) - 1 for _, documents in parts)
     file.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_documents + 1))
+    # Lengths, in tokens.
     for lengths, _ in parts:
         for rows in blocks(lengths):
             file.write(rows.astype("<i4").tobytes())
+    # Offsets, in bytes, through all corpora.
     offset = 0
     for lengths, _ in parts:
         for rows in blocks(lengths):
-            ends = offset + np.cumsum(rows * item)
-            file.write((ends - rows * item).astype("<i8").tobytes())
+            sizes = rows * item
+            ends = offset + np.cumsum(sizes)
+            starts = ends - sizes
+            file.write(starts.astype("<i8").tobytes())
             offset = int(ends[-1])
+    # Documents: 0, then the boundary after each, in sequences through all corpora.
     before = 0
     file.write(np.zeros(1, "<i8").tobytes())
     for lengths, documents in parts:
@@ -329,14 +363,17 @@ def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
 def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
     """`.bin` and `.idx` of a prefix, or of the name of either file."""
     text = os.fspath(prefix)
-    text = text[:-4] if text.endswith((".bin", ".idx")) else text
+    if text.endswith((".bin", ".idx")):
+        text = text[:-4]
     return Path(text + ".bin"), Path(text + ".idx")
 
 
 def _map(path: Path) -> memoryview:
+    """The bytes of a file, mapped into memory. Raises DataError when it cannot be read."""
     try:
+        # An empty file cannot be mapped.
         if path.stat().st_size == 0:
-            return memoryview(b"")  # an empty file cannot be mapped
+            return memoryview(b"")
         return memoryview(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError:
         raise DataError(
@@ -349,37 +386,37 @@ def _map(path: Path) -> memoryview:
 
 def _corpora_near(path: Path) -> str:
     """Names of existing corpora that a wrong path may have meant."""
-    folder = path.with_suffix("") if path.with_suffix("").is_dir() else path.parent
+    folder = path.with_suffix("")
+    if not folder.is_dir():
+        folder = path.parent
     if not folder.is_dir():
         return f"There is no folder {folder}."
-    pairs = sorted(
-        p.stem for p in folder.glob("*.idx") if p.with_suffix(".bin").exists()
-    )
+    # The corpora of the folder, of which one may have a similar name.
+    indexes = folder.glob("*.idx")
+    pairs = sorted(p.stem for p in indexes if p.with_suffix(".bin").exists())
     if not pairs:
         return f"In {folder.resolve()} there is no such pair."
-    near = (
-        difflib.get_close_matches(path.stem, pairs, n=1) if path.stem != ".idx" else []
-    )
+    near = []
+    if path.stem != ".idx":
+        near = difflib.get_close_matches(path.stem, pairs, n=1)
     near = near or pairs[:8]
-    return f"In {folder.resolve()} there {'is' if len(near) == 1 else 'are'} {', '.join(near)}."
+    verb = "is" if len(near) == 1 else "are"
+    return f"In {folder.resolve()} there {verb} {', '.join(near)}."
 
 
 def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
+    """(type of the tokens, number of sequences, number of document boundaries). Raises DataError."""
     if len(index) < HEADER.size:
         raise _damaged(
             path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}"
         )
-    magic, version, code, num_sequences, num_bounds = HEADER.unpack(
-        index[: HEADER.size]
-    )
+    header = HEADER.unpack(index[: HEADER.size])
+    magic, version, code, num_sequences, num_bounds = header
     # The format and its version.
     if magic != MAGIC:
-        is_fairseq = magic[:6] == b"TNTIDX"
-        kind = (
-            "an index of the older fairseq format"
-            if is_fairseq
-            else "not an index of this format"
-        )
+        kind = "not an index of this format"
+        if magic[:6] == b"TNTIDX":
+            kind = "an index of the older fairseq format"
         raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: {kind}")
     if version != VERSION:
         raise _damaged(
@@ -388,14 +425,13 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
     # The type of the tokens.
     if code in REAL_TYPES:
         raise DataError(
-            f"{path}: its tokens are {REAL_TYPES[code]} numbers, and token ids are integers. "
-            "Write the corpus again as uint16 or int32."
+            f"{path}: its tokens are {REAL_TYPES[code]} numbers, "
+            "and token ids are integers. Write the corpus again as uint16 or "
+            "int32."
         )
     if code not in DTYPES:
-        raise _damaged(
-            path,
-            f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}",
-        )
+        known = ", ".join(map(str, DTYPES))
+        raise _damaged(path, f"its token type has code {code}; known codes are {known}")
     # The size that the numbers in the header demand.
     size = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(index) not in (size, size + num_sequences):  # the longer one has modes
@@ -405,17 +441,20 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
             f"it is {kind}: {len(index)} bytes where {num_sequences} sequences and "
             f"{num_bounds} document boundaries take {size}",
         )
-    return np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
+    dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+    return dtype, num_sequences, num_bounds
 
 
 def _column(
     index: memoryview, dtype: str, count: int, at: int
 ) -> tuple[np.ndarray, int]:
     """`count` numbers at byte `at`, and the byte after them."""
-    return np.frombuffer(index, dtype, count, at), at + count * np.dtype(dtype).itemsize
+    end = at + count * np.dtype(dtype).itemsize
+    return np.frombuffer(index, dtype, count, at), end
 
 
 def _limits(dtype: np.dtype) -> tuple[int, int]:
+    """The lowest and the highest token id of a type."""
     info = np.iinfo(dtype)
     return max(info.min, 0), info.max
 
@@ -433,24 +472,27 @@ def _open_alone(path: Path) -> BinaryIO:
         except BlockingIOError:
             file.close()
             raise DataError(
-                f"{path} is being written by another process. Wait for it or end it, or choose "
-                "another output prefix."
+                f"{path} is being written by another process. "
+                "Wait for it or end it, or choose another output prefix."
             ) from None
         except (ImportError, OSError):
             pass  # an operating system or file system without locks
+        # The other process may have finished and renamed the file in between.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.truncate(0)
             return file
-        file.close()  # the other process finished and renamed it in between
+        file.close()
 
 
-def _sync(file) -> None:
+def _sync(file: BinaryIO) -> None:
+    """Close a file whose content is on the disk."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
 
 
 def _damaged(path: Path, what: str) -> DataError:
+    """The error to raise for a damaged file."""
     return DataError(
         f"{path} is damaged: {what}. Copy it again, or make it again with "
         "megatron-ds preprocess."

@@ -84,6 +84,7 @@ def cut_documents(
             size += len(line)
             if size > LONGEST_BYTES:
                 raise DataError(_too_long(path, first))
+        # The line ends a document. The slice ends with the document that goes over its end.
         if not is_end:
             continue
         if is_inside:

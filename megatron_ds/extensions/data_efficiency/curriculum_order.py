@@ -54,7 +54,10 @@ ROUNDS = 6  # of the Feistel network; 4 look random already
 
 
 class MetricIndex:
-    """The samples of a dataset, sorted by one metric, and the number that each difficulty admits."""
+    """The samples of a dataset, sorted by one metric, and the number that each difficulty admits.
+
+    easiest_first  integers [n]: numbers of samples, mapped from the index file
+    """
 
     def __init__(self, metric: Metric, total: int, identity: dict | None = None):
         """total     number of samples of the dataset
@@ -71,9 +74,10 @@ class MetricIndex:
             is_ascending = bool((values.flat[1:] > values.flat[:-1]).all())
             if not len(values) == len(index) == len(values.flat) or not is_ascending:
                 raise DataError(
-                    f"{self} {values.idx_path} does not hold one value, in ascending order, for "
-                    f"each of the {len(index)} rows of {index.idx_path}: the two do not belong "
-                    "together. Name the index_to_metric and the index_to_sample (not the "
+                    f"{self} {values.idx_path} does not hold one value, "
+                    f"in ascending order, for each of the {len(index)} rows of "
+                    f"{index.idx_path}: the two do not belong together. "
+                    "Name the index_to_metric and the index_to_sample (not the "
                     "percentile_merged) of one analysis."
                 )
             self.values = values.flat
@@ -82,56 +86,59 @@ class MetricIndex:
     def admitted(self, difficulty: int) -> int:
         """The number of samples that this difficulty admits."""
         if self.metric.difficulty_type == "value":
-            return int(
-                self.bounds[np.searchsorted(self.values, difficulty, side="right")]
-            )
+            row = np.searchsorted(self.values, difficulty, side="right")
+            return int(self.bounds[row])
+        # By percentile; the rest of the division is admitted at the maximum.
         total = len(self.easiest_first)
         most = self.metric.difficulty.maximum
-        return total if difficulty == most else total // most * difficulty
+        if difficulty == most:
+            return total
+        return total // most * difficulty
 
     def smallest(self) -> str:
         """The lowest difficulty that admits a sample, for messages."""
+        name = self.metric.name
         if self.metric.difficulty_type == "value":
-            return f"{self.metric.name}: the smallest value is {self.values[0]}"
+            return f"{name}: the smallest value is {self.values[0]}"
         parts = self.metric.difficulty.maximum
-        return f"{self.metric.name}: {len(self.easiest_first)} samples are divided into {parts} parts"
+        count = len(self.easiest_first)
+        return f"{name}: {count} samples are divided into {parts} parts"
 
     def fingerprint(self) -> str:
         """MD5 of evenly spaced blocks of the sorted samples."""
-        blocks = [
-            self.easiest_first[start : start + 4096]
-            for start in np.linspace(0, max(0, len(self.easiest_first) - 4096), 64)
-            .astype(np.int64)
-            .tolist()
-        ]
-        return hashlib.md5(
-            np.concatenate(blocks).tobytes(), usedforsecurity=False
-        ).hexdigest()
+        samples = self.easiest_first
+        last = max(0, len(samples) - 4096)
+        starts = np.linspace(0, last, 64).astype(np.int64).tolist()
+        blocks = [samples[start : start + 4096] for start in starts]
+        content = np.concatenate(blocks).tobytes()
+        return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
     def __str__(self) -> str:
         return f"curriculum metric {self.metric.name}:"
 
     def _check(self, total: int, identity: dict | None) -> None:
+        """Raises DataError unless the index was made from the data of this training."""
         path = self.metric.index_to_sample_path
         found = len(self.easiest_first)
         description = read_description(Path(path).parent)
         if description is None:
             logger.info(
-                "%s %s has no analysis.json next to it (DeepSpeed writes none): only its size is "
-                "checked",
+                "%s %s has no analysis.json next to it (DeepSpeed writes none): "
+                "only its size is checked",
                 self,
                 path,
             )
         elif identity is not None and (differing := describes(description, identity)):
             raise DataError(
-                f"{self} {path} was made from other data: {differing}. Give the flags of the "
-                "analysis, or run megatron-ds analyze again with the flags of the training."
+                f"{self} {path} was made from other data: {differing}. "
+                "Give the flags of the analysis, or run megatron-ds analyze again "
+                "with the flags of the training."
             )
         if found != total:
             raise DataError(
-                f"{self} {path} sorts {found} samples, and an epoch of the training data has "
-                f"{total}: it was made from other data. Run megatron-ds analyze with the flags "
-                "of the training."
+                f"{self} {path} sorts {found} samples, and an epoch of the "
+                f"training data has {total}: it was made from other data. "
+                "Run megatron-ds analyze with the flags of the training."
             )
 
 
@@ -170,14 +177,10 @@ def order_by_difficulty(
             "counts": counts.tolist(),
         }
         names = ("easiest_first", "admitted")
-        arrays = cached_arrays(
-            cache,
-            "Curriculum-train",
-            key,
-            names,
-            lambda: dict(zip(names, intersect(indexes, counts, total))),
-        )
+        build = lambda: dict(zip(names, intersect(indexes, counts, total)))
+        arrays = cached_arrays(cache, "Curriculum-train", key, names, build)
         easiest_first, admitted = (arrays[name] for name in names)
+    # A stage begins wherever more samples are admitted; the first step must admit some.
     stages: list[Phase] = []
     for start, count in zip(starts, admitted.tolist(), strict=True):
         if not count:
@@ -188,8 +191,9 @@ def order_by_difficulty(
         if not stages or count > stages[-1].admitted:
             stages.append(Phase(start, count))
     logger.info(
-        "curriculum over %d samples, which are admitted in %d groups: the run draws from the %d "
-        "easiest samples at first, and from %d after %d consumed samples",
+        "curriculum over %d samples, which are admitted in %d groups: "
+        "the run draws from the %d easiest samples at first, "
+        "and from %d after %d consumed samples",
         total,
         len(stages),
         stages[0].admitted,
@@ -203,33 +207,38 @@ def intersect(
     indexes: Sequence[MetricIndex], counts: np.ndarray, total: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(samples by the step at which all metrics admit them, samples admitted by then).  counts: [k, m]."""
-    level = np.zeros(
-        total, np.int32
-    )  # of each sample: the first row of counts that admits it
+    # The level of a sample is the first row of counts that admits it, by the last of the metrics.
+    level = np.zeros(total, np.int32)
+    places = np.arange(total)
     for index, by_moment in zip(indexes, counts.T, strict=True):
-        first = np.searchsorted(by_moment, np.arange(total), side="right").astype(
-            np.int32
-        )
-        level[index.easiest_first] = np.maximum(level[index.easiest_first], first)
-    admitted = np.cumsum(np.bincount(level, minlength=len(counts) + 1)[: len(counts)])
+        first = np.searchsorted(by_moment, places, side="right").astype(np.int32)
+        samples = index.easiest_first
+        level[samples] = np.maximum(level[samples], first)
+    # Samples of the level len(counts) are never admitted.
+    moments = len(counts)
+    at_level = np.bincount(level, minlength=moments + 1)[:moments]
+    admitted = np.cumsum(at_level)
     dtype = np.uint32 if total <= np.iinfo(np.uint32).max else np.int64
-    return np.argsort(level, kind="stable")[: admitted[-1]].astype(dtype), admitted
+    easiest_first = np.argsort(level, kind="stable")[: admitted[-1]]
+    return easiest_first.astype(dtype), admitted
 
 
 def _moments(
     indexes: Sequence[MetricIndex], steps: int, batch_at: Callable[[int], int]
 ) -> Iterator[tuple[int, list[int]]]:
     """(stream position, samples that each metric admits) of each step at which one of them admits more."""
+    totals = [len(index.easiest_first) for index in indexes]
     position = 0
     last = None
     for step in range(1, max(steps, 1) + 1):
-        now = [index.admitted(index.metric.difficulty.at(step)) for index in indexes]
-        counts = now if last is None else [max(pair) for pair in zip(now, last)]
+        # What is admitted stays admitted.
+        counts = [index.admitted(index.metric.difficulty.at(step)) for index in indexes]
+        if last is not None:
+            counts = list(map(max, counts, last))
         if counts != last:
             yield position, counts
-        if all(
-            count == len(index.easiest_first) for count, index in zip(counts, indexes)
-        ):
+        # Nothing changes after the step that admits all samples.
+        if counts == totals:
             return
         position = position + batch_at(position)
         last = counts
@@ -251,6 +260,7 @@ class CurriculumOrder:
     """
 
     def __init__(self, easiest_first: np.ndarray, stages: Sequence[Phase], seed: int):
+        # Stages ascend, and are few enough for the arithmetic and for a table of their square.
         assert stages and stages[0].start == 0 and stages[0].admitted > 0, (
             f"invalid first stage {stages[:1]}"
         )
@@ -261,33 +271,37 @@ class CurriculumOrder:
         assert stages[-1].admitted <= len(easiest_first)
         if stages[-1].admitted >= MOST_SAMPLES:
             raise DataError(
-                f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} "
-                "can be numbered. Use a longer --seq-length, or several runs."
+                f"a curriculum over {stages[-1].admitted} samples: "
+                f"at most {MOST_SAMPLES - 1} can be numbered. "
+                "Use a longer --seq-length, or several runs."
             )
         if len(stages) > MOST_STAGES:
             raise DataError(
-                f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} "
-                "are possible. Use a larger difficulty_step, or percentiles."
+                f"the curriculum admits more samples {len(stages)} times; "
+                f"at most {MOST_STAGES} are possible. Use a larger "
+                "difficulty_step, or percentiles."
             )
         self.easiest_first = easiest_first
         self.seed = seed
+        sizes = [stage.admitted for stage in stages]
         self.starts = np.array([stage.start for stage in stages], np.int64)
         # cluster c is bounds[c : c + 2]
-        self.bounds = np.array([0, *(stage.admitted for stage in stages)], np.int64)
-        self.steps = np.array([_step(stage.admitted) for stage in stages], np.int64)
-        self.offsets = np.array(
-            [_mixed(seed, k)[0] % stage.admitted for k, stage in enumerate(stages)],
-            np.int64,
-        )
+        self.bounds = np.array([0, *sizes], np.int64)
+        # a and b of each stage
+        self.steps = np.array([_step(size) for size in sizes], np.int64)
+        offsets = [_mixed(seed, k)[0] % size for k, size in enumerate(sizes)]
+        self.offsets = np.array(offsets, np.int64)
         self._before = self._drawn_before_stages()
 
     def __call__(self, positions: np.ndarray, total: int) -> np.ndarray:
+        # The stage of each position, its point there, and the cluster that holds the point.
         positions = np.asarray(positions, np.int64)
         stage = np.searchsorted(self.starts, positions, side="right") - 1
         j = positions - self.starts[stage]
         size = self.bounds[stage + 1]
         point = (self.steps[stage] * (j % size) + self.offsets[stage]) % size
         cluster = np.searchsorted(self.bounds, point, side="right") - 1
+        # The number of draws from the cluster before this one.
         low = self.bounds[cluster]
         high = self.bounds[cluster + 1]
         k = (
@@ -295,14 +309,16 @@ class CurriculumOrder:
             + self._drawn(j, stage, high)
             - self._drawn(j, stage, low)
         )
+        # The place of the draw in the shuffled cluster.
         width = high - low
-        place = shuffled(k % width, width, _mixed(self.seed, cluster, k // width))
+        key = _mixed(self.seed, cluster, k // width)
+        place = shuffled(k % width, width, key)
         samples = self.easiest_first[low + place].astype(np.int64)
         if len(samples) and samples.max() >= total:
             raise DataError(
-                f"the index of the curriculum names sample {samples.max()}, and the dataset has "
-                f"{total}: it was made from other data. Make it again with "
-                "megatron-ds analyze."
+                f"the index of the curriculum names sample {samples.max()}, "
+                f"and the dataset has {total}: it was made from other data. "
+                "Make it again with megatron-ds analyze."
             )
         return samples
 
@@ -322,6 +338,7 @@ class CurriculumOrder:
         """int64 [stages, clusters]: draws from each cluster before each stage begins."""
         count = len(self.starts)
         before = np.zeros((count, count), np.int64)
+        # A stage draws what the one before it drew, and what that adds by its end.
         for stage in range(1, count):
             length = self.starts[stage] - self.starts[stage - 1]
             here = np.arange(stage + 1)
@@ -343,9 +360,9 @@ def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
     function.
     """
     place, size, key = (np.asarray(v).astype(np.uint64) for v in (place, size, key))
-    half = np.ceil(np.log2(np.maximum(size, 2).astype(np.float64)) / 2).astype(
-        np.uint64
-    )
+    bits = np.log2(np.maximum(size, 2).astype(np.float64))
+    half = np.ceil(bits / 2).astype(np.uint64)
+    # Images outside of the range are mapped again.
     outside = np.ones(len(place), bool)
     while outside.any():
         place[outside] = _feistel(place[outside], half[outside], key[outside])
@@ -354,11 +371,14 @@ def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
 
 
 def _feistel(x: np.ndarray, half: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """A permutation of the numbers of 2 half bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left = x >> half
     right = x & mask
     for round in range(ROUNDS):
-        left, right = right, left ^ (_mix(right ^ _mix(key + np.uint64(round))) & mask)
+        key_of_round = _mix(key + np.uint64(round))
+        mixed = _mix(right ^ key_of_round) & mask
+        left, right = right, left ^ mixed
     return left << half | right
 
 
@@ -372,6 +392,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def _mixed(*keys) -> np.ndarray:
     """A pseudorandom 63-bit number for each combination of keys (integers or arrays of them), as int64."""
+    # One bit is dropped, since int64 has a sign.
     state = np.zeros(1, np.uint64)
     for key in keys:
         state = _mix(state ^ np.asarray(key, np.int64).astype(np.uint64))

@@ -158,6 +158,7 @@ class OneBitLamb(CompressedOptimizer):
         for us, group in zip(self._us, self.param_groups):
             if us:
                 decayed(us, group)
+        # Norms of the directions without and with weight decay, over all ranks.
         parameters = self._parameters
         bare, whole = self._reduce([before_decay, sum(self._us, [])], parameters)
         largest = []
@@ -166,6 +167,7 @@ class OneBitLamb(CompressedOptimizer):
         factors = self._reduce.largest(
             torch.stack(largest) if largest else bare, parameters
         )
+        # The factors apply to the share of the directions; they change slowly, within bounds.
         share = torch.where(whole > 0, bare / whole, 1.0).clamp_(max=1.0)
         factors = factors * share + 1 - share
         rule = self.rule

@@ -26,13 +26,15 @@ GATHER_BITS = sum(1 << 9 * i for i in range(PER_BYTE)) - (1 << 64)
 def pack_signs(y: torch.Tensor) -> torch.Tensor:
     """(y ≥ 0) of a contiguous flat tensor [n], n a multiple of 8, as bytes uint8 [n / 8]."""
     eight = (y >= 0).view(torch.int64)
-    return ((eight * GATHER_BITS) >> 56).bitwise_and_(0xFF).to(torch.uint8)
+    bits = (eight * GATHER_BITS) >> 56
+    return bits.bitwise_and_(0xFF).to(torch.uint8)
 
 
 def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
     """fp32 [8 n] of ±1 from bytes [n] of `pack_signs`."""
     table = _table(packed.device)
-    return table.index_select(0, packed.view(-1).to(torch.int32)).view(-1)
+    rows = packed.view(-1).to(torch.int32)
+    return table.index_select(0, rows).view(-1)
 
 
 def decoded(
@@ -51,6 +53,8 @@ def scale_of(norms: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
 
 
 def _table(device: torch.device) -> torch.Tensor:
+    """fp32 [256, 8]: the signs, ±1, of each byte."""
     shifts = torch.arange(PER_BYTE - 1, -1, -1, device=device)
-    bits = torch.arange(256, device=device)[:, None] >> shifts & 1
+    bytes_ = torch.arange(256, device=device)
+    bits = bytes_[:, None] >> shifts & 1
     return bits.float().mul_(2).sub_(1)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...host.device_copies import on_device
 from ...mpu.param_spec import ParamSpec
 from ...zero.layout import ALIGN, Layout
 
@@ -72,24 +73,20 @@ def map_units(
 ) -> UnitMap:
     """parameters: in the order of layout.slots."""
     runs = list(_runs(layout, parameters))
-    of = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+    of = lambda values: torch.tensor(values, dtype=torch.int64)
     units = of([run.unit for run in runs])
     counts = of([run.rows for run in runs])
     lengths = of([run.length for run in runs])
     padding = of([run.is_padding for run in runs])
-    blocks = torch.zeros(len(layout.slots), dtype=torch.int64, device=device)
+    blocks = torch.zeros(len(layout.slots), dtype=torch.int64)
     blocks.index_add_(0, units, counts * lengths)
     row_unit, row_lengths, is_padding = (
         values.repeat_interleave(counts) for values in (units, lengths, padding)
     )
-    slots = torch.arange(len(layout.slots), device=device)
-    return UnitMap(
-        layout,
-        slots.repeat_interleave(blocks // ALIGN),
-        row_lengths,
-        row_unit,
-        is_padding.bool(),
-    )
+    slots = torch.arange(len(layout.slots))
+    of_blocks = slots.repeat_interleave(blocks // ALIGN)
+    maps = (of_blocks, row_lengths, row_unit, is_padding.bool())
+    return UnitMap(layout, *(on_device(numbers, device) for numbers in maps))
 
 
 def count_rows(layout: Layout, parameters: Sequence[nn.Parameter]) -> int:

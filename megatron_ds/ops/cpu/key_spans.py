@@ -54,12 +54,17 @@ def key_spans(
 ) -> KeySpans:
     """The spans of the tiles of two runs of positions, numbered within the runs.
 
+    heads: number of heads of the rank
+
     For a pattern with a layout, both runs begin and end at multiples of `UNIT`, and the blocks of the layout are
     multiples of it.
     """
+    # The different layouts with their heads; one for a pattern without a layout.
     layout = pattern.layout
-    is_one = layout is None or layout.is_alike
-    groups = [([*range(heads)], layout)] if is_one else layout.groups
+    if layout is None or layout.is_alike:
+        groups = [([*range(heads)], layout)]
+    else:
+        groups = layout.groups
     # Spans are listed once for all heads that share a layout.
     layout_of_head = np.empty(heads, dtype=np.int32)
     spans: list[tuple[int, ...]] = []
@@ -69,16 +74,18 @@ def key_spans(
         layout_of_head[of_heads] = number
         of_group = replace(pattern, layout=alike)
         plans.append(_of_group(of_group, queries, keys, spans, units))
+    # The units of a window are all units in order.
     if layout is None:
         units = [np.arange(-(-len(keys) // UNIT))]
+    numbers = np.concatenate((*units, np.zeros(AHEAD)))
     firsts, last_tiles, lives = zip(*plans, strict=True)
     return KeySpans(
-        layout_of_head,
-        np.array(firsts, dtype=np.int32),
-        np.array(spans, dtype=np.int32).reshape(-1, 4),
-        np.concatenate((*units, np.zeros(AHEAD))).astype(np.int32),
-        np.stack(last_tiles).astype(np.int32),
-        np.array(lives, dtype=np.int32),
+        layout_of_head=layout_of_head,
+        first=np.array(firsts, dtype=np.int32),
+        spans=np.array(spans, dtype=np.int32).reshape(-1, 4),
+        units=numbers.astype(np.int32),
+        last_tile=np.stack(last_tiles).astype(np.int32),
+        live=np.array(lives, dtype=np.int32),
     )
 
 
@@ -93,17 +100,20 @@ def _of_group(
 
     Units of a window are neighbours, so its spans have their numbers.
     """
+    # -1 is a unit that no tile sees.
     count = -(-len(keys) // UNIT)
     firsts = [len(spans)]
     first_tile = np.full(count, -1)
     last_tile = np.full(count, -1)
     total = sum(map(len, units))
-    tiles = range(queries.start, queries.stop, REGISTERS * UNIT)
+    size = REGISTERS * UNIT
+    tiles = range(queries.start, queries.stop, size)
     for tile, start in enumerate(tiles):
-        rows = range(start, min(start + REGISTERS * UNIT, queries.stop))
+        rows = range(start, min(start + size, queries.stop))
         first, seen = _seen_units(pattern, rows, keys)
         # Of a layout in any order, wide spans first.
-        for low, high, found in _runs(seen) if pattern.layout else _intervals(seen):
+        spans_of_tile = _runs(seen) if pattern.layout else _intervals(seen)
+        for low, high, found in spans_of_tile:
             numbers = first + found
             if pattern.layout is None:
                 spans.append((int(numbers[0]), int(numbers[-1]) + 1, low, high))
@@ -112,9 +122,11 @@ def _of_group(
                 units.append(numbers)
                 total += len(numbers)
         firsts.append(len(spans))
+        # The first and the last tile of each unit that is seen.
         some = first + np.flatnonzero(seen.any(0))
         last_tile[some] = tile
-        first_tile[some] = np.where(first_tile[some] < 0, tile, first_tile[some])
+        is_new = first_tile[some] < 0
+        first_tile[some] = np.where(is_new, tile, first_tile[some])
     return firsts, last_tile, _live(first_tile, last_tile, len(tiles))
 
 
@@ -125,19 +137,24 @@ def _seen_units(
     registers = Parts.of(queries, UNIT)
     near = pattern.keys_of(queries, keys)
     if not len(near):
-        return 0, np.zeros((len(registers.starts), 0), dtype=bool)
+        none = np.zeros((len(registers.starts), 0), dtype=bool)
+        return 0, none
+    # Whole units, from the one in which the first key is.
     first = (near.start - keys.start) // UNIT
     run = range(keys.start + first * UNIT, near.stop)
-    (seen,) = visible_blocks(pattern, registers, Parts.of(run, UNIT)).seen
+    blocks = visible_blocks(pattern, registers, Parts.of(run, UNIT))
+    (seen,) = blocks.seen
     return first, seen
 
 
 def _live(first_tile: np.ndarray, last_tile: np.ndarray, tiles: int) -> int:
     """The most units, over tiles, that were begun and are not ended."""
+    # Units are begun by their first tile and ended by their last.
     some = last_tile >= 0
     begun = np.cumsum(np.bincount(first_tile[some], minlength=tiles))
     ended = np.cumsum(np.bincount(last_tile[some], minlength=tiles))
-    return int((begun - np.concatenate(([0], ended[:-1]))).max())
+    ended_before = np.concatenate(([0], ended[:-1]))
+    return int((begun - ended_before).max())
 
 
 def _intervals(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -145,23 +162,27 @@ def _intervals(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
 
     Registers that see a unit of a window are neighbours.
     """
-    changes = np.flatnonzero((seen[:, 1:] != seen[:, :-1]).any(0)) + 1
+    differs = (seen[:, 1:] != seen[:, :-1]).any(0)
+    changes = np.flatnonzero(differs) + 1
     for run in np.split(np.arange(seen.shape[1]), changes):
-        if len(run) and seen[:, run[0]].any():
-            low = int(seen[:, run[0]].argmax())
-            yield low, low + int(seen[:, run[0]].sum()), run
+        if not len(run):
+            continue
+        # All units of a run are seen by the same registers.
+        registers = seen[:, run[0]]
+        if registers.any():
+            low = int(registers.argmax())
+            yield low, low + int(registers.sum()), run
 
 
 def _runs(seen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """(first register, one past the last, units) of the spans of a tile, wide ones first."""
+    # Registers before the first and after the last see nothing.
     closed = np.zeros((1, seen.shape[1]), dtype=bool)
     framed = np.concatenate((closed, seen, closed))  # register r is row r + 1
     for width in range(len(seen), 0, -1):
         for low in range(len(seen) - width + 1):
-            run = (
-                framed[low + 1 : low + 1 + width].all(0)
-                & ~framed[low]
-                & ~framed[low + 1 + width]
-            )
+            high = low + width
+            inside = framed[low + 1 : high + 1].all(0)
+            run = inside & ~framed[low] & ~framed[high + 1]
             if run.any():
-                yield low, low + width, np.flatnonzero(run)
+                yield low, high, np.flatnonzero(run)

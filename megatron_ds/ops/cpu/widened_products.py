@@ -32,13 +32,13 @@ class Workspace(threading.local):
         memory = self._memory.get(role)
         numel = math.prod(shape)
         if memory is None or memory.numel() < numel:
-            memory = self._memory[role] = None  # free the old one before allocating
-            with torch.inference_mode(
-                False
-            ):  # else it could not be written to elsewhere
-                memory = self._memory[role] = torch.empty(
-                    numel, dtype=torch.float32, device="cpu"
-                )
+            # The old memory is freed before the new one is allocated.
+            memory = None
+            self._memory[role] = None
+            # A tensor of inference mode could not be written to elsewhere.
+            with torch.inference_mode(False):
+                memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+            self._memory[role] = memory
         return memory[:numel].view(shape)
 
     @contextmanager
@@ -70,12 +70,15 @@ _ASK_ONEDNN = {
 @functools.cache
 def has_products(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies matrices of `dtype` at full speed."""
-    return dtype not in _ASK_ONEDNN or has_instructions(dtype)
+    if dtype not in _ASK_ONEDNN:
+        return True
+    return has_instructions(dtype)
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
     """Whether oneDNN has instructions of this processor for products of a 16-bit dtype."""
-    return getattr(torch.ops.mkldnn, _ASK_ONEDNN[dtype])()
+    ask = getattr(torch.ops.mkldnn, _ASK_ONEDNN[dtype])
+    return ask()
 
 
 def is_widened(t: torch.Tensor) -> bool:
@@ -88,14 +91,21 @@ def widened_product(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """a b, or a b + bias, in fp32, rounded to the dtype of a."""
-    (n, k), m = a.shape, b.shape[1]
-    bias = None if bias is None else bias.float()
+    n, k = a.shape
+    m = b.shape[1]
+    if bias is not None:
+        bias = bias.float()
     out = a.new_empty(n, m)
+    # Parts of the summed dimension add up in fp32.
     if k > max(n, m):
         sums = WORKSPACE.take("product", n, m)
-        sums.zero_() if bias is None else sums.copy_(bias)
+        if bias is None:
+            sums.zero_()
+        else:
+            sums.copy_(bias)
         add_widened_product_(sums, a, b)
         return out.copy_(sums)
+    # Otherwise each part is a part of the result.
     for rows, columns, wide_a, wide_b in _parts(a, b):
         part = WORKSPACE.take("product", len(wide_a), wide_b.shape[1])
         if bias is None:
@@ -108,7 +118,10 @@ def widened_product(
 
 @torch.no_grad()
 def add_widened_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a b for an fp32 `out`, without rounding between parts."""
+    """out += a b for an fp32 `out`, without rounding between parts.
+
+    out [n, m], a [n, k], b [k, m]
+    """
     for rows, columns, wide_a, wide_b in _parts(a, b):
         out[rows, columns].addmm_(wide_a, wide_b)
 
@@ -120,9 +133,11 @@ def _parts(
     If the summed dimension is the longest, the products add up to a b instead. The next iteration reuses the
     yielded tensors.
     """
-    (n, k), m = a.shape, b.shape[1]
+    n, k = a.shape
+    m = b.shape[1]
     wide_a = functools.partial(_widen, "factor a")
     wide_b = functools.partial(_widen, "factor b")
+    # The longest dimension is split; the factor without it is widened once.
     if k > max(n, m):
         for some in _split(k, n + m):
             yield EVERYTHING, EVERYTHING, wide_a(a[:, some]), wide_b(b[some])
@@ -150,7 +165,8 @@ def working_elements(n: int, k: int, m: int) -> dict[str, int]:
 
 def _split(size: int, each: int) -> list[slice]:
     """[0, size) in parts whose lengths differ by at most one. each: numbers per index, for PART_ELEMENTS."""
-    count = max(1, min(-(-size * each // PART_ELEMENTS), size // LEAST_PART))
+    wanted = -(-size * each // PART_ELEMENTS)
+    count = max(1, min(wanted, size // LEAST_PART))
     ends = [-(-size * i // count) for i in range(count + 1)]
     return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
 
@@ -159,4 +175,5 @@ def _widen(role: str, t: torch.Tensor) -> torch.Tensor:
     """A matrix in fp32 in the workspace, in its own memory order."""
     if t.stride(0) < t.stride(1):
         return _widen(role, t.t()).t()
-    return WORKSPACE.take(role, *t.shape).copy_(t)
+    wide = WORKSPACE.take(role, *t.shape)
+    return wide.copy_(t)

@@ -20,9 +20,11 @@ def lanes(t: torch.Tensor) -> int:
 def reason_against_packets(x: torch.Tensor, *others: object) -> str:
     """ "" if kernels can read the tensors in packets: rows of x are multiples of 16 bytes, tensors among
     `others` have its dtype and last dim or None, and the addresses of contiguous ones are multiples of 16."""
+    # Whole packets in each row.
     cols = x.shape[-1] if x.dim() else 1
     if not cols or cols % lanes(x):
         return f"rows of {cols} elements are not a multiple of {BYTES} bytes"
+    # One dtype, and aligned addresses.
     for t in (x, *others):
         if not isinstance(t, torch.Tensor):
             continue
@@ -42,9 +44,11 @@ def packed(t: torch.Tensor) -> torch.Tensor:
 def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
     """The largest power of two of elements, of at most 16 bytes, that divides all lengths, the strides of all
     dimensions but the last, and the addresses of the tensors, which have one dtype."""
+    # What divides all of them, in elements.
     itemsize = tensors[0].element_size()
     width = math.gcd(BYTES // itemsize, *lengths)
     for t in tensors:
+        # Tensors of a plan have no address.
         if has_memory(t):
             address = t.data_ptr()
             width = math.gcd(width, address // itemsize)
@@ -62,4 +66,5 @@ def rows_together(t: torch.Tensor) -> torch.Tensor:
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether its address is a multiple of 16 bytes."""
     return not has_memory(t) or t.data_ptr() % BYTES == 0

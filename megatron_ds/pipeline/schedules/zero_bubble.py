@@ -74,14 +74,19 @@ def zb_h2(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedul
 def _schedule(p: int, m: int, more: int) -> Schedule:
     """The programs of all ranks. more: micro-batches alive in addition to those of ZB-H1, from 0 to p - 1."""
     programs = []
+    last = p - 1
     for rank in range(p):
-        ahead = p - rank + more * (p - 1 - rank) // max(1, p - 1)
-        programs.append(_program(rank, m, ahead, behind=p + more - ahead))
+        # The early ranks get the larger parts of `more` as forwards, the late ones as weight halves.
+        extra = more * (last - rank) // max(1, last)
+        ahead = p - rank + extra
+        behind = p + more - ahead
+        programs.append(_program(rank, m, ahead, behind))
     return tuple(programs)
 
 
 def _program(stage: int, m: int, ahead: int, behind: int) -> Program:
     """`ahead` forwards, then I, W, F in turn; the first `behind` weight halves are left to the end."""
+    # Forwards that come before the first I.
     program = [Instruction(Op.F, stage, k) for k in range(min(m, ahead))]
     for k in range(m):
         program.append(Instruction(Op.I, stage, k))
@@ -89,15 +94,20 @@ def _program(stage: int, m: int, ahead: int, behind: int) -> Program:
             program.append(Instruction(Op.W, stage, k - behind))
         if k + ahead < m:
             program.append(Instruction(Op.F, stage, k + ahead))
-    program += [Instruction(Op.W, stage, k) for k in range(max(0, m - behind), m)]
+    # Weight halves that are left.
+    left = range(max(0, m - behind), m)
+    program += [Instruction(Op.W, stage, k) for k in left]
     return tuple(program)
 
 
 EQUAL = StageCosts()
+# The settings of the rules for which an order is built.
 AUTO_DELAYS = (0.25, 0.75)
 AUTO_FIRST_DELAYS = (0.0, 0.5)
 AUTO_GAPS = (0.0, 0.75)
 V_GAPS = (0.0, 0.5)
+SEARCHED = (Op.F, Op.I, Op.W)
+TIMED = (*SEARCHED, Op.SEND_ACT, Op.SEND_GRAD)
 NEVER = float("inf")
 SAME_TIME = 1e-9  # sums of the same times in another order differ by rounding
 
@@ -107,7 +117,9 @@ Rule = Callable[["_Search", int, float], tuple[Choice, float]]
 
 
 @schedule(
-    "zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit")
+    "zb-auto",
+    peak=lambda p, m, v, rank: min(m, p),
+    options=("costs", "memory_limit"),
 )
 def zb_auto(
     pipeline_size: int,
@@ -119,6 +131,8 @@ def zb_auto(
     weight_share: float = 1.0,
 ) -> Schedule:
     """The order in which the slowest rank takes the shortest time from its first to its last computation.
+
+    costs           times of F, I and W of each stage, and of transfers
 
     memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as for 1F1B
     weight_share    part of an activation that W still needs, from 0 to 1
@@ -133,17 +147,20 @@ def zb_auto(
             f"(1F1B's rank 0 keeps {p}; twice that leaves almost no bubble) and a share from "
             "0 to 1."
         )
+    # An order for each setting, of which the best by the times of its search stays.
     first_gradients = _first_gradients(p, costs)
     found = []
     for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS):
         rule = _AutoRule(limit, weight_share, first_gradients, *knobs)
         search = _Search(range(p), m, costs, rule)
         found.append((search.score, search.schedule))
-    orders = [min(found, key=lambda entry: entry[0])[1]]
+    _, best = min(found, key=lambda entry: entry[0])
+    orders = [best]
     # The fixed orders, where memory admits them, are candidates too.
-    for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
-        if needed <= limit:
-            orders.append(known(p, m))
+    if min(m, p) <= limit:
+        orders.append(zb_h1(p, m))
+    if min(m, 2 * p - 1) <= limit:
+        orders.append(zb_h2(p, m))
     return min(orders, key=lambda order: score_of(order, p, costs))
 
 
@@ -160,11 +177,16 @@ def zb_v(
     *,
     costs: StageCosts = EQUAL,
 ) -> Schedule:
-    """The model goes down the ranks and up again."""
+    """The model goes down the ranks and up again: stage s < p is on rank s, stage p + s on rank p - 1 - s.
+
+    costs: times of F, I and W of each stage, and of transfers
+    """
     p = pipeline_size
     m = num_microbatches
     homes = [*range(p), *reversed(range(p))]
-    equal = _Search(homes, m, EQUAL, partial(_v_rule, gap=0.0)).schedule
+    # The order for equal costs is a candidate for all others.
+    rule = partial(_v_rule, gap=0.0)
+    equal = _Search(homes, m, EQUAL, rule).schedule
     if costs == EQUAL:
         return equal
     orders = [equal]
@@ -179,7 +201,8 @@ def score_of(
 ) -> tuple[float, float]:
     """(longest time of a rank from first to last computation, time of all ranks together); less is better."""
     lowered = add_transfers(order, num_stages)
-    simulation = Simulation(lowered, *run_clocks(lowered, costs.of))
+    clocks = run_clocks(lowered, costs.of)
+    simulation = Simulation(lowered, *clocks)
     return max(simulation.rank_spans), simulation.span
 
 
@@ -197,15 +220,16 @@ class _Search:
         stages = range(len(homes))
         ranks = range(max(homes) + 1)
         self.homes = homes
-        self.cost = {
-            op: [costs.of(Instruction(op, s, 0)) for s in stages]
-            for op in (Op.F, Op.I, Op.W, Op.SEND_ACT, Op.SEND_GRAD)
-        }
-        self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
-        self.arrived: dict[Op, list[list[float]]] = {
-            op: [[] for _ in stages] for op in (Op.F, Op.I)
-        }
+        # What is known of each operation at each stage. The first stage has all its inputs.
+        self.cost: dict[Op, list[float]] = {}
+        for op in TIMED:
+            self.cost[op] = [costs.of(Instruction(op, s, 0)) for s in stages]
+        self.done = {op: [0 for _ in stages] for op in SEARCHED}
+        self.arrived: dict[Op, list[list[float]]] = {}
+        for op in (Op.F, Op.I):
+            self.arrived[op] = [[] for _ in stages]
         self.arrived[Op.F][0] = [0.0] * m
+        # What each rank has begun, and when.
         self.programs: list[list[Instruction]] = [[] for _ in ranks]
         self.start = [NEVER for _ in ranks]
         self.clock = [0.0 for _ in ranks]
@@ -231,33 +255,50 @@ class _Search:
     @property
     def score(self) -> tuple[float, float]:
         """`score_of` the order, from the times computed while it was built."""
-        longest = max(end - start for start, end in zip(self.start, self.clock))
-        return longest, max(self.clock)
+        spans = [end - start for start, end in zip(self.start, self.clock)]
+        return max(spans), max(self.clock)
 
     def arrival(self, op: Op, stage: int) -> float:
-        """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet."""
+        """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet.
+
+        An I waits for its forward, too.
+        """
         k = self.done[op][stage]
         times = self.arrived[op][stage]
-        known = k < len(times) and (op is Op.F or k < self.done[Op.F][stage])
-        return times[k] if known else NEVER
+
+        if k >= len(times):
+            return NEVER
+        if op is Op.I and k >= self.done[Op.F][stage]:
+            return NEVER
+        return times[k]
 
     def _begin(self, rank: int, op: Op, stage: int, now: float) -> None:
         """Record a computation that begins now, and when its result arrives."""
-        self.programs[rank].append(Instruction(op, stage, self.done[op][stage]))
+        microbatch = self.done[op][stage]
+        self.programs[rank].append(Instruction(op, stage, microbatch))
         self.done[op][stage] += 1
+        # The rank is busy until the end, and then looks for its next choice.
+        end = now + self.cost[op][stage]
         self.start[rank] = min(self.start[rank], now)
-        self.clock[rank] = end = now + self.cost[op][stage]
+        self.clock[rank] = end
         heappush(self._events, (end, rank))
+        # The loss turns back at the last stage; W and the first stage's I have no receiver.
         last = len(self.homes) - 1
         if op is Op.F and stage == last:
             self.arrived[Op.I][last].append(end)
-        elif op is Op.F or op is Op.I and stage:
-            send = Op.SEND_ACT if op is Op.F else Op.SEND_GRAD
-            target = stage + 1 if op is Op.F else stage - 1
-            home = self.homes[target]
-            transfer = self.cost[send][stage] if home != rank else 0
-            self.arrived[op][target].append(end + transfer)
-            heappush(self._events, (now, home))  # an arrival there is known now
+            return
+        if op is Op.F:
+            target = stage + 1
+            send = Op.SEND_ACT
+        elif op is Op.I and stage:
+            target = stage - 1
+            send = Op.SEND_GRAD
+        else:
+            return
+        home = self.homes[target]
+        transfer = self.cost[send][stage] if home != rank else 0
+        self.arrived[op][target].append(end + transfer)
+        heappush(self._events, (now, home))  # an arrival there is known now
 
 
 @dataclass(frozen=True)
@@ -272,9 +313,11 @@ class _AutoRule:
     gap: float
 
     def __call__(self, search: _Search, rank: int, now: float) -> tuple[Choice, float]:
+        """The next computation of a rank at time `now`, or when it looks again."""
         forwards = search.done[Op.F][rank]
         inputs = search.done[Op.I][rank]
         weights = search.done[Op.W][rank]
+        has_forward = inputs < forwards
         # I, if its gradient has arrived. That of the first is known from the costs.
         known = search.arrived[Op.I][rank]
         gradient = NEVER
@@ -282,22 +325,27 @@ class _AutoRule:
             gradient = known[inputs]
         elif inputs == 0:
             gradient = self.first_gradients[rank]
-        if inputs < forwards and inputs < len(known) and gradient <= now:
+        if has_forward and inputs < len(known) and gradient <= now:
             return (Op.I, rank), NEVER
         # F, if memory admits another, and if it does not delay a gradient for too long.
         activation = NEVER
         activations = search.arrived[Op.F][rank]
-        live = forwards - inputs + self.weight_share * (inputs - weights)
-        if forwards < len(activations) and live + 1 <= self.limit + 1e-9:
+        halves = self.weight_share * (inputs - weights)
+        live = forwards - inputs + halves
+        has_memory = live + 1 <= self.limit + 1e-9
+        if forwards < len(activations) and has_memory:
             activation = activations[forwards]
-        foreseen = gradient if gradient > now and inputs < forwards else NEVER
+        foreseen = gradient if gradient > now and has_forward else NEVER
         delay = self.delay if inputs else self.first_delay
         in_time = now + (1 - delay) * search.cost[Op.F][rank]
         if activation <= now and in_time <= foreseen:
             return (Op.F, rank), NEVER
         # W, if nothing else arrives soon.
-        later = min(foreseen, activation if activation > now else NEVER)
-        if weights < inputs and later - now >= self.gap * search.cost[Op.W][rank]:
+        later = foreseen
+        if activation > now:
+            later = min(later, activation)
+        wait = self.gap * search.cost[Op.W][rank]
+        if weights < inputs and later - now >= wait:
             return (Op.W, rank), NEVER
         return None, later
 
@@ -308,7 +356,9 @@ def _first_gradients(p: int, costs: StageCosts) -> list[float]:
     input_grad = at(Op.I)
     grad_transfer = at(Op.SEND_GRAD)
     arrivals = [0.0] * p
-    clock = sum(at(Op.F)) + sum(at(Op.SEND_ACT)[:-1])
+    # The first micro-batch goes down all ranks; its gradient comes back from the last one.
+    act_transfer = at(Op.SEND_ACT)[:-1]
+    clock = sum(at(Op.F)) + sum(act_transfer)
     for rank in reversed(range(p)):
         arrivals[rank] = clock
         clock += input_grad[rank] + grad_transfer[rank]
@@ -323,7 +373,9 @@ def _v_rule(
     done = search.done
     early = rank
     late = 2 * p - 1 - rank
-    live = sum(done[Op.F][s] - done[Op.W][s] for s in (early, late))
+    begun = done[Op.F][early] + done[Op.F][late]
+    ended = done[Op.W][early] + done[Op.W][late]
+    live = begun - ended
     # F needs room: of the earlier stage, for one F of the later stage in addition.
     wanted = []
     if live < 2 * p:
@@ -331,14 +383,19 @@ def _v_rule(
     if live < 2 * p - 1:
         wanted.append((Op.F, early))
     wanted += [(Op.I, early), (Op.I, late)]
+    # The first of the order whose input is there.
     times = [search.arrival(op, stage) for op, stage in wanted]
-    ready = (what for what, time in zip(wanted, times) if time <= now + SAME_TIME)
+    latest = now + SAME_TIME
+    ready = (what for what, time in zip(wanted, times) if time <= latest)
     choice = next(ready, None)
     soonest = min(times)
     # W, of the stage that is further behind, if nothing else arrives soon.
     if choice is None:
         due = [s for s in (late, early) if done[Op.W][s] < done[Op.I][s]]
         stage = min(due, key=lambda s: done[Op.W][s], default=None)
-        if stage is not None and soonest - now >= gap * search.cost[Op.W][stage]:
+        if stage is None:
+            return None, soonest
+        wait = gap * search.cost[Op.W][stage]
+        if soonest - now >= wait:
             choice = Op.W, stage
     return choice, soonest

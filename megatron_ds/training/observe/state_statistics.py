@@ -1,7 +1,7 @@
 """Numbers about weights and optimizer state over all ranks, for the log: each logical element counts once."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -12,12 +12,24 @@ from ...zero.optimizer import ZeroOptimizer
 from ...zero.state_piece import StatePiece
 
 # Kind of state → its name in Megatron-DeepSpeed's tags.
-KINDS = {"exp_avg_sq": "variance", "exp_avg": "momentum", "weight": "weight"}
-TAG_ORDER = ("variance", "variance_sqrt", "momentum", "weight")
+KINDS = {
+    "exp_avg_sq": "variance",
+    "exp_avg": "momentum",
+    "weight": "weight",
+}
+TAG_ORDER = (
+    "variance",
+    "variance_sqrt",
+    "momentum",
+    "weight",
+)
 
 
 def params_norm(optimizer: ZeroOptimizer, mesh: Mesh) -> float:
-    """The L2 norm of all weights, of the fp32 masters where there are any. Collective over the world."""
+    """The L2 norm of all weights, of the fp32 masters where there are any. Collective over the world.
+
+    The host waits for the device.
+    """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for piece in _own(optimizer.pieces(), mesh):
         if piece.kind == "weight":
@@ -33,30 +45,36 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     l2 and l1 are norms of all elements, abs_max is the largest; of the second moment (variance), its root,
     the first moment and the weights. They are 0 for optimizers without these moments.
     """
+    # Squares and absolute values of this rank's part, and their maxima, in the order of the tags.
     sums = torch.zeros(2, len(TAG_ORDER), dtype=torch.float64, device=mesh.device)
     largest = torch.zeros(len(TAG_ORDER), dtype=torch.float64, device=mesh.device)
     for piece in _own(optimizer.pieces(), mesh):
         name = KINDS.get(piece.kind)
         if name is None or not piece.tensor.numel():
             continue
-        for which, values in [(name, piece.tensor)] + (
-            [("variance_sqrt", piece.tensor.sqrt())] if name == "variance" else []
-        ):
+        # The second moment counts with its root, too.
+        counted = {name: piece.tensor}
+        if name == "variance":
+            counted["variance_sqrt"] = piece.tensor.sqrt()
+        for which, values in counted.items():
             at = TAG_ORDER.index(which)
             sums[0, at] += _squares(values).to(mesh.device)
-            sums[1, at] += values.abs().sum(dtype=torch.float64).to(mesh.device)
-            largest[at] = torch.maximum(
-                largest[at], values.abs().max().double().to(mesh.device)
-            )
+            sizes = values.abs()
+            sums[1, at] += sizes.sum(dtype=torch.float64).to(mesh.device)
+            most = sizes.max().double().to(mesh.device)
+            largest[at] = torch.maximum(largest[at], most)
     # Sums and maxima over all ranks, which hold different parts of the state.
     all_reduce_(sums, mesh.group("world"))
     all_reduce_(largest, mesh.group("world"), op="max")
-    (squares, absolutes), most = sums.tolist(), largest.tolist()
+    squares, absolutes = sums.tolist()
+    maxima = largest.tolist()
+    # Three tags for each kind.
     found = {}
     for at, name in enumerate(TAG_ORDER):
-        found[f"optimizer/{name}_l2"] = math.sqrt(squares[at])
-        found[f"optimizer/{name}_l1"] = absolutes[at]
-        found[f"optimizer/{name}_abs_max"] = most[at]
+        tag = f"optimizer/{name}"
+        found[f"{tag}_l2"] = math.sqrt(squares[at])
+        found[f"{tag}_l1"] = absolutes[at]
+        found[f"{tag}_abs_max"] = maxima[at]
     return found
 
 
@@ -65,12 +83,8 @@ def memory_tags(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         import resource
 
-        return {
-            "mem-max-allocated-bytes": resource.getrusage(
-                resource.RUSAGE_SELF
-            ).ru_maxrss
-            * 2**10
-        }
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {"mem-max-allocated-bytes": usage.ru_maxrss * 2**10}
     stats = torch.cuda.memory_stats(device)
     return {
         "mem-reserved-bytes": stats["reserved_bytes.all.current"],
@@ -80,23 +94,16 @@ def memory_tags(device: torch.device) -> dict[str, float]:
     }
 
 
-def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterable[StatePiece]:
+def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:
     """The pieces that no other rank counts."""
     tp_rank = mesh.coordinate("tp")
-    return (
-        piece
-        for piece in pieces
-        if piece.replica == 0 and is_counted(piece.spec, tp_rank)
-    )
+    for piece in pieces:
+        if piece.replica == 0 and is_counted(piece.spec, tp_rank):
+            yield piece
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:
     """Sum of squares, float64, in parts: no float64 copy of a large tensor is made."""
     parts = values.detach().reshape(-1).split(2**16)
-    return (
-        torch.stack(
-            [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        )
-        .square()
-        .sum()
-    )
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return torch.stack(norms).square().sum()

@@ -166,12 +166,14 @@ def _tensors(
     for name in sorted(os.listdir(zero)):
         if not (zero / name).is_dir() or name in others:
             continue
+        # A folder for each parameter, with a file for each kind.
         files = {path.stem: path for path in sorted((zero / name).glob("*.pt"))}
         if WEIGHT_FILE not in files:
             raise CheckpointError(
                 f"{zero / name} has no {WEIGHT_FILE}.pt, the weight. Copy the folder "
                 "again."
             )
+        # The step is a number; the others are tensors.
         for kind, path in files.items():
             if kind == STEP:
                 number = read_torch_file(path).content

@@ -42,7 +42,9 @@ class VectorSlice:
 
     def read(self) -> torch.Tensor:
         """The elements, flat."""
-        return self.vector.read().reshape(-1)[self.start : self.start + self.numel]
+        stop = self.start + self.numel
+        flat = self.vector.read().reshape(-1)
+        return flat[self.start : stop]
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,16 @@ class Shard:
     @property
     def size(self) -> int:
         """Number of elements, with padding: the largest of any kind, since masters may lack it."""
-        return max(
-            sum(vector.shape[0] for vector in vectors)
-            for vectors in self.vectors.values()
-        )
+        sizes = []
+        for vectors in self.vectors.values():
+            sizes.append(sum(vector.shape[0] for vector in vectors))
+        return max(sizes)
 
     def cut(self, kind: str, start: int, numel: int) -> Iterator[VectorSlice]:
         """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
         vectors = self.vectors[kind]
         stop = start + numel
+        # The interval must be inside of what the vectors hold together.
         total = sum(vector.shape[0] for vector in vectors)
         if start < 0 or numel < 0 or stop > total:
             raise CheckpointError(
@@ -85,6 +88,7 @@ def joined(
     name: str, shape: tuple[int, ...], slices: Sequence[VectorSlice], place: object
 ) -> StoredTensor:
     """The tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
+    # The slices must be as many elements as the tensor, of one dtype.
     held = sum(one.numel for one in slices)
     wanted = math.prod(shape)
     dtypes = {one.vector.dtype for one in slices}
@@ -158,6 +162,7 @@ def merged_slices(
             f"{shards[0].place} and the other {len(shards) - 1} shards lack elements of "
             f"{len(absent)} parameters, first {absent[0]}. {MIXED}."
         )
+    # The same slices hold the elements of each kind.
     found: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in kinds}
     for kind in kinds:
         for name, shape in shapes.items():
@@ -169,6 +174,7 @@ def merged_slices(
 
 
 def _is_count(value: object) -> bool:
+    """Whether a value of a file is a number of elements."""
     return type(value) is int and value >= 0
 
 
@@ -176,16 +182,20 @@ def replayed_slices(
     shapes: Shapes, shards: Sequence[Shard]
 ) -> list[dict[str, dict[str, int]]]:
     """`param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
+    # The parameters follow each other through the equal shards.
     size = shards[0].size
     mappings = [{} for _ in shards]
     at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
-        for rank in range(at // size if size else 0, len(shards)):
-            low = max(at, rank * size)
-            high = min(end, (rank + 1) * size)
+        first_rank = at // size if size else 0
+        for rank in range(first_rank, len(shards)):
+            # The part of the parameter in the interval of this rank.
+            begin = rank * size
+            low = max(at, begin)
+            high = min(end, begin + size)
             if low < high:
-                mappings[rank][name] = {"start": low - rank * size, "numel": high - low}
+                mappings[rank][name] = {"start": low - begin, "numel": high - low}
         at = end
     return mappings
 
@@ -199,33 +209,39 @@ def merged_parts(
     """kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
     ranks = len(shards)
     kinds = _kinds_of(shards)
+    # Every rank must hold an equal part of each parameter.
     parts = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
     expected = sum(parts.values())
     for shard in shards:
         for kind, vectors in shard.vectors.items():
-            if (held := sum(vector.shape[0] for vector in vectors)) != expected:
+            held = sum(vector.shape[0] for vector in vectors)
+            if held != expected:
                 raise CheckpointError(
                     f"{shard.place}: it holds {held} elements of {kind}, and a rank of "
                     f"{ranks} holds {expected} of these parameters. {MIXED}."
                 )
+    # Each parameter begins where the part of the one before it ends.
     starts = dict(zip(parts, accumulate(parts.values(), initial=0)))
-    return {
-        kind: {
-            name: _part(name, shape, kind, shards, starts[name], parts[name])
-            for name, shape in shapes.items()
-        }
-        for kind in kinds
-    }
+    found: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in kinds}
+    for kind in kinds:
+        for name, shape in shapes.items():
+            found[kind][name] = _part(
+                name, shape, kind, shards, starts[name], parts[name]
+            )
+    return found
 
 
 def _kinds_of(shards: Sequence[Shard]) -> list[str]:
+    """The kinds of vectors, which all ranks must hold."""
+    first = shards[0]
     for shard in shards:
-        if shard.vectors.keys() != shards[0].vectors.keys():
+        if shard.vectors.keys() != first.vectors.keys():
+            kinds = ", ".join(shard.vectors)
+            others = ", ".join(first.vectors)
             raise CheckpointError(
-                f"{shard.place} holds {', '.join(shard.vectors)}, and {shards[0].place} "
-                f"{', '.join(shards[0].vectors)}. {MIXED}."
+                f"{shard.place} holds {kinds}, and {first.place} {others}. {MIXED}."
             )
-    return list(shards[0].vectors)
+    return list(first.vectors)
 
 
 def _part(
@@ -236,17 +252,23 @@ def _part(
     start: int,
     size: int,
 ) -> StoredTensor:
+    """One parameter from its parts. start, size: of the part in the vectors of each rank."""
     numel = math.prod(shape)
     slices = []
     for rank, shard in enumerate(shards):
-        slices += shard.cut(kind, start, max(0, min(size, numel - rank * size)))
+        # The last parts are padded, and may hold no element.
+        left = max(0, numel - rank * size)
+        slices += shard.cut(kind, start, min(size, left))
     return joined(name, shape, slices, shards[0].place)
 
 
 def merged_fragments(
     shapes: Shapes, fragments: Sequence[Mapping[str, StoredTensor]], place: object
 ) -> dict[str, StoredTensor]:
-    """Frozen parameters, of which stage 3 stores a part in the model file of each rank."""
+    """Frozen parameters, of which stage 3 stores a part in the model file of each rank.
+
+    fragments: name → part, of each rank. Raises CheckpointError when a rank has no part of one.
+    """
     found = {}
     for name, shape in shapes.items():
         held = [one.get(name) for one in fragments]
@@ -254,11 +276,13 @@ def merged_fragments(
             raise CheckpointError(
                 f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
             )
+        # The parts follow each other; the last one is padded.
         left = math.prod(shape)
         slices = []
         for part in held:
             numel = min(left, math.prod(part.shape))
-            slices += [VectorSlice(part, 0, numel)] if numel else []
+            if numel:
+                slices.append(VectorSlice(part, 0, numel))
             left -= numel
         found[name] = joined(name, shape, slices, place)
     return found
@@ -275,12 +299,10 @@ def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredT
             "tensor. They may have been offloaded to a disk: save with DeepSpeed after "
             "loading there without offloading."
         )
+    # Values that are no flat vectors, such as the step, are no state of elements.
     kinds = {MASTER: [master]}
     for kind, value in (state or {}).items():
-        if (
-            isinstance(value, StoredTensor)
-            and len(value.shape) == 1
-            and value.shape[0] >= master.shape[0]
-        ):
+        is_flat = isinstance(value, StoredTensor) and len(value.shape) == 1
+        if is_flat and value.shape[0] >= master.shape[0]:
             kinds[kind] = [value]
     return kinds

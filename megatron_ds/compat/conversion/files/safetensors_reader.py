@@ -30,22 +30,23 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged."""
     if (folder / INDEX).is_file():
         return _read_sharded(folder)
-    if (folder / SINGLE).is_file():
-        return read_file(folder / SINGLE)
-    old = sorted(
-        path.name
-        for path in (*folder.glob("pytorch_model*.bin"), *folder.glob("*.pth"))
-    )
+    single = folder / SINGLE
+    if single.is_file():
+        return read_file(single)
+    # Pickles of torch.save are named in the message, and not read.
+    pickles = (*folder.glob("pytorch_model*.bin"), *folder.glob("*.pth"))
+    old = sorted(path.name for path in pickles)
     advice = " Complete the download."
     if old:
         advice = (
-            f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of transformers first, "
-            "which writes safetensors."
+            f" It has {old[0]}, a pickle: save it with save_pretrained(DIR) of "
+            "transformers first, which writes safetensors."
         )
     raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}.{advice}")
 
 
 def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
+    """Name → tensor of the files that the folder's index names."""
     # The index must name files in this folder and nothing else.
     places = read_json(folder / INDEX).get("weight_map")
     is_table = isinstance(places, dict) and bool(places)
@@ -55,10 +56,11 @@ def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
         )
     # All files must be present before any is read.
     files = sorted({*places.values()})
-    if absent := [name for name in files if not (folder / name).is_file()]:
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
         raise CheckpointError(
-            f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} names, first "
-            f"{absent[0]}. Complete the download."
+            f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} "
+            f"names, first {absent[0]}. Complete the download."
         )
     # Each file must hold exactly the tensors that the index assigns to it.
     found: dict[str, StoredTensor] = {}
@@ -66,9 +68,10 @@ def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
         tensors = read_file(folder / file)
         expected = {name for name, place in places.items() if place == file}
         if differing := sorted(expected ^ tensors.keys()):
-            where = "is not in" if differing[0] in expected else "is in"
+            name = differing[0]
+            where = "is not in" if name in expected else "is in"
             raise CheckpointError(
-                f"{folder / file} does not belong to {INDEX}: {differing[0]} {where} the "
+                f"{folder / file} does not belong to {INDEX}: {name} {where} the "
                 f"file, and so {len(differing) - 1} others. Files are swapped, or of "
                 "another model."
             )
@@ -77,6 +80,7 @@ def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _is_file_name(text: object) -> bool:
+    """Whether it names a file without a folder."""
     return isinstance(text, str) and Path(text).name == text
 
 
@@ -89,7 +93,8 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         size = path.stat().st_size
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is damaged or no safetensors file: {error}. Download or save it again."
+            f"{path} is damaged or no safetensors file: {error}. "
+            "Download or save it again."
         ) from error
 
     # Offsets are those of the header's order, from the end of the file.
@@ -106,20 +111,25 @@ def _described(path: Path, name: str, stored: Any) -> StoredTensor:
     """A tensor that nothing reads yet. stored: of the library."""
     code = stored.get_dtype()
     if code not in DTYPES:
+        known = ", ".join(DTYPES)
         raise CheckpointError(
-            f"{path}: {name} has the dtype {code}, and {', '.join(DTYPES)} are known."
+            f"{path}: {name} has the dtype {code}, and {known} are known."
         )
+    # Its reader is set when its place in the file is known.
     shape = tuple(stored.get_shape())
     return StoredTensor(shape, DTYPES[code], lambda: None, f"{path}: {name}")
 
 
 def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Tensor:
+    """The tensor at this byte of the file. Raises CheckpointError if the file has become shorter."""
     try:
         flat = read_range(path, offset, stored.nbytes)
         if len(flat) < stored.nbytes:
-            raise OSError(f"it ends at byte {offset + len(flat)}")
+            end = offset + len(flat)
+            raise OSError(f"it ends at byte {end}")
     except OSError as error:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}.") from error
+    # A view as another dtype needs its alignment.
     if flat.storage_offset() % stored.dtype.itemsize:
         flat = flat.clone()
     return flat.view(stored.dtype).view(stored.shape)

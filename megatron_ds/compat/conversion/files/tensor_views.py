@@ -14,7 +14,10 @@ from .stored_tensor import StoredTensor
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A rectangle of a larger tensor. offset: its corner there."""
+    """A rectangle of a larger tensor.
+
+    offset  its corner there, a number for each dimension
+    """
 
     offset: tuple[int, ...]
     tensor: StoredTensor
@@ -25,17 +28,20 @@ def changed(
     shape: Sequence[int],
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> StoredTensor:
-    """`function` of the tensor, which has this shape."""
-    return StoredTensor(
-        tuple(shape), tensor.dtype, lambda: function(tensor.read()), tensor.place
-    )
+    """`function` of the tensor, which has this shape. It is computed when the tensor is read."""
+
+    def read() -> torch.Tensor:
+        return function(tensor.read())
+
+    return StoredTensor(tuple(shape), tensor.dtype, read, tensor.place)
 
 
 def first_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
     """The first `rows` along dimension 0."""
     if tensor.shape[0] == rows:
         return tensor
-    return changed(tensor, (rows, *tensor.shape[1:]), lambda whole: whole[:rows])
+    shape = (rows, *tensor.shape[1:])
+    return changed(tensor, shape, lambda whole: whole[:rows])
 
 
 def interval(tensor: StoredTensor, start: int, shape: Sequence[int]) -> StoredTensor:
@@ -56,9 +62,10 @@ def assembled(
     inside = all(_is_inside(chunk.offsets, chunk.sizes, shape) for chunk in chunks)
     if not inside or not covers_once(shape, chunks):
         held = sum(math.prod(chunk.sizes) for chunk in chunks)
+        wanted = math.prod(shape)
         raise CheckpointError(
             f"{place}: its {len(boxes)} parts overlap or leave holes: they have {held} "
-            f"elements, and its shape {list(shape)} has {math.prod(shape)}."
+            f"elements, and its shape {list(shape)} has {wanted}."
         )
     # A single box is the tensor itself and needs no copy.
     if len(boxes) == 1:
@@ -67,8 +74,10 @@ def assembled(
     def read() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
         for box in boxes:
+            # The rectangle from the box's corner on, along each dimension.
             corners = zip(box.offset, box.tensor.shape)
-            target = whole[tuple(slice(at, at + n) for at, n in corners)]
+            region = tuple(slice(at, at + n) for at, n in corners)
+            target = whole[region]
             target.copy_(box.tensor.read())
         return whole
 
@@ -78,15 +87,22 @@ def assembled(
 def _is_inside(
     offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
 ) -> bool:
+    """Whether a rectangle lies in a tensor of this shape."""
     if len(sizes) != len(shape):
         return False
-    return all(
-        0 <= at <= at + n <= total for at, n, total in zip(offsets, sizes, shape)
-    )
+    for at, n, total in zip(offsets, sizes, shape):
+        end = at + n
+        if not 0 <= at <= end <= total:
+            return False
+    return True
 
 
 def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
-    """The parts one after the other along `dim`. Raises CheckpointError if other dimensions differ."""
+    """The parts one after the other along `dim`. place: of the result, for messages.
+
+    Raises CheckpointError if other dimensions differ.
+    """
+    # Each part begins where the one before it ends.
     boxes = []
     at = 0
     for part in parts:
@@ -94,6 +110,7 @@ def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
         offset[dim] = at
         boxes.append(StoredBox(tuple(offset), part))
         at += part.shape[dim]
+    # Other dimensions are those of the first part.
     first = parts[0]
     shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
     return assembled(shape, first.dtype, boxes, place)
@@ -101,9 +118,10 @@ def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
 
 def stacked(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
     """The parts along a new first dimension."""
-    slices = [
-        changed(part, (1, *part.shape), lambda whole: whole[None]) for part in parts
-    ]
+    slices = []
+    for part in parts:
+        shape = (1, *part.shape)
+        slices.append(changed(part, shape, lambda whole: whole[None]))
     return joined(slices, 0, place)
 
 
@@ -119,10 +137,12 @@ def merged_over_ranks(
         return _compared(parts, place)
     if len(parts) == 1:
         return parts[0]
+    # All parts need the dimension, and rows that the blocks divide.
     ndims = {len(part.shape) for part in parts}
     if len(ndims) > 1 or min(ndims) <= dim:
+        shapes = sorted({part.shape for part in parts})
         raise CheckpointError(
-            f"{place}: ranks hold the shapes {sorted({part.shape for part in parts})}, "
+            f"{place}: ranks hold the shapes {shapes}, "
             f"which are not parts along dimension {dim} of one tensor."
         )
     if any(part.shape[dim] % blocks for part in parts):
@@ -137,29 +157,33 @@ def merged_over_ranks(
 
 
 def _block(part: StoredTensor, dim: int, block: int, blocks: int) -> StoredTensor:
+    """One of the equal blocks of a rank's part along `dim`."""
     size = part.shape[dim] // blocks
+    start = block * size
     shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-    return changed(part, shape, lambda whole: whole.narrow(dim, block * size, size))
+    return changed(part, shape, lambda whole: whole.narrow(dim, start, size))
 
 
 def _compared(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
+    """The first of equal copies. Raises CheckpointError, now or when it is read, if they differ."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
+        return first
     if len({(part.shape, part.dtype) for part in parts}) > 1:
         raise CheckpointError(
             f"{place}: the ranks hold copies of different shapes, "
-            f"{list(parts[0].shape)} and others. The files are not of one save."
+            f"{list(first.shape)} and others. The files are not of one save."
         )
 
     def read() -> torch.Tensor:
-        first = parts[0].read()
+        values = first.read()
         for other in parts[1:]:
-            if not torch.equal(first, other.read()):
+            if not torch.equal(values, other.read()):
                 raise CheckpointError(
-                    f"{place} differs between {parts[0].place} and {other.place}, which "
+                    f"{place} differs between {first.place} and {other.place}, which "
                     "hold copies of it. The files are not of one save; take all of them "
                     "from one folder."
                 )
-        return first
+        return values
 
-    return StoredTensor(parts[0].shape, parts[0].dtype, read, place)
+    return StoredTensor(first.shape, first.dtype, read, place)

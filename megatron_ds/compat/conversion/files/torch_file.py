@@ -96,9 +96,12 @@ class _Window:
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[
-            whence
-        ]
+        bases = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._at,
+            os.SEEK_END: self._length,
+        }
+        base = bases[whence]
         if base + offset < 0:
             raise ValueError(f"a position {base + offset} before its begin")
         self._at = base + offset
@@ -106,10 +109,10 @@ class _Window:
 
     def read(self, count: int = -1) -> bytes:
         left = max(0, self._length - self._at)
+        if count is not None and count >= 0:
+            left = min(count, left)
         self._file.seek(self.start + self._at)
-        found = self._file.read(
-            left if count is None or count < 0 else min(count, left)
-        )
+        found = self._file.read(left)
         self._at += len(found)
         return found
 
@@ -127,26 +130,25 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
                     f"its record {record.filename} is compressed, which torch.save never does"
                 )
             records[record.filename.partition("/")[2]] = record
-        for name in ("data.pkl",):
-            if name not in records:
-                raise ValueError(
-                    f"its archive has no {name}: torch.save did not write it"
-                )
+        # Its pickle must be there, in this machine's byte order, and of a size that fits in memory.
+        if "data.pkl" not in records:
+            raise ValueError("its archive has no data.pkl: torch.save did not write it")
         if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
             raise ValueError(
                 "its numbers are big-endian. Save it on a little-endian machine"
             )
-        if records["data.pkl"].file_size > MOST_BYTES_OF_PICKLE:
-            raise ValueError(f"its data.pkl has {records['data.pkl'].file_size} bytes")
+        pickled = records["data.pkl"]
+        if pickled.file_size > MOST_BYTES_OF_PICKLE:
+            raise ValueError(f"its data.pkl has {pickled.file_size} bytes")
 
         # Storages are mapped when they are read; only their place is checked here.
         def storage_of(dtype: torch.dtype, key: str, numel: int) -> Storage:
             record = records.get(f"data/{key}")
             nbytes = numel * dtype.itemsize
             if record is None or record.file_size < nbytes:
-                found = (
-                    "missing" if record is None else f"{record.file_size} bytes long"
-                )
+                found = "missing"
+                if record is not None:
+                    found = f"{record.file_size} bytes long"
                 raise ValueError(
                     f"its record data/{key} is {found}, and a tensor needs {nbytes} bytes"
                 )
@@ -157,7 +159,8 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
                 dtype, numel, _mapping(path, at, nbytes), f"{path}, data/{key}"
             )
 
-        return ForeignFile(*unpickled(archive.read(records["data.pkl"]), storage_of))
+        content, ignored = unpickled(archive.read(pickled), storage_of)
+        return ForeignFile(content, ignored)
 
 
 def _data_start(window: _Window, record: zipfile.ZipInfo) -> int:
@@ -195,20 +198,21 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
             )
     # Storages follow in the order of the keys, each after its number of elements.
     starts: dict[str, int] = {}
-    if not isinstance(parts[4][0], list) or not all(
-        isinstance(key, str | int) for key in parts[4][0]
-    ):
+    keys, _ = parts[4]
+    is_list = isinstance(keys, list)
+    if not is_list or not all(isinstance(key, str | int) for key in keys):
         raise ValueError("its keys of storages are no list of texts")
-    for key in parts[4][0]:
+    for key in keys:
         dtype, numel = named[str(key)]
-        if int.from_bytes(
-            content[at : at + 8], "little"
-        ) != numel or at + 8 + numel * dtype.itemsize > len(content):
+        start = at + 8
+        stop = start + numel * dtype.itemsize
+        found = int.from_bytes(content[at:start], "little")
+        if found != numel or stop > len(content):
             raise ValueError(
                 f"its storage {key} at byte {at} does not have {numel} elements"
             )
-        starts[str(key)] = at + 8
-        at += 8 + numel * dtype.itemsize
+        starts[str(key)] = start
+        at = stop
     if missing := named.keys() - starts.keys():
         raise ValueError(f"its storages {sorted(missing)[:3]} are missing")
     return ForeignFile(*parts[3])

@@ -51,6 +51,7 @@ def places_of(
     lengths: list[int] = []
     at = 0
     is_empty = True
+    # Buffers hold the parameters in the order of their gradients, which is reversed.
     for parameter in reversed(parameters):
         start = -(-at // ALIGNMENT) * ALIGNMENT
         if parameter.own_bucket and not is_empty:
@@ -59,6 +60,7 @@ def places_of(
         places.append((len(lengths), start))
         at = start + math.prod(parameter.shape)
         is_empty = False
+        # A bucket ends when it is full.
         if parameter.own_bucket or bucket_size is not None and at >= bucket_size:
             lengths.append(at)
             at = 0

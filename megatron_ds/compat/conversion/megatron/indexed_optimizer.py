@@ -80,13 +80,17 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_in(parameter: LocalParameter, group: Mapping[str, Any], apart: bool) -> bool:
     """apart: experts have groups of their own, as they do if ranks hold different ones."""
     name = parameter.part.name
-    has_decay = len(parameter.shape) > 1 and not name.endswith(".bias")
-    is_expert = ".mlp.experts." in name
     if group.get("is_decoupled_lr"):
         raise CheckpointError(f"the optimizer has groups of --decoupled-lr. {REMEDY}")
-    factor = group.get("wd_mult", 0.0 if group.get("weight_decay") == 0 else 1.0)
-    is_of_group = not apart or is_expert == bool(group.get("is_expert_parallel"))
-    return has_decay == (factor != 0) and is_of_group
+    # Experts are in groups of experts.
+    is_expert = ".mlp.experts." in name
+    if apart and is_expert != bool(group.get("is_expert_parallel")):
+        return False
+    # Matrices are in groups with weight decay, biases and norms in those without.
+    default = 0.0 if group.get("weight_decay") == 0 else 1.0
+    factor = group.get("wd_mult", default)
+    has_decay = len(parameter.shape) > 1 and not name.endswith(".bias")
+    return has_decay == (factor != 0)
 
 
 def _at(masters: Any, group: int, position: int) -> StoredTensor | None:
@@ -97,12 +101,9 @@ def _at(masters: Any, group: int, position: int) -> StoredTensor | None:
 
 
 def _checked(tensor: Any, parameter: LocalParameter, place: str) -> StoredTensor:
-    if not isinstance(tensor, StoredTensor) or tensor.shape != parameter.shape:
-        shape = (
-            list(tensor.shape)
-            if isinstance(tensor, StoredTensor)
-            else type(tensor).__name__
-        )
+    is_tensor = isinstance(tensor, StoredTensor)
+    if not is_tensor or tensor.shape != parameter.shape:
+        shape = list(tensor.shape) if is_tensor else type(tensor).__name__
         raise CheckpointError(
             f"{place}: optimizer state of {parameter.part.name} has shape {shape}, and the "
             f"parameter {list(parameter.shape)}: their order is not that of the modules. "

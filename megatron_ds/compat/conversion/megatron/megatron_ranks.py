@@ -25,8 +25,9 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
     """(dimension that tensor parallelism splits, pieces packed along it) of our name, for one expert."""
     if name in VOCABULARY:
         return 0, 1
-    dims = [dim for pattern, dim in _SPLITS if pattern.fullmatch(name)]
-    dim = dims[0] if dims else None
+    matching = (dim for pattern, dim in _SPLITS if pattern.fullmatch(name))
+    dim = next(matching, None)
+    # The first matrix of a gated MLP packs the gate and the value.
     is_gated = bool(args.get("swiglu"))
     if dim == 0 and is_gated and "linear_fc1" in name:
         return dim, 2
@@ -55,19 +56,24 @@ def _without_copies(name: str, by_rank: ByRank) -> ByRank:
     expert_ranks = {ep for _, ep in by_rank}
     if len(expert_ranks) <= 1:
         return by_rank
+    # The tensors of each tensor-parallel rank, in the order of their expert-parallel ranks.
     copies: dict[int, list[StoredTensor]] = {}
     for tp, ep in sorted(by_rank):
         copies.setdefault(tp, []).append(by_rank[tp, ep])
-    return {
-        (tp, 0): merged_over_ranks(found, None, 1, name) for tp, found in copies.items()
-    }
+    merged_copies = {}
+    for tp, found in copies.items():
+        merged_copies[tp, 0] = merged_over_ranks(found, None, 1, name)
+    return merged_copies
 
 
 def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
+    """The tensor of this name; the experts' tensors along a new first dimension."""
     whole = TensorPart(name)
     if whole in parts:
         return parts[whole]
-    experts = [parts.get(TensorPart(name, number)) for number in range(len(parts))]
+    # Experts are numbered without gaps.
+    wanted = [TensorPart(name, number) for number in range(len(parts))]
+    experts = [parts.get(part) for part in wanted]
     if None in experts:
         numbers = sorted(part.expert or 0 for part in parts)
         raise CheckpointError(
@@ -81,6 +87,7 @@ def expanded_experts(
     part: TensorPart, tensor: StoredTensor, count: int
 ) -> list[tuple[TensorPart, StoredTensor]]:
     """The experts of `weight1` [h, E f] and `weight2` [E f, h], in which older versions join them."""
+    # Other tensors stay.
     layer, _, leaf = part.name.rpartition(".")
     if not layer.endswith(".mlp.experts") or leaf not in ("weight1", "weight2"):
         return [(part, tensor)]
@@ -107,10 +114,11 @@ def expanded_experts(
 
         return changed(tensor, shape, read)
 
+    # Each expert reads its own slice of the joined tensor.
     found = []
     for expert in range(count):
-        part = TensorPart(name, expert)
-        found.append((part, one(expert)))
+        of_expert = TensorPart(name, expert)
+        found.append((of_expert, one(expert)))
     return found
 
 
@@ -118,7 +126,8 @@ def with_experts_of(part: TensorPart, rank: int, count: int) -> TensorPart:
     """The part with the global number of its expert. count: experts of a rank."""
     if part.expert is None:
         return part
-    return replace(part, expert=part.expert + rank * count)
+    first = rank * count
+    return replace(part, expert=first + part.expert)
 
 
 def repacked_qkv(
@@ -132,12 +141,14 @@ def repacked_qkv(
         return tensor
     rows = tensor.shape[0]
     rest = tensor.shape[1:]
-    if rows % (3 * head_dim):
+    rows_of_head = 3 * head_dim
+    if rows % rows_of_head:
         raise CheckpointError(
             f"{tensor.place} has {rows} rows, which are not queries, keys and values of "
             f"heads of {head_dim} channels, as checkpoint_version {version} has them."
         )
-    heads = rows // (3 * head_dim)
+    # The shape of their rows, and the two dimensions that are exchanged.
+    heads = rows // rows_of_head
     if version == 0:
         order = (3, heads, head_dim)
         exchanged = (0, 1)
@@ -146,6 +157,7 @@ def repacked_qkv(
         exchanged = (1, 2)
 
     def read(whole: torch.Tensor) -> torch.Tensor:
+        # The first dimension, rows, as theirs; then two of its dimensions change places.
         theirs = whole.reshape(*order, *rest)
         ours = theirs.transpose(*exchanged)
         return ours.reshape(rows, *rest)

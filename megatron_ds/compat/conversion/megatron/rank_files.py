@@ -44,20 +44,22 @@ class RankFile:
 
 
 def rank_folders(path: Path) -> list[Path]:
-    """The folders of ranks in the folder of an iteration."""
+    """The folders of ranks in the folder of an iteration, by name. Others are passed over."""
     if not path.is_dir():
         return []
-    return sorted(
-        folder
-        for folder in path.iterdir()
-        if _FOLDER.fullmatch(folder.name) and _weights_file(folder)
-    )
+    found = []
+    for folder in path.iterdir():
+        if _FOLDER.fullmatch(folder.name) and _weights_file(folder):
+            found.append(folder)
+    return sorted(found)
 
 
 def _weights_file(folder: Path) -> Path | None:
+    """The file with the weights of a rank, under one of its two names."""
     for name in WEIGHTS_FILES:
-        if (folder / name).is_file():
-            return folder / name
+        file = folder / name
+        if file.is_file():
+            return file
     return None
 
 
@@ -67,7 +69,8 @@ def read_rank_files(path: Path) -> list[RankFile]:
     folders = rank_folders(path)
     if not folders:
         raise CheckpointError(f"{path} has no mp_rank_*/{WEIGHTS_FILES[0]}.")
-    contents = [read_torch_file(_weights_file(folder)) for folder in folders]
+    paths = [_weights_file(folder) for folder in folders]
+    contents = [read_torch_file(file) for file in paths]
     if not all(isinstance(found.content, Mapping) for found in contents):
         raise CheckpointError(f"{path}: a file holds no table of values.")
     args = fields_of(contents[0].content.get("args"))
@@ -80,6 +83,7 @@ def read_rank_files(path: Path) -> list[RankFile]:
         at = _position(folder.name, sizes)
         chunks = tuple(flattened(model) for model in _models(found.content, folder))
         files.append(RankFile(folder, at, found.content, chunks, found.ignored))
+    # They form one grid.
     files.sort(key=lambda file: file.at)
     _check_grid(path, files, sizes)
     # Megatron-LM's converter writes the same arguments into all files.
@@ -91,16 +95,22 @@ def read_rank_files(path: Path) -> list[RankFile]:
 
 
 def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
-    """(tp, pp, ep) of the arguments; None without arguments."""
+    """(tp, pp, ep) of the arguments; None without arguments.
+
+    Files of releases before pipelines name the first size model_parallel_size.
+    """
     if not args:
         return None
-    sizes = [args.get(f"{axis}_model_parallel_size") or 1 for axis in _AXES]
+    # Sizes that are missing or None are 1.
+    names = [f"{axis}_model_parallel_size" for axis in _AXES]
+    sizes = [args.get(name) or 1 for name in names]
     if not args.get("tensor_model_parallel_size"):
-        sizes[0] = args.get("model_parallel_size") or 1  # its name before pipelines
+        sizes[0] = args.get("model_parallel_size") or 1
     return tuple(sizes)
 
 
 def _position(name: str, sizes: Coordinates | None) -> Coordinates:
+    """The position that the name of a folder gives; missing numbers are 0."""
     groups = _FOLDER.fullmatch(name).groups()
     numbers = [int(number) for number in groups if number is not None]
     # With one pipeline stage, the second number is the expert-parallel position.
@@ -111,6 +121,7 @@ def _position(name: str, sizes: Coordinates | None) -> Coordinates:
 
 
 def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
+    """The model chunks of a rank in their order. Raises CheckpointError if there is none."""
     if "model" in content:
         yield content["model"]
         return
@@ -118,42 +129,52 @@ def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
     keys = [key for key in content if isinstance(key, str)]
     numbered = [key for key in keys if re.fullmatch(r"model\d+", key)]
     chunks = [f"model{i}" for i in range(len(numbered))]
-    if not chunks or any(name not in content for name in chunks):
-        first = ", ".join(map(str, list(content)[:10]))
+    missing = [name for name in chunks if name not in content]
+    if missing or not chunks:
+        entries = list(content)[:10]
+        first = ", ".join(map(str, entries))
         raise CheckpointError(f"{folder} holds no model; its entries are {first}.")
-    yield from (content[name] for name in chunks)
+    for name in chunks:
+        yield content[name]
 
 
 def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) -> None:
+    """Raises CheckpointError unless there is one file for each rank, and all are of one save.
+
+    sizes: of the grid; without them the largest positions of the files count.
+    """
     # Every rank of the grid must have a file.
-    counts = tuple(max(file.at[axis] for file in files) + 1 for axis in range(3))
     present = {file.at for file in files}
-    wanted = sizes or counts
-    absent = next((at for at in _positions(wanted) if at not in present), None)
-    if absent or len(present) != math.prod(wanted):
-        sizes_of_run = " × ".join(map(str, wanted))
+    if sizes is None:
+        sizes = tuple(max(places) + 1 for places in zip(*present))
+    missing = (at for at in _positions(sizes) if at not in present)
+    absent = next(missing, None)
+    if absent or len(present) != math.prod(sizes):
+        sizes_of_run = " × ".join(map(str, sizes))
         what = f"there are {len(present)}"
         if absent:
             what = f"the first missing is {absent}"
         raise CheckpointError(
-            f"{path} has files of {len(present)} ranks, and the run had tensor × pipeline "
-            f"× expert = {sizes_of_run} ranks; {what} (tp, pp, ep). Copy "
-            "all mp_rank folders."
+            f"{path} has files of {len(present)} ranks, and the run had tensor × "
+            f"pipeline × expert = {sizes_of_run} ranks; {what} (tp, pp, ep). "
+            "Copy all mp_rank folders."
         )
     # All files must be of one save.
     for name in ("iteration", "checkpoint_version"):
         values = {repr(file.content.get(name)) for file in files}
         if len(values) > 1:
+            listed = " and ".join(sorted(values))
             raise CheckpointError(
-                f"{path}: the files have {name} {' and '.join(sorted(values))}: they are "
-                "not of one save."
+                f"{path}: the files have {name} {listed}: they are not of one save."
             )
 
 
 def _positions(sizes: Coordinates) -> Iterator[Coordinates]:
-    for t in range(sizes[0]):
-        for p in range(sizes[1]):
-            for e in range(sizes[2]):
+    """All positions of a grid of (tp, pp, ep) ranks, one by one: a damaged file may state any sizes."""
+    tp, pp, ep = sizes
+    for t in range(tp):
+        for p in range(pp):
+            for e in range(ep):
                 yield t, p, e
 
 
@@ -163,24 +184,28 @@ def _check_rank(file: RankFile, sizes: Coordinates | None) -> None:
     world = file.args.get("world_size")
     if not sizes or not isinstance(rank, int) or sizes[2] > 1:
         return
+    tp, pp, _ = sizes
+    tp_of_name, stage_of_name, _ = file.at
     # Tensor-parallel ranks are next to each other.
-    if rank % sizes[0] != file.at[0]:
+    tp_rank = rank % tp
+    if tp_rank != tp_of_name:
         raise CheckpointError(
-            f"{file.folder} was written by rank {rank}, whose tensor-parallel position is "
-            f"{rank % sizes[0]}, and its name is that of position {file.at[0]}: the files "
-            "of two ranks are swapped. Restore them from the original."
+            f"{file.folder} was written by rank {rank}, whose tensor-parallel "
+            f"position is {tp_rank}, and its name is that of position "
+            f"{tp_of_name}: the files of two ranks are swapped. "
+            "Restore them from the original."
         )
     # Pipeline stages are the slowest dimension, unless the run chose another order.
-    if (
-        isinstance(world, int)
-        and world > 0
-        and world % sizes[1] == 0
-        and not file.args.get("use_tp_pp_dp_mapping")
-    ):
-        stage = rank // (world // sizes[1])
-        if stage != file.at[1]:
-            raise CheckpointError(
-                f"{file.folder} was written by rank {rank} of {world}, whose pipeline "
-                f"stage is {stage}, and its name is that of stage {file.at[1]}: the files "
-                "of two ranks are swapped. Restore them from the original."
-            )
+    if file.args.get("use_tp_pp_dp_mapping"):
+        return
+    if not isinstance(world, int) or world <= 0 or world % pp:
+        return
+    ranks_of_stage = world // pp
+    stage = rank // ranks_of_stage
+    if stage != stage_of_name:
+        raise CheckpointError(
+            f"{file.folder} was written by rank {rank} of {world}, "
+            f"whose pipeline stage is {stage}, and its name is that of stage "
+            f"{stage_of_name}: the files of two ranks are swapped. "
+            "Restore them from the original."
+        )

@@ -1,4 +1,4 @@
-"""Every optimizer trains the same under every layout as in one process, and continues in another one."""
+"""What every optimizer holds, offloads and saves; a run continues in another layout."""
 
 import os
 import tempfile
@@ -20,7 +20,6 @@ from megatron_ds.training.step import train_step
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from megatron_ds.zero.tiers import OffloadSettings
 from tests.harness.layout_comparison import (
-    Difference,
     global_batch_share,
     parse_layout,
     random_samples,
@@ -33,10 +32,6 @@ pytestmark = pytest.mark.threads
 
 FEW = 20 if os.environ.get("MEGATRON_DS_TEST_ALL") else 3
 LAYERS = 2
-# LAMB moves each weight by lr times its own norm: the gradient of a step follows the rounding of the last.
-# Iterations of Muon enlarge the rounding of small singular values.
-LOOSE = Difference(loss=1e-5, grad_norm=1e-5, weights=1e-5)
-TOLERANCES = {"lamb": LOOSE, "muon": LOOSE}
 FLAGS = {
     "lamb": ["--lamb-min-coeff", "0", "--lr", "1e-2", "--lr-warmup-iters", "0"],
     "adam": ["--amsgrad"],
@@ -54,7 +49,6 @@ FLAGS = {
     ],
 }
 FLAGS |= {"onebit_adam": ["--freeze-step", "1"], "onebit_lamb": ["--freeze-step", "1"]}
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.02".split()
 
 
 def job_of(name, style="llama", untied=True, dtype="fp32", more=()):
@@ -67,53 +61,11 @@ def job_of(name, style="llama", untied=True, dtype="fp32", more=()):
     ]
 
 
-@pytest.mark.parametrize(
-    "name, style, untied, layout",
-    [
-        ("lion", "llama", True, "tp=2,pp=2,zero=2"),
-        ("lion", "llama", True, "dp=2,zero=1,offload=cpu"),
-        ("adagrad", "gpt2", False, "tp=2,pp=2,zero=1,sp=1"),
-        ("adagrad", "gpt2", False, "dp=2,zero=3,offload=cpu"),
-        ("lamb", "gpt2", False, "tp=2,pp=2,zero=0,sp=1"),
-        ("lamb", "gpt2", False, "tp=2,pp=2,dp=2,zero=1"),
-        ("lamb", "gpt2", False, "tp=2,dp=2,zero=2,offload=cpu"),
-        ("lamb", "gpt2", False, "dp=4,zero=3,hpz=2"),
-        ("muon", "llama", True, "tp=2,pp=2,dp=2,zero=3"),
-        ("muon", "gpt2", False, "tp=2,dp=2,zero=1,sp=1"),
-        ("muon", "llama", True, "dp=4,zero=2"),
-        ("muon", "gpt2", False, "tp=4,pp=2,zero=0"),
-        ("muon", "llama", True, "cp=2,tp=2,zero=3"),
-    ],
-)
-def test_layouts_train_like_one_process(name, style, untied, layout):
-    difference, _ = stray(job_of(name, style, untied), layout, FEW)
-    assert difference.is_within(TOLERANCES.get(name, TOLERANCE["fp32"])), difference
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp=2,pp=2,zero=1", "dp=2,zero=3,offload=cpu,ratio=0.5"]
-)
-def test_adam_without_bias_correction_trains_like_one_process(layout):
-    job = [
-        *tiny_job("llama", "fp32", True, 0.0, LAYERS, GLOBAL_BATCH, FEW),
-        "--no-adam-bias-correction",
-    ]
-    difference, _ = stray(job, layout, FEW)
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,zero=2", "dp=2,zero=1,offload=cpu"])
+def test_lion_trains_like_one_process(layout):
+    """Lion is not in the grid: the sign of its update is that of rounding where a gradient is nearly zero."""
+    difference, _ = stray(job_of("lion"), layout, FEW)
     assert difference.is_within(TOLERANCE["fp32"]), difference
-
-
-@pytest.mark.parametrize(
-    "name, layout",
-    [
-        ("lamb", "dp=4,ep=2,zero=0"),
-        ("lamb", "tp=2,dp=2,ep=2,zero=1"),
-        ("muon", "tp=2,dp=4,ep=2,zero=2"),
-    ],
-)
-def test_experts_of_a_layer_are_on_several_ranks(name, layout):
-    """A ratio of LAMB is that of all of them; each is a matrix of Muon."""
-    difference, _ = stray(job_of(name, more=EXPERTS), layout, FEW)
-    assert difference.is_within(TOLERANCES[name]), difference
 
 
 # --------------------------------------------------------------------------------- checkpoints, bytes, dtypes

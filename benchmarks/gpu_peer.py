@@ -1,0 +1,173 @@
+"""A GPT-1.3B in plain torch under torch.compile on one GPU: what `gpu_train.py` is compared with.
+
+    python benchmarks/gpu_peer.py                 # compiled: milliseconds a step, MFU, peak memory
+    python benchmarks/gpu_peer.py --rehearse      # a tiny model on any machine
+
+The shapes, the micro-batch and the optimizer are those of gpu_train.py's gpt-1.3b: bf16 weights and gradients
+with fp32 masters (torch's fused AdamW), torch's attention, a tied head, clipping at 1.0. Tokens are random.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_train import GPT, SMALL
+from megatron_ds.config import parse
+from megatron_ds.planning.flops import model_flops, peak_flops, utilization
+
+RATE, BETAS, CLIP = 1e-4, (0.9, 0.999), 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model and of a step."""
+
+    layers: int
+    hidden: int
+    heads: int
+    positions: int
+    vocabulary: int
+    samples: int
+
+
+class Block(nn.Module):
+    """A block of GPT-2: attention and a feed-forward of four widths, each behind a LayerNorm."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        width = shape.hidden
+        self.heads = shape.heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, h] to [b, s, h]."""
+        b, s, h = x.shape
+        packed = self.qkv(self.norms[0](x)).view(b, s, 3, self.heads, -1)
+        q, k, v = packed.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(b, s, h))
+        hidden = F.gelu(self.up(self.norms[1](x)), approximate="tanh")
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    """A GPT with learned positions and a tied head; returns the mean loss."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.words = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.places = nn.Embedding(shape.positions, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden)
+        for embedding in (self.words, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """int64 [b, s] twice."""
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.words.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class Masters:
+    """fp32 copies of bf16 weights, which AdamW updates."""
+
+    def __init__(self, model: nn.Module):
+        self.low = list(model.parameters())
+        self.masters = [p.detach().float() for p in self.low]
+        on_gpu = self.low[0].is_cuda
+        self.adamw = torch.optim.AdamW(
+            self.masters, lr=RATE, betas=BETAS, fused=on_gpu or None
+        )
+
+    def step(self) -> None:
+        """Clip, update, and copy the result to the weights."""
+        for low, master in zip(self.low, self.masters):
+            master.grad = low.grad.float()
+            low.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.adamw.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.low, self.masters)
+
+
+def measure(flags: str, layers: int, steps: int, device: torch.device) -> dict:
+    """Seconds of a step, and what follows from them, of the model that the flags of gpu_train.py describe."""
+    words = [*flags.split(), "--num-layers", str(layers), "--mock-data"]
+    config = parse([*words, "--lr", "1e-4", "--train-iters", "1"], world_size=1)
+    shape = Shape(
+        layers,
+        config.model.hidden_size,
+        config.model.num_attention_heads,
+        config.model.seq_length,
+        config.padded_vocab_size,
+        config.train.global_batch_size,
+    )
+    torch.manual_seed(1)
+    model = Model(shape).to(device, torch.bfloat16)
+    masters, compiled = Masters(model), torch.compile(model)
+    size = (shape.samples, shape.positions + 1)
+    tokens = torch.randint(config.model.vocab_size, size, device=device)
+    seconds = []
+    for _ in range(steps):
+        synchronize(device)
+        start = time.perf_counter()
+        loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        masters.step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    step = statistics.median(seconds[steps // 3 :])
+    per_step = model_flops(
+        config.model, shape.samples, shape.positions, shape.vocabulary
+    )
+    gpu = device.type == "cuda"
+    return {
+        "model": "plain torch, torch.compile",
+        "layers": layers,
+        "step_s": step,
+        "first_step_s": seconds[0],
+        "tokens_per_s": shape.samples * shape.positions / step,
+        "tflops": per_step / step / 1e12,
+        "mfu": utilization(per_step / step, peak_flops(device, torch.bfloat16)),
+        "loss": loss.item(),
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has ended already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model")
+    parser.add_argument("--json", type=Path, help="write the result to a file")
+    options = parser.parse_args()
+    chosen = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if options.rehearse:
+        result = measure(SMALL, 2, 3, chosen)
+    else:
+        result = measure(GPT, 24, options.steps, chosen)
+    print(json.dumps(result, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(result))

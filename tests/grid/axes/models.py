@@ -1,0 +1,124 @@
+"""What a model computes."""
+
+import torch
+
+from tests.harness.covering import Case
+
+from .axis import Axis, Shown
+
+NORMED = {
+    "--qk-layernorm": "",
+    "--add-qkv-bias": "",
+    "--softmax-type": "off-by-one",
+}
+WINDOWED = {
+    "--window-attn-skip-freq": 2,
+    "--softmax-type": "learnable",
+}
+BIGBIRD = {
+    "--sparse-attention": "bigbird",
+    "--sparse-block": 2,
+    "--sparse-num-random-blocks": 1,
+    "--sparse-layout-per-head": "",
+    "--sparse-num-sliding-window-blocks": 3,
+}
+FIXED = {
+    "--sparse-attention": "fixed",
+    "--sparse-block": 4,
+    "--sparse-num-local-blocks": 2,
+    "--sparse-layout-per-head": "",
+    "--sparse-num-different-global-patterns": 2,
+}
+YARN = {
+    "--rotary-interleaved": "",
+    "--rotary-percent": 0.5,
+    "--kv-channels": 12,
+    "--position-embedding-type": "yarn",
+    "--original-max-position-embeddings": 12,
+}
+SCALED = {
+    "--use-rope-scaling": "",
+    "--rotary-seq-len-interpolation-factor": 2,
+    "--original-max-position-embeddings": 12,
+}
+PARALLEL = {
+    "--use-parallel-residual": "",
+    "--apply-layernorm-1p": "",
+    "--decoupled-lr": "2e-3",
+    "--param-group": "*norm*:lr_factor=0.5",
+}
+
+
+def window(case: Case) -> dict:
+    """A BERT sees tokens on both sides."""
+    return WINDOWED | {"--window-size": "5,3" if case["style"] == "bert" else "5,0"}
+
+
+def dtypes(shown: Shown) -> None:
+    is_wide = shown.case["dtype"] == "fp32"
+    assert shown.seen("dtypes") == {torch.float32 if is_wide else torch.bfloat16}
+
+
+def halves(shown: Shown) -> None:
+    """Blocks whose halves read the same input."""
+    assert shown.seen("parallel") == {shown.case["block"] == "parallel"}
+
+
+def heads(shown: Shown) -> None:
+    """A BERT with two losses has the parts of both."""
+    weights = shown.run.merged[1]
+    is_pair = shown.case["style"] == "bert" and shown.case["loss"] != "one head"
+    assert ("binary_head.weight" in weights) == is_pair
+
+
+AXES = (
+    Axis("style", {"gpt2": {}, "llama": {}, "bert": {}}, shows=heads),
+    Axis("dtype", {"fp32": {}, "bf16": {}}, shows=dtypes),
+    Axis(
+        "embeddings",
+        {"tied": {}, "untied": {"--untie-embeddings-and-output-weights": ""}},
+    ),
+    Axis(
+        "attention",
+        {
+            "plain": {},
+            "normed": NORMED,
+            "window": window,
+            "bigbird": BIGBIRD,
+            "fixed": FIXED,
+        },
+    ),
+    Axis(
+        "positions",
+        {
+            "usual": {},
+            "alibi": {"--position-embedding-type": "alibi"},
+            "yarn": YARN,
+            "scaled": SCALED,
+        },
+        needs=(
+            lambda positions, style: (
+                positions == "usual" or (positions == "alibi") == (style != "llama")
+            ),
+        ),
+    ),
+    Axis("block", {"plain": {}, "parallel": PARALLEL}, shows=halves),
+    Axis("kernels", {"auto": {}, "torch": {"--kernels": "torch"}}),
+    Axis(
+        "dropout",
+        {
+            0.0: {},
+            0.1: {"--hidden-dropout": 0.1, "--attention-dropout": 0.1},
+        },
+    ),
+    Axis(
+        "loss",
+        {
+            "plain": {},
+            "smoothed": {"--label-smoothing": 0.2},
+            "by token": {"--calculate-per-token-loss": ""},
+            "one head": {"--bert-no-binary-head": ""},
+        },
+        needs=(lambda loss, style: loss != "one head" or style == "bert",),
+    ),
+)
