@@ -3,13 +3,14 @@
     python -m megatron_ds.commands.launch.agent --job WORD --host worker-1
 
 Signals that it receives go to its ranks, which save and stop; a second Ctrl-C ends them. When one rank fails, the
-others get SIGTERM, and SIGKILL after the job's grace period, and the failure is reported (failures.py). When the
-reader of its output is gone, as after a broken connection to the launcher, the ranks are ended likewise: nothing
-is left behind on a node.
+others get SIGTERM, and SIGKILL after the job's grace period, and the failure is reported (failures.py). The same
+happens on SIGHUP, and when the reader of its output is gone, as after a broken connection to the launcher. Ranks of
+an agent that is killed are killed, too: nothing is left behind on a node.
 """
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -20,47 +21,61 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from ...cli import main_guard
 from ...errors import ConfigError
-from .failures import Failure
+from .failures import Failure, first_failure
 from .job import Job, Rank
+from .output import pieces
+from .signals import END, FORWARDED, pid_file
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 LAST_LINES = 25  # of a failed rank's output that are reported
 POLL_SECONDS = 0.1
 HOST_VARIABLES = ("SLURMD_NODENAME",)
 NUMBER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "SLURM_NODEID")
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 class RankProcess:
-    """A rank: its process, the thread that reads its output, and the last lines of it."""
+    """A rank: its process, the thread that reads its output, and the last lines of it.
+
+    Raises ConfigError if it cannot be started.
+    """
 
     def __init__(self, job: Job, host: str, rank: Rank, folder: Path):
         self.rank = rank
         self.host = host
-        self.log = (
-            Path(job.log_folder, f"rank{rank.rank}.log") if job.log_folder else None
-        )
         self.error_file = folder / f"error{rank.rank}.json"
         self.last: deque[bytes] = deque(maxlen=LAST_LINES)
         self.ended: float | None = None
+        words = job.program.command(rank.local_rank)
         variables = {**os.environ, **job.environment(host, rank)}
-        self.process = subprocess.Popen(
-            job.program.command(rank.local_rank),
-            cwd=job.folder,
-            # the error that a rank records is worth more than its last lines
-            env=variables | {"TORCHELASTIC_ERROR_FILE": str(self.error_file)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self.log = _log_file(job, rank)
+            self.process = subprocess.Popen(
+                words,
+                cwd=job.folder,
+                # the error that a rank records is worth more than its last lines
+                env=variables | {"TORCHELASTIC_ERROR_FILE": str(self.error_file)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"rank {rank.rank} cannot be started on {host} by {words[0]} in {job.folder}: {error}."
+            ) from error
         if cores := job.cores(host, rank):
             os.sched_setaffinity(self.process.pid, cores)
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
+
+    def read(self) -> None:
+        """Begin to read its output."""
         self._reader.start()
 
     def poll(self) -> int | None:
@@ -85,25 +100,21 @@ class RankProcess:
             local_rank=self.rank.local_rank,
             host=self.host,
             code=self.process.returncode,
-            time=recorded or self.ended or time.time(),
+            time=_time_of_error(recorded, self.ended or time.time()),
             message=message or lines,
-            log=str(self.log or ""),
+            log=self.log.name if self.log else "",
         )
 
     def _pass_on(self) -> None:
-        """Copy the rank's output to the log and to the agent's output, line by line."""
-        with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [sys.stdout.buffer]
-            if self.log:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
-                files.append(stack.enter_context(self.log.open("ab")))
-            for line in self.process.stdout:
-                self.last.append(line)
-                for file in files:
-                    # a closed terminal must not stop the log
-                    with contextlib.suppress(OSError, ValueError):
-                        file.write(line)
-                        file.flush()
+        """Copy the rank's output to the log and to the agent's output, as it comes."""
+        files = [sys.stdout.buffer, self.log] if self.log else [sys.stdout.buffer]
+        for piece in pieces(self.process.stdout):
+            self.last.append(piece)
+            for file in files:
+                # a closed terminal must not stop the log, nor a full disk the training
+                with contextlib.suppress(OSError, ValueError):
+                    file.write(piece)
+                    file.flush()
 
 
 class Node:
@@ -114,59 +125,105 @@ class Node:
         self.host = host
         self.ranks: list[RankProcess] = []
         self._received: list[int] = []
-        self._kill_time: float | None = None
+        self._end_time: float | None = None
 
     def run(self) -> int:
         """Start the ranks and wait for their end; the exit code of the node."""
         for number in FORWARDED:
             signal.signal(number, self._forward)
-        with tempfile.TemporaryDirectory(prefix="megatron-ds-") as folder:
+        signal.signal(END, lambda *_: self._end())
+        with (
+            pid_file(self.job, self.host),
+            tempfile.TemporaryDirectory(prefix="megatron-ds-") as folder,
+        ):
             try:
                 for rank in self.job.ranks(self.host):
-                    self.ranks.append(
-                        RankProcess(self.job, self.host, rank, Path(folder))
-                    )
+                    made = RankProcess(self.job, self.host, rank, Path(folder))
+                    self.ranks.append(made)
+                # threads begin after the last fork
+                for started in self.ranks:
+                    started.read()
                 return self._supervise()
             finally:
-                for rank in self.ranks:
-                    rank.send(signal.SIGKILL)
+                for started in self.ranks:
+                    started.send(signal.SIGKILL)
 
     def _supervise(self) -> int:
-        reported = None
+        is_reported = False
         while True:
             codes = [rank.poll() for rank in self.ranks]
-            failed = [rank for rank, code in zip(self.ranks, codes) if code]
-            if failed and reported is None:
-                reported = self._report(failed)
+            # The first failure is reported at once, so that the launcher ends the other nodes.
+            if not is_reported and any(codes):
+                is_reported = True
+                self._report()
                 self._end()
             if all(code is not None for code in codes):
-                return reported.exit_code if reported else 0
-            if self._kill_time is None and _reader_is_gone():
+                break
+            # The launcher is gone, or the time is over.
+            if self._end_time is None and _reader_is_gone():
                 self._end()
-            if self._kill_time is not None and time.monotonic() > self._kill_time:
-                for rank in self.ranks:
-                    rank.send(signal.SIGKILL)
+            if self._end_time is not None:
+                if time.time() > self._end_time + self.job.grace_seconds:
+                    self._send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
+        # An earlier error may have been recorded by a rank that took longer to end.
+        first = self._report()
+        return first.exit_code if first else max(map(abs, codes))
 
-    def _report(self, failed: list[RankProcess]) -> Failure:
-        """Print the first failure of this node."""
-        found = [rank.failure() for rank in failed]
-        first = min(found, key=lambda failure: failure.time)
-        with contextlib.suppress(OSError, ValueError):
-            print(first.line(), flush=True)
+    def _report(self) -> Failure | None:
+        """Print the first failure of this node, of the ranks that did not end on request."""
+        found = [
+            rank.failure()
+            for rank in self.ranks
+            if rank.poll() and (self._ended_alone(rank) or rank.error_file.exists())
+        ]
+        first = first_failure(found)
+        if first is not None:
+            with contextlib.suppress(OSError, ValueError):
+                print(first.line(time.time()), flush=True)
         return first
+
+    def _ended_alone(self, rank: RankProcess) -> bool:
+        return self._end_time is None or rank.ended < self._end_time
 
     def _end(self) -> None:
         """Ask all ranks to stop; they are killed after the grace period."""
-        for rank in self.ranks:
-            rank.send(signal.SIGTERM)
-        self._kill_time = time.monotonic() + self.job.grace_seconds
+        if self._end_time is None:
+            self._end_time = time.time()
+            self._send(signal.SIGTERM)
 
     def _forward(self, number: int, frame: object) -> None:
         is_second = number == signal.SIGINT and number in self._received
         self._received.append(number)
+        self._send(signal.SIGKILL if is_second else number)
+
+    def _send(self, number: int) -> None:
         for rank in self.ranks:
-            rank.send(signal.SIGKILL if is_second else number)
+            rank.send(number)
+
+
+def _log_file(job: Job, rank: Rank) -> BinaryIO | None:
+    """The open log of a rank; lines are appended to those of an earlier start."""
+    if not job.log_folder:
+        return None
+    Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+    return Path(job.log_folder, f"rank{rank.rank}.log").open("ab")
+
+
+def _die_with_parent() -> Callable[[], object] | None:
+    """What a new process calls so that the kernel kills it when this one is gone; None where there is no such."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # found before the fork
+    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _time_of_error(recorded: float, ended: float) -> float:
+    """When a rank failed, in seconds since 1970. recorded: in whole seconds, 0 for nothing; later than the end
+    for an error that follows from that of another rank."""
+    if not recorded:
+        return ended
+    return recorded if recorded > ended else min(ended, recorded + 1)
 
 
 def _recorded_error(path: Path) -> tuple[str, float]:
@@ -219,4 +276,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_guard(main, rank=0))

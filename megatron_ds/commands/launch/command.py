@@ -9,19 +9,20 @@ megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the c
 import argparse
 import os
 import re
+import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...cli import Arguments
 from ...errors import ConfigError
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, Program, core_list
-from .runners import Means, runner_named
+from .runners import Means, runner_named, ssh_to
 from .supervise import run_all
 from .variables import exported_variables
 
@@ -111,21 +112,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parsed(argv)
     slots = slots_of(args, os.environ)
     name = launcher_of(args, slots)
-    means = Means(
-        sys.executable,
-        shlex.split(args.launcher_args),
-        args.ssh_port,
-        args.venv_script,
-        args.comment,
-    )
-    job = job_of(args, slots, name)
-    started = runner_named(name)(job, means)
+    runner = runner_named(name)
+    means = means_of(args, name, os.environ)
+    job = job_of(args, slots, name, means)
+    if args.no_ssh:
+        means = replace(means, host=job.hosts[args.node_rank])
     if args.dry_run:
-        for process in started:
+        for process in runner.start(job, means):
             settings = [f"{key}={value}" for key, value in process.variables.items()]
             print(shlex.join([*settings, *process.words]))
         return 0
-    return run_all(job, started, quiet=args.quiet, writes_pid=args.save_pid)
+    return run_all(job, runner, means, quiet=args.quiet, writes_pid=args.save_pid)
+
+
+def means_of(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> Means:
+    """What the runner needs besides the job."""
+    words = shlex.split(args.launcher_args)
+    port = ["-p", str(args.ssh_port)] if args.ssh_port else []
+    # pdsh has a variable of its own for words of ssh
+    own = shlex.split(environ.get("PDSH_SSH_ARGS_APPEND", "")) if name == "pdsh" else []
+    return Means(
+        python=sys.executable,
+        arguments=words if name != "ssh" else (),
+        ssh_arguments=[*port, *own, *(words if name == "ssh" else [])],
+        activation=args.venv_script,
+        comment=args.comment,
+    )
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -146,7 +158,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(the launcher's flags and the script, the script's arguments).
 
-    The script is the first word that is neither a flag nor the value of one.
+    The script is the first word that is neither a flag nor the value of one. A flag and its value become one word,
+    since a value such as "--mca btl tcp" looks like a flag.
     """
     takes_value = {
         flag
@@ -154,11 +167,16 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if action.option_strings and action.nargs is None
         for flag in action.option_strings
     }
-    i = 0
-    while i < len(words) and words[i].startswith("-"):
-        is_pair = words[i] in takes_value
-        i += 2 if is_pair else 1
-    return list(words[: i + 1]), list(words[i + 1 :])
+    own: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        flag = rest.pop(0)
+        if flag in takes_value and rest:
+            value = rest.pop(0)
+            own.append(f"{flag}={value}" if flag.startswith("--") else flag + value)
+        else:
+            own.append(flag)
+    return [*own, *rest[:1]], rest[1:]
 
 
 def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
@@ -171,10 +189,10 @@ def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
     hosts = _hosts(args, environ)
     include = args.include
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    # As DeepSpeed: on one machine the visible devices are its slots.
-    if set(hosts) == {LOCAL} and visible and not (by_count or include or args.exclude):
-        if re.fullmatch(r"\d+(,\d+)*", visible):
-            return {LOCAL: tuple(map(int, visible.split(",")))}
+    is_chosen = by_count or include or args.exclude
+    # on one machine the visible devices are its slots
+    if set(hosts) == {LOCAL} and visible and not is_chosen:
+        return {LOCAL: _visible_slots(visible)}
     slots = chosen_slots(hosts, include, args.exclude)
     return limited(slots, args.num_nodes, args.num_gpus)
 
@@ -193,6 +211,15 @@ def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, in
     return {LOCAL: args.num_gpus or device_count()}
 
 
+def _visible_slots(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={text} does not list devices by number. Give their numbers, or choose by "
+            "--include localhost:0,1 or --num_gpus."
+        )
+    return tuple(map(int, text.split(",")))
+
+
 def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, int]:
     """The nodes of Slurm's allocation, and the GPUs or tasks of each."""
     listed = environ.get("SLURM_JOB_NODELIST")
@@ -209,10 +236,8 @@ def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, i
 
 
 def device_count() -> int:
-    """The GPUs of this machine; 1 without any."""
-    import torch  # takes seconds, and is needed on one machine only
-
-    return torch.cuda.device_count() or 1
+    """The GPUs of this machine, whichever are visible to this process; 1 without any."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1
 
 
 def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
@@ -228,7 +253,7 @@ def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
     return "pdsh" if shutil.which("pdsh") else "ssh"
 
 
-def job_of(args: argparse.Namespace, slots: Slots, launcher: str) -> Job:
+def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) -> Job:
     """The job of a command line."""
     if args.no_ssh:
         hosts = list(slots)
@@ -240,6 +265,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str) -> Job:
     cores = core_list(args.bind_core_list) if args.bind_core_list else ()
     is_bound = args.bind_cores_to_rank or bool(args.bind_core_list)
     return Job(
+        name=secrets.token_hex(8),
         slots=slots,
         program=Program(
             (args.script, *args.arguments),
@@ -249,7 +275,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str) -> Job:
         ),
         variables=exported_variables(os.environ, Path.home(), folder),
         folder=str(folder),
-        master_address=args.master_addr or master_address(args, slots, launcher),
+        master_address=args.master_addr or master_address(args, slots, launcher, means),
         master_port=args.master_port,
         log_folder=str(folder / args.log_dir) if args.log_dir else "",
         bound_cores=cores if is_bound else None,
@@ -257,15 +283,16 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str) -> Job:
     )
 
 
-def master_address(args: argparse.Namespace, slots: Slots, launcher: str) -> str:
+def master_address(
+    args: argparse.Namespace, slots: Slots, launcher: str, means: Means
+) -> str:
     """The address of the first host: asked by ssh, else its name. Tries whether ssh works."""
     first = next(iter(slots))
     if first == LOCAL or launcher == "local":
         return "127.0.0.1"
     if launcher not in ("ssh", "pdsh") or args.dry_run:
         return first
-    port = ["-p", str(args.ssh_port)] if args.ssh_port else []
-    words = ["ssh", "-o", "BatchMode=yes", *port, first, "hostname", "-I"]
+    words = ssh_to(first, "hostname -I", means.ssh_arguments).words
     try:
         answer = subprocess.run(
             words, capture_output=True, text=True, timeout=SSH_SECONDS, check=True
@@ -278,12 +305,15 @@ def master_address(args: argparse.Namespace, slots: Slots, launcher: str) -> str
             f"the first host, {first}, does not answer by ssh: {reason}. Set up ssh without a password, remove "
             "the host from the hostfile, or give --master_addr and --no_ssh_check."
         ) from error
-    words = answer.stdout.split()
-    return words[0] if words else socket.gethostbyname(first)
+    addresses = answer.stdout.split()
+    return addresses[0] if addresses else first
 
 
-def _count(text: str) -> int:
+def _count(text: str) -> int | None:
+    """A number from 1 on; None for -1."""
     number = int(text)
+    if number == -1:  # DeepSpeed's default
+        return None
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number

@@ -6,6 +6,7 @@ srun alike. The launcher keeps these lines back and prints the earliest failure 
 
 import json
 import signal
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 MARK = "::megatron-ds failure::"
@@ -13,6 +14,7 @@ SIGNAL_HINTS = {
     "SIGKILL": "the kernel does this where memory runs out (dmesg lists it), and so does a job's limit",
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "shared memory or a mapped file ran out of space",
+    "SIGTERM": "something asked it to end: the launcher, a scheduler or a user",
 }
 
 
@@ -39,9 +41,9 @@ class Failure:
         """What a shell has for it: 128 + the number of a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
-    def line(self) -> str:
-        """The line that a node prints."""
-        return MARK + json.dumps(asdict(self))
+    def line(self, now: float) -> str:
+        """The line that a node prints. Its time counts from `now`, since clocks of hosts differ."""
+        return MARK + json.dumps(asdict(self) | {"time": self.time - now})
 
     def text(self) -> str:
         """What the user reads."""
@@ -55,17 +57,18 @@ class Failure:
         return f"{place} failed first, {how}\n{self.message.rstrip()}{log}"
 
 
-def failure_in(line: str) -> Failure | None:
-    """The failure that a line of a node's output reports; pdsh puts the host before it."""
+def failure_in(line: str, now: float) -> Failure | None:
+    """The failure that a line of a node's output reports at the time `now`; pdsh puts the host before it."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None
     try:
-        return Failure(**json.loads(text))
-    except (ValueError, TypeError):
+        values = json.loads(text)
+        return Failure(**values | {"time": now + values["time"]})
+    except (ValueError, TypeError, KeyError):
         return None  # a line that was cut
 
 
-def first_failure(failures: list[Failure]) -> Failure | None:
-    """The earliest one: others fail because a peer is gone. Killed ranks come after errors of the same second."""
-    return min(failures, key=lambda f: (f.time, f.rank), default=None)
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The earliest one, which is the cause of the others: they fail because a peer is gone."""
+    return min(failures, key=lambda failure: (failure.time, failure.rank), default=None)

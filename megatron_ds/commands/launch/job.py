@@ -1,12 +1,13 @@
 """`Job`: all that a node needs to start its ranks, as one value that travels as one word of a command line.
 
-Ranks are numbered host by host. The word is urlsafe base64 of JSON: no shell on the way changes any character of
-the user's arguments.
+Ranks are numbered host by host. The word is urlsafe base64 of compressed JSON: no shell on the way changes any
+character of the user's arguments, and thousands of hosts fit into one word.
 """
 
 import base64
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Rank:
 class Job:
     """A training on some hosts.
 
+    name             unlike that of any other job; letters and digits
     slots            host → its slots, in the order of ranks
     variables        environment variables of all ranks
     folder           the working directory, the same path on every host
@@ -60,6 +62,7 @@ class Job:
     grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
     """
 
+    name: str
     slots: Mapping[str, Sequence[int]]
     program: Program
     variables: Mapping[str, str]
@@ -104,6 +107,7 @@ class Job:
             "CROSS_RANK": str(node),
             "CROSS_SIZE": str(len(self.slots)),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots)),
+            "MEGATRON_DS_LAUNCH": self.name,
         }
 
     def cores(self, host: str, rank: Rank) -> list[int]:
@@ -122,17 +126,18 @@ class Job:
     def encoded(self) -> str:
         """One word of letters, digits, -, _ and =."""
         text = json.dumps(asdict(self), separators=(",", ":"))
-        return base64.urlsafe_b64encode(text.encode()).decode()
+        return base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
 
     @classmethod
     def decoded(cls, word: str) -> "Job":
         """The job of a word. Raises ConfigError for another word."""
         try:
-            values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word))
+            text = zlib.decompress(base64.urlsafe_b64decode(word))
+            values: dict[str, Any] = json.loads(text)
             program = values.pop("program")
             words = tuple(program.pop("words"))
             return cls(program=Program(words=words, **program), **values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
             raise ConfigError(
                 f"--job is no job of megatron-ds launch: {error}."
             ) from error

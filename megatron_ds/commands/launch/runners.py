@@ -14,30 +14,35 @@ command for a remote shell has quoted words only.
 
 import shlex
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError
 from .job import Job
+from .signals import END, signal_text
 
 AGENT = "megatron_ds.commands.launch.agent"
 FANOUT = 1024  # connections of pdsh at a time
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 
 
 @dataclass(frozen=True)
 class Means:
     """What the runners need besides the job.
 
-    python      the interpreter of the agents
-    arguments   words for the runner's own program (--launcher_args)
-    ssh_port    of remote hosts
-    activation  a script that a remote shell reads first (--venv_script)
-    comment     of the Slurm job step
+    python         the interpreter of the agents
+    host           the host of this machine, for the local runner
+    arguments      words for the runner's own program (--launcher_args)
+    ssh_arguments  words for ssh: the port, and the user's own
+    activation     a script that a remote shell reads first (--venv_script)
+    comment        of the Slurm job step
     """
 
     python: str
+    host: str = ""
     arguments: Sequence[str] = ()
-    ssh_port: int | None = None
+    ssh_arguments: Sequence[str] = ()
     activation: str = ""
     comment: str = ""
 
@@ -66,41 +71,47 @@ def remote_text(job: Job, means: Means, *host: str) -> str:
     return " && ".join([*steps, f"exec {run}"])
 
 
+# ------------------------------------------------------------------------------------------------- starting
 def local(job: Job, means: Means) -> list[Started]:
-    """The agent of the only host."""
-    [host] = job.hosts
-    return [Started(agent_words(job, means, host))]
+    """The agent of this host."""
+    return [Started(agent_words(job, means, means.host or job.hosts[0]))]
 
 
 def ssh(job: Job, means: Means) -> list[Started]:
     """One connection a host."""
-    port = ["-p", str(means.ssh_port)] if means.ssh_port else []
-    options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", *port]
     return [
-        Started(
-            ["ssh", *options, *means.arguments, host, remote_text(job, means, host)]
-        )
+        ssh_to(host, remote_text(job, means, host), means.ssh_arguments)
         for host in job.hosts
     ]
 
 
+def ssh_to(host: str, text: str, arguments: Sequence[str]) -> Started:
+    """A connection to a host, whose shell runs the text."""
+    return Started(["ssh", *SSH_OPTIONS, *arguments, host, text])
+
+
 def pdsh(job: Job, means: Means) -> list[Started]:
     """One pdsh, which puts the number of each host in the place of %n."""
-    port = f" -p {means.ssh_port}" if means.ssh_port else ""
-    variables = {"PDSH_RCMD_TYPE": "ssh"}
-    if port:
-        variables["PDSH_SSH_ARGS_APPEND"] = f"-o BatchMode=yes{port}"
-    options = ["-S", "-f", str(FANOUT), *means.arguments, "-w", ",".join(job.hosts)]
     # of the whole text only the last word holds a %: the others are base64 and paths
     text = remote_text(job, means).replace("%", "%%") + " --host %n"
-    return [Started(["pdsh", *options, text], variables)]
+    return [_pdsh(job, means, text)]
+
+
+def _pdsh(job: Job, means: Means, text: str) -> Started:
+    variables = {
+        "PDSH_RCMD_TYPE": "ssh",
+        "PDSH_SSH_ARGS_APPEND": shlex.join([*SSH_OPTIONS, *means.ssh_arguments]),
+    }
+    options = ["-S", "-f", str(FANOUT), *means.arguments, "-w", ",".join(job.hosts)]
+    return Started(["pdsh", *options, text], variables)
 
 
 def slurm(job: Job, means: Means) -> list[Started]:
-    """One task a node of the allocation, or of those that the job names."""
+    """One task a node of the allocation, or of those that the job names; a task may use the whole node."""
     count = str(len(job.slots))
     words = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"]
     words += ["--kill-on-bad-exit=1", "--export=ALL", "--chdir", job.folder]
+    words += ["--cpu-bind=none", "--disable-status"]
     words += ["--nodelist", ",".join(job.hosts)]
     if means.comment:
         words += ["--comment", means.comment]
@@ -111,20 +122,49 @@ def openmpi(job: Job, means: Means) -> list[Started]:
     """One process a host, in the order of the job's hosts."""
     hosts = ",".join(f"{host}:1" for host in job.hosts)
     words = ["mpirun", "-n", str(len(job.slots)), "--host", hosts, "--map-by", "node"]
-    words += ["--wdir", job.folder, "-x", "PYTHONPATH"]
+    words += ["--bind-to", "none", "--wdir", job.folder, "-x", "PYTHONPATH"]
+    # Open MPI ends processes itself; ranks get the same time as elsewhere.
+    words += ["--mca", "odls_base_sigkill_timeout", str(int(job.grace_seconds) + 5)]
     path = {"PYTHONPATH": job.variables.get("PYTHONPATH", "")}
     return [Started([*words, *means.arguments, *agent_words(job, means)], path)]
 
 
-Runner = Callable[[Job, Means], list[Started]]
-RUNNERS: dict[str, Runner] = {
-    "local": local,
-    "ssh": ssh,
-    "pdsh": pdsh,
-    "slurm": slurm,
-    "openmpi": openmpi,
+# ------------------------------------------------------------------------------------------------ signalling
+def ssh_signals(job: Job, means: Means, number: int) -> list[Started]:
+    """One more connection a host, which signals the agent there."""
+    return [
+        ssh_to(host, signal_text(job, node, number), means.ssh_arguments)
+        for node, host in enumerate(job.hosts)
+    ]
+
+
+def pdsh_signals(job: Job, means: Means, number: int) -> list[Started]:
+    """One more pdsh, which signals all agents."""
+    return [_pdsh(job, means, signal_text(job, "%n", number))]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """start: the processes of a job; signals: those that signal its agents
+
+    program   what must be installed, "" for nothing
+    signals   None: the started processes pass signals on
+    end       the signal by which a job is ended, where they do
+    """
+
+    start: Callable[[Job, Means], list[Started]]
+    program: str = ""
+    signals: Callable[[Job, Means, int], list[Started]] | None = None
+    end: signal.Signals = END
+
+
+RUNNERS = {
+    "local": Runner(local),
+    "ssh": Runner(ssh, "ssh", ssh_signals),
+    "pdsh": Runner(pdsh, "pdsh", pdsh_signals),
+    "slurm": Runner(slurm, "srun", end=signal.SIGTERM),
+    "openmpi": Runner(openmpi, "mpirun", end=signal.SIGTERM),
 }
-PROGRAMS = {"ssh": "ssh", "pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 # Launchers of DeepSpeed that are not here.
 INSTEAD = {
     "mpich": "openmpi or slurm",
@@ -139,11 +179,12 @@ def runner_named(name: str) -> Runner:
         raise ConfigError(f"--launcher {name} is not supported; use {INSTEAD[name]}.")
     if name not in RUNNERS:
         raise ConfigError(f"--launcher {name} is not known: use {', '.join(RUNNERS)}.")
-    program = PROGRAMS.get(name)
-    if program and not shutil.which(program):
-        others = [n for n, p in PROGRAMS.items() if shutil.which(p)]
+    runner = RUNNERS[name]
+    if runner.program and not shutil.which(runner.program):
+        programs = [other.program for other in RUNNERS.values() if other.program]
+        others = [program for program in programs if shutil.which(program)]
         raise ConfigError(
-            f"--launcher {name} needs the program {program}, which is not installed here. "
+            f"--launcher {name} needs the program {runner.program}, which is not installed here. "
             f"Installed: {', '.join(others) or 'none of the others'}."
         )
-    return RUNNERS[name]
+    return runner

@@ -8,26 +8,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from .failures import Failure, failure_in, first_failure
 from .job import Job
-from .runners import Started
+from .output import pieces
+from .runners import Means, Runner, Started
+from .signals import END, FORWARDED
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 0.1
+CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
 
 
 class Processes:
     """The processes that the launcher has started, and the failures that their output reports."""
 
-    def __init__(self, started: Sequence[Started], grace_seconds: float):
+    def __init__(self, job: Job, runner: Runner, means: Means):
         self.failures: list[Failure] = []
-        self._grace_seconds = grace_seconds
+        self.commands = runner.start(job, means)
+        self._job = job
+        self._runner = runner
+        self._means = means
+        self._pending: deque[int] = deque()
+        self._received: list[int] = []
         self._kill_time: float | None = None
         self._lock = threading.Lock()
-        self._processes = [self._start(one) for one in started]
+        self._processes = [_started(one, subprocess.PIPE) for one in self.commands]
+        self._signallers: list[subprocess.Popen] = []
         self._readers = [
             threading.Thread(target=self._read, args=(process,), daemon=True)
             for process in self._processes
@@ -35,45 +44,63 @@ class Processes:
         for reader in self._readers:
             reader.start()
 
-    def _start(self, one: Started) -> subprocess.Popen:
-        return subprocess.Popen(
-            one.words,
-            env={**os.environ, **one.variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C comes to them once, from here
-        )
+    def request(self, number: int) -> None:
+        """Have the signal sent soon. This is what a signal handler may call."""
+        self._pending.append(number)
 
     def wait(self) -> list[int]:
         """Wait for all; when one fails, the others are asked to end. Their exit codes."""
         while True:
+            while self._pending:
+                self._forward(self._pending.popleft())
             codes = [process.poll() for process in self._processes]
-            if any(codes) and self._kill_time is None:
+            # The first failure ends the job, before its node has ended.
+            if (self.failures or any(codes)) and self._kill_time is None:
                 self.end()
             if all(code is not None for code in codes):
                 break
             if self._kill_time is not None and time.monotonic() > self._kill_time:
-                self.send(signal.SIGKILL)
+                self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        for reader in self._readers:
-            reader.join(timeout=5)
+        for other in (*self._readers, *self._signallers):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                (other.join if isinstance(other, threading.Thread) else other.wait)(
+                    timeout=5
+                )
         return codes
 
     def end(self) -> None:
         """Ask all to end. An agent gives its ranks the grace period, so this waits longer than that."""
-        self.send(signal.SIGTERM)
-        self._kill_time = time.monotonic() + self._grace_seconds + 10
+        self._send(END)
+        self._kill_time = (
+            time.monotonic() + self._job.grace_seconds + CONNECTION_SECONDS
+        )
 
-    def send(self, number: int) -> None:
-        """Send a signal to all."""
+    def _forward(self, number: int) -> None:
+        """Pass a signal on. After a second Ctrl-C nothing is waited for long."""
+        if number == signal.SIGINT and number in self._received:
+            self._kill_time = time.monotonic() + CONNECTION_SECONDS
+        self._received.append(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        """Send a signal to all agents."""
+        if self._runner.signals is None:
+            self._send_here(self._runner.end if number == END else number)
+            return
+        for one in self._runner.signals(self._job, self._means, number):
+            self._signallers.append(_started(one, subprocess.DEVNULL))
+
+    def _send_here(self, number: int) -> None:
+        """Send a signal to the processes that were started here."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
     def _read(self, process: subprocess.Popen) -> None:
-        for line in process.stdout:
-            failure = failure_in(line.decode(errors="replace"))
+        """Pass the output of a process on, and keep the failures that it reports."""
+        for line in pieces(process.stdout):
+            failure = failure_in(line.decode(errors="replace"), time.time())
             with self._lock:
                 if failure is not None:
                     self.failures.append(failure)
@@ -83,25 +110,41 @@ class Processes:
                     sys.stdout.buffer.flush()
 
 
+def _started(one: Started, output: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        one.words,
+        env={**os.environ, **one.variables},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C comes to them once, from here
+    )
+
+
 def run_all(
-    job: Job, started: Sequence[Started], quiet: bool = False, writes_pid: bool = False
+    job: Job,
+    runner: Runner,
+    means: Means,
+    quiet: bool = False,
+    writes_pid: bool = False,
 ) -> int:
-    """Run the processes; the exit code of the job: 0, or that of the rank that failed first."""
+    """Run a job; its exit code: 0, or that of the rank that failed first."""
     if not quiet:
         _say(f"{job.world_size} ranks on {_hosts_text(job)}")
-    processes = Processes(started, job.grace_seconds)
+    processes = Processes(job, runner, means)
     for number in FORWARDED:
-        signal.signal(number, lambda number, _: processes.send(number))
+        signal.signal(number, lambda number, _: processes.request(number))
     with _pid_file() if writes_pid else contextlib.nullcontext():
         codes = processes.wait()
+    # What failed first, last.
     failure = first_failure(processes.failures)
     if failure is not None:
         _say(failure.text())
         return failure.exit_code
     failed = next((code for code in codes if code), 0)
     if failed:
-        words = started[codes.index(failed)].words
-        _say(f"{words[0]} ended with code {failed} before any rank reported an error")
+        program = processes.commands[codes.index(failed)].words[0]
+        _say(f"{program} ended with code {failed} before any rank reported an error")
     return failed if failed >= 0 else 128 - failed
 
 
