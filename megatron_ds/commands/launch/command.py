@@ -30,6 +30,7 @@ HOSTFILE = Path("/job/hostfile")
 PORT = 29500
 LOCAL = "localhost"
 SSH_SECONDS = 30
+OWN = ("megatron_ds", "megatron-ds")  # their first argument is a command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--no_local_rank",
         action="store_true",
-        help="do not append --local_rank=N; without effect on scripts of this package, which get none",
+        help="do not give --local_rank=N to the script; commands of megatron_ds get none",
     )
     add(
         "--log-dir",
@@ -271,7 +272,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
             (args.script, *args.arguments),
             "" if args.no_python else sys.executable,
             args.module,
-            has_local_rank=not args.no_local_rank,
+            has_local_rank=not args.no_local_rank and Path(args.script).name not in OWN,
         ),
         variables=exported_variables(os.environ, Path.home(), folder),
         folder=str(folder),
