@@ -83,6 +83,12 @@ def printed(text: str) -> list[dict]:
     return sorted(found, key=lambda values: values["rank"])
 
 
+def children_of(process: int) -> list[int]:
+    """Ids of the processes that the main thread of a process has started."""
+    path = Path(f"/proc/{process}/task/{process}/children")
+    return [int(word) for word in path.read_text().split()]
+
+
 def processes_of(folder: Path) -> list[int]:
     """Ids of the processes that work in a folder."""
     found = []

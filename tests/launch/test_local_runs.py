@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from tests.launch.starts import LEAST, PROGRAM, Launcher, all_end, launch, printed
+from tests.launch.starts import (
+    LEAST,
+    PROGRAM,
+    Launcher,
+    all_end,
+    children_of,
+    launch,
+    printed,
+)
 from tests.launch.test_job import ODD_WORDS
 
 pytestmark = pytest.mark.processes
@@ -91,8 +99,7 @@ def test_nothing_is_left_behind_by_a_process_that_is_killed(tmp_path, whom):
     started = Launcher(words, tmp_path, PLAN=plan(others="ignore"))
     started.wait_for("rank 0 waits", "rank 1 waits")
     launcher = started.process.pid
-    with open(f"/proc/{launcher}/task/{launcher}/children") as children:
-        [agent] = map(int, children.read().split())
+    [agent] = children_of(launcher)
     os.kill(launcher if whom == "launcher" else agent, signal.SIGKILL)
     assert all_end(tmp_path)
     assert started.end() in (-9, 137)

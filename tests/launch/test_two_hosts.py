@@ -2,6 +2,7 @@
 installed."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tests.launch.starts import (
     ROOT,
     Launcher,
     all_end,
+    children_of,
     environment,
     launch,
     printed,
@@ -27,11 +29,12 @@ from tests.launch.test_job import ODD_WORDS
 
 pytestmark = pytest.mark.processes
 
-TRAINING = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 8 --lr 1e-3 --mock-data --vocab-size 61 --log-interval 1 "
-    "--tensor-model-parallel-size 2"
-).split()
+TRAINING = [
+    str(ROOT / "pretrain_gpt.py"),
+    *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1".split(),
+    *"--global-batch-size 12 --lr 1e-3 --mock-data --vocab-size 61 --train-iters 3 --eval-iters 0".split(),
+    *"--zero-stage 1 --log-interval 1".split(),
+]
 
 
 @dataclass(frozen=True)
@@ -146,15 +149,36 @@ def test_nothing_is_left_behind_when_connections_are_cut(cluster, folder, alloca
     plan = json.dumps({"others": "ignore"})
     (folder / ".deepspeed_env").write_text(f"PLAN={plan}\n")
     words = [*cluster.before, "--grace-seconds", str(LEAST), PROGRAM]
-    started = Launcher(words, folder)
-    started = Launcher(words, folder, **allocated) if started.process.kill() else started
-    started.end()
+    started = Launcher(words, folder, **allocated)
+    started.wait_for("rank 0 waits", "rank 1 waits", "rank 2 waits")
+    clients = children_of(started.process.pid)
+    assert len(clients) == (2 if cluster.name == "ssh" else 1)
+    os.kill(clients[0], signal.SIGKILL)
+    assert started.end() == 137
+    assert f"{cluster.name} ended with code -9" in started.text
 
 
-def loss_of(text: str) -> list[str]:
-    """The losses of all steps, as printed."""
-    return [
-        line.partition("lm loss:")[2].split("|")[0]
-        for line in text.splitlines()
-        if "lm loss:" in line
-    ]
+def test_a_training_ends_with_the_loss_of_torchrun(cluster, folder, allocated):
+    alone = ["--standalone", "--nproc-per-node", str(cluster.ranks)]
+    words = [sys.executable, "-m", "torch.distributed.run", *alone, *TRAINING]
+    done = subprocess.run(
+        [*words, "--metrics-jsonl", "torchrun.jsonl"],
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = [*cluster.before, *TRAINING, "--metrics-jsonl", "launch.jsonl"]
+    code, text = launch(words, folder, OMP_NUM_THREADS="1", **allocated)
+    assert code == 0, text
+    assert losses(folder / "launch.jsonl") == losses(folder / "torchrun.jsonl")
+
+
+def losses(path: Path) -> list[float]:
+    """The losses of the steps of a run."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(found) == 3
+    return found
