@@ -36,6 +36,7 @@ LAST_LINES = 25  # of a failed rank's output that are reported
 POLL_SECONDS = 0.1
 HOST_VARIABLES = ("SLURMD_NODENAME",)
 NUMBER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "SLURM_NODEID")
+SIGNAL_WORDS = {str(int(number)) for number in (*FORWARDED, END)}
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -127,8 +128,11 @@ class Node:
         self._received: list[int] = []
         self._end_time: float | None = None
 
-    def run(self) -> int:
-        """Start the ranks and wait for their end; the exit code of the node."""
+    def run(self, listens: bool = False) -> int:
+        """Start the ranks and wait for their end; the exit code of the node.
+
+        listens: signals come by this process's input, too
+        """
         for number in FORWARDED:
             signal.signal(number, self._forward)
         signal.signal(END, lambda *_: self._end())
@@ -143,6 +147,8 @@ class Node:
                 # threads begin after the last fork
                 for started in self.ranks:
                     started.read()
+                if listens:
+                    threading.Thread(target=_listen, daemon=True).start()
                 return self._supervise()
             finally:
                 for started in self.ranks:
@@ -200,6 +206,14 @@ class Node:
     def _send(self, number: int) -> None:
         for rank in self.ranks:
             rank.send(number)
+
+
+def _listen() -> None:
+    """Send this process the signals whose numbers come by its input; END when the input ends."""
+    for line in sys.stdin:
+        if line.strip() in SIGNAL_WORDS:
+            os.kill(os.getpid(), int(line))
+    os.kill(os.getpid(), END)
 
 
 def _log_file(job: Job, rank: Rank) -> BinaryIO | None:
@@ -270,9 +284,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron_ds.commands.launch.agent")
     parser.add_argument("--job", required=True, help="the word of a job")
     parser.add_argument("--host", default="", help="name or number of this host")
+    parser.add_argument("--listen", action="store_true", help="signals come by stdin")
     args = parser.parse_args(argv)
     job = Job.decoded(args.job)
-    return Node(job, host_of(job, args.host, os.environ)).run()
+    return Node(job, host_of(job, args.host, os.environ)).run(args.listen)
 
 
 if __name__ == "__main__":

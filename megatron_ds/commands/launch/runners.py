@@ -14,16 +14,16 @@ command for a remote shell has quoted words only.
 
 import shlex
 import shutil
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError
 from .job import Job
-from .signals import END, signal_text
+from .signals import signal_text
 
 AGENT = "megatron_ds.commands.launch.agent"
 FANOUT = 1024  # connections of pdsh at a time
+LISTENING = "--listen"
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 
 
@@ -115,7 +115,7 @@ def slurm(job: Job, means: Means) -> list[Started]:
     words += ["--nodelist", ",".join(job.hosts)]
     if means.comment:
         words += ["--comment", means.comment]
-    return [Started([*words, *means.arguments, *agent_words(job, means)])]
+    return [Started([*words, *means.arguments, *agent_words(job, means), LISTENING])]
 
 
 def openmpi(job: Job, means: Means) -> list[Started]:
@@ -123,10 +123,8 @@ def openmpi(job: Job, means: Means) -> list[Started]:
     hosts = ",".join(f"{host}:1" for host in job.hosts)
     words = ["mpirun", "-n", str(len(job.slots)), "--host", hosts, "--map-by", "node"]
     words += ["--bind-to", "none", "--wdir", job.folder, "-x", "PYTHONPATH"]
-    # Open MPI ends processes itself; ranks get the same time as elsewhere.
-    words += ["--mca", "odls_base_sigkill_timeout", str(int(job.grace_seconds) + 5)]
-    path = {"PYTHONPATH": job.variables.get("PYTHONPATH", "")}
-    return [Started([*words, *means.arguments, *agent_words(job, means)], path)]
+    words += ["--stdin", "all", *means.arguments, *agent_words(job, means), LISTENING]
+    return [Started(words, {"PYTHONPATH": job.variables.get("PYTHONPATH", "")})]
 
 
 # ------------------------------------------------------------------------------------------------ signalling
@@ -145,25 +143,26 @@ def pdsh_signals(job: Job, means: Means, number: int) -> list[Started]:
 
 @dataclass(frozen=True)
 class Runner:
-    """start: the processes of a job; signals: those that signal its agents
+    """start: the processes of a job
 
-    program   what must be installed, "" for nothing
-    signals   None: the started processes pass signals on
-    end       the signal by which a job is ended, where they do
+    program    what must be installed, "" for nothing
+    signals    the processes that signal the agents; None: the started processes do
+    has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
+               end everything by the signals that a training is to see
     """
 
     start: Callable[[Job, Means], list[Started]]
     program: str = ""
     signals: Callable[[Job, Means, int], list[Started]] | None = None
-    end: signal.Signals = END
+    has_input: bool = False
 
 
 RUNNERS = {
     "local": Runner(local),
     "ssh": Runner(ssh, "ssh", ssh_signals),
     "pdsh": Runner(pdsh, "pdsh", pdsh_signals),
-    "slurm": Runner(slurm, "srun", end=signal.SIGTERM),
-    "openmpi": Runner(openmpi, "mpirun", end=signal.SIGTERM),
+    "slurm": Runner(slurm, "srun", has_input=True),
+    "openmpi": Runner(openmpi, "mpirun", has_input=True),
 }
 # Launchers of DeepSpeed that are not here.
 INSTEAD = {

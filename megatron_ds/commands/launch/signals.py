@@ -1,7 +1,8 @@
 """Signals on the way from the launcher to the ranks of another host.
 
-ssh ends by most signals instead of passing them on. Therefore each agent writes its process id into a file whose
-name the launcher knows, and the launcher sends a signal by a second connection that reads the file.
+ssh, srun and mpirun end by most signals instead of passing them on. srun and mpirun pass their input on, by which
+agents get the numbers of signals. With ssh each agent writes its process id into a file whose name the launcher
+knows, and the launcher sends a signal by a second connection that reads the file.
 """
 
 import contextlib

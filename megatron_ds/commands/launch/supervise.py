@@ -35,7 +35,10 @@ class Processes:
         self._received: list[int] = []
         self._kill_time: float | None = None
         self._lock = threading.Lock()
-        self._processes = [_started(one, subprocess.PIPE) for one in self.commands]
+        source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
+        self._processes = [
+            _started(one, source, subprocess.PIPE) for one in self.commands
+        ]
         self._signallers: list[subprocess.Popen] = []
         self._readers = [
             threading.Thread(target=self._read, args=(process,), daemon=True)
@@ -62,11 +65,11 @@ class Processes:
             if self._kill_time is not None and time.monotonic() > self._kill_time:
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        for other in (*self._readers, *self._signallers):
+        for reader in self._readers:
+            reader.join(timeout=5)
+        for signaller in self._signallers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                (other.join if isinstance(other, threading.Thread) else other.wait)(
-                    timeout=5
-                )
+                signaller.wait(timeout=5)
         return codes
 
     def end(self) -> None:
@@ -85,11 +88,17 @@ class Processes:
 
     def _send(self, number: int) -> None:
         """Send a signal to all agents."""
-        if self._runner.signals is None:
-            self._send_here(self._runner.end if number == END else number)
-            return
-        for one in self._runner.signals(self._job, self._means, number):
-            self._signallers.append(_started(one, subprocess.DEVNULL))
+        if self._runner.signals is not None:
+            for one in self._runner.signals(self._job, self._means, number):
+                nothing = subprocess.DEVNULL
+                self._signallers.append(_started(one, nothing, nothing))
+        elif self._runner.has_input:
+            for process in self._processes:
+                with contextlib.suppress(OSError):
+                    process.stdin.write(f"{int(number)}\n".encode())
+                    process.stdin.flush()
+        else:
+            self._send_here(number)
 
     def _send_here(self, number: int) -> None:
         """Send a signal to the processes that were started here."""
@@ -110,11 +119,11 @@ class Processes:
                     sys.stdout.buffer.flush()
 
 
-def _started(one: Started, output: int) -> subprocess.Popen:
+def _started(one: Started, source: int, output: int) -> subprocess.Popen:
     return subprocess.Popen(
         one.words,
         env={**os.environ, **one.variables},
-        stdin=subprocess.DEVNULL,
+        stdin=source,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C comes to them once, from here
