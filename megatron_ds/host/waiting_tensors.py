@@ -9,6 +9,10 @@ waits for it, and the device memory is free. So the last tensor that was put is 
 backward starts at once. When a tensor is taken, the one put before it begins to come back. The device holds
 two tensors, whatever their number. Rajbhandari et al. 2020 (arXiv:1910.02054), section 6.1, "Pa+cpu".
 
+Host buffers are used again in the order of the streams: a copy to the host begins behind the stream of the model,
+which has waited for all copies of a tensor before its buffer is given back. So there are as many buffers as tensors
+wait at a time, also while the host is a step ahead of the device.
+
 The meta device stands for a GPU in plans: it holds the same memory, and nothing is copied.
 """
 
@@ -16,6 +20,7 @@ import weakref
 
 import torch
 
+from .page_locked import PageLockedPool
 from .side_streams import Mark, side_stream
 
 
@@ -26,21 +31,41 @@ class WaitingTensor:
     before  the tensor that was put before it in the same micro-batch, while that waits
     """
 
-    def __init__(self, x: torch.Tensor, before: "WaitingTensor | None"):
+    def __init__(
+        self, x: torch.Tensor, before: "WaitingTensor | None", pool: PageLockedPool
+    ):
         self.near: torch.Tensor | None = x
         self._before = None if before is None else weakref.ref(before)
         self.shape = x.shape
         self.dtype = x.dtype
         self.device = x.device
         self.nbytes = x.nbytes
-        self._far = None
+        self._pool = pool
+        self._buffer: torch.Tensor | None = None
         self._copied = Mark()
-        if x.device.type != "meta":
-            self._far = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        if x.device.type != "meta" and x.nbytes:
+            self._buffer, _ = pool.borrow(x.nbytes)
             stream = side_stream(x.device, "to host")
             with stream.behind_current():
                 self._far.copy_(x, non_blocking=True)
                 self._copied = stream.mark()
+
+    def __del__(self):
+        """Return the host memory of a tensor that was not taken, because a backward has ended early."""
+        if self._buffer is not None:
+            self.leave()
+            self.give_back()
+
+    @property
+    def _far(self) -> torch.Tensor:
+        """The copy in host memory."""
+        return self._buffer.view(self.dtype).view(self.shape)
+
+    def give_back(self) -> None:
+        """Let go of the host memory. The current stream has waited for its copies (`leave`)."""
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+            self._buffer = None
 
     @property
     def before(self) -> "WaitingTensor | None":
@@ -57,7 +82,7 @@ class WaitingTensor:
         """Begin to copy it to the device."""
         # Allocated by the stream of the model, which waits for the copy: it can be freed as any other tensor.
         self.near = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if self._far is not None:
+        if self._buffer is not None:
             stream = side_stream(self.device, "to device")
             with stream.behind_current():
                 self._copied.wait()
@@ -74,6 +99,7 @@ class WaitingTensors:
         )
         self._leaving: WaitingTensor | None = None
         self._all: weakref.WeakSet[WaitingTensor] = weakref.WeakSet()
+        self._pool = PageLockedPool()
 
     def put(self, x: torch.Tensor, microbatch: object) -> WaitingTensor:
         """Begin to copy x to the host. microbatch: an object that all tensors of one have in common, which
@@ -82,7 +108,7 @@ class WaitingTensors:
             self._leaving.leave()
         last = self._last.get(microbatch)
         self._leaving = waiting = WaitingTensor(
-            x.detach(), None if last is None else last()
+            x.detach(), None if last is None else last(), self._pool
         )
         self._last[microbatch] = weakref.ref(waiting)
         self._all.add(waiting)
@@ -95,6 +121,7 @@ class WaitingTensors:
         if waiting.near is None:
             waiting.come()
         x = waiting.leave()
+        waiting.give_back()
         before = waiting.before
         if before is not None and before.near is None:
             before.come()

@@ -29,6 +29,7 @@ from ..ops.alibi import Alibi, alibi_slopes
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import OutputExchange, attention, exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
+from ..ops.kernel_table import Bound
 from ..ops.key_visibility import KeyVisibility
 from ..ops.rotary import (
     apply_rotary,
@@ -55,7 +56,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Core(Protocol):
     """Attention of a rank's heads.
 
-    A core may have a method `arrange`, of the same arguments, that returns the q, k and v which the call then
+    Its class may have a method `arrange`, of the same arguments, that returns the q, k and v which the call then
     takes: the caller frees its own between the two; and a method `again`, in place of the call where that is
     repeated in backward.
     """
@@ -70,8 +71,9 @@ def arranged(
     core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
 ) -> Heads:
     """What the core takes in place of q, k and v."""
-    arrange = getattr(core, "arrange", None)
-    return (q, k, v) if arrange is None else arrange(q, k, v, batch)
+    if not hasattr(type(core), "arrange"):
+        return q, k, v
+    return core.arrange(q, k, v, batch)
 
 
 def attend(
@@ -172,6 +174,7 @@ class Rotary:
         self.base = base
         self.scalings = scalings
         self.interleaved = interleaved
+        self._split = Bound(split_rotary)
         self._positions = None
         self._tables = None
 
@@ -179,7 +182,7 @@ class Rotary:
         self, qkv: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n, d], k and v [s, b, g, d]. The positions of the batch are [b, s]."""
-        return split_rotary(qkv, *self.tables_of(batch), self.interleaved)
+        return self._split(qkv, *self.tables_of(batch), self.interleaved)
 
     def rotate(self, heads: Iterable[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
         """Each of the tensors [s, b, n, d] rotated: for heads that are changed after they are split."""
@@ -312,6 +315,7 @@ class SelfAttention(nn.Module):
         self.core_attention = core or CoreAttention(
             config, f"{name}.core_attention", ctx
         )
+        self.group_heads = self.num_heads // self.num_groups + 2  # with key and value
         # One projection for queries, keys and values, packed by group.
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -326,6 +330,7 @@ class SelfAttention(nn.Module):
             weight.spec, matrices=Matrices(g, (n // g * d, d, d), head=d)
         )
         # Norms of the heads of queries and keys.
+        self.norms_heads = config.qk_layernorm
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)
@@ -344,25 +349,29 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention over the positions in `cache` and of x, whose keys and values are appended."""
         q, k, v = self.project(x, batch)
+        parts = self._modules  # without the search of nn.Module.__getattr__
+        core = self.core_attention
+        proj = parts["linear_proj"]
         if cache is not None:
             k, v = cache.append(k, v)  # [all positions so far, b, g/t, d]
         if self.recompute_core:
-            return self.linear_proj(attend_again(self.core_attention, q, k, v, batch))
+            return proj(attend_again(core, q, k, v, batch))
         # What the projection returned is free from here on, unless the core keeps it.
-        q, k, v = arranged(self.core_attention, q, k, v, batch)
-        return self.linear_proj(self.core_attention(q, k, v, batch))
+        if hasattr(type(core), "arrange"):
+            q, k, v = core.arrange(q, k, v, batch)
+        return proj(core(q, k, v, batch))
 
     def project(
         self, x: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k normalized and rotated."""
-        qkv = self.linear_qkv(x)  # [s, b, (n + 2g)/t * d]
-        heads = self.num_heads // self.num_groups + 2  # of a group
-        qkv = qkv.view(*qkv.shape[:2], self.num_groups, heads, self.head_dim)
-        if self.q_layernorm is None and self.rotary is not None:
+        qkv = self._modules["linear_qkv"](x)  # [s, b, (n + 2g)/t * d]
+        s, b, _ = qkv.shape
+        qkv = qkv.view(s, b, self.num_groups, self.group_heads, self.head_dim)
+        if not self.norms_heads and self.rotary is not None:
             return self.rotary(qkv, batch)  # splits and rotates at once
         q, k, v = split_heads(qkv)
-        if self.q_layernorm is not None:
+        if self.norms_heads:
             q = self.q_layernorm(q)
             k = self.k_layernorm(k)
             if self.rotary is not None:
@@ -442,6 +451,10 @@ class CoreAttention(nn.Module):
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
         self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
+        # Where a query sees itself and all keys before it, attention needs nothing but q, k and v.
+        is_bare = self.sink.kind == "vanilla" and not self.alibi_heads
+        self.is_simple = is_bare and pattern == CAUSAL
+        self.simple_attention = Bound(attention)
 
     def forward(
         self,
@@ -453,6 +466,8 @@ class CoreAttention(nn.Module):
     ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
+        if self.is_simple and not p and exchange is None and is_whole(batch, q, k):
+            return self.simple_attention(q, k, v)
         visible = visible_keys(self.pattern.of_heads(self.heads(q)), batch)
         run = (
             attention
@@ -492,6 +507,15 @@ class CoreAttention(nn.Module):
             picked=picked,
             device=q.device,
         )
+
+
+def is_whole(batch: Batch, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether the batch hides no keys, and there are as many queries."""
+    return (
+        batch.document_ids is None
+        and batch.attention_mask is None
+        and q.shape[0] == k.shape[0]
+    )
 
 
 def visible_keys(pattern: AttentionPattern, batch: Batch) -> KeyVisibility:

@@ -73,19 +73,19 @@ class Block(nn.Module):
     def _forward(
         self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
     ) -> torch.Tensor:
-        attended = self.self_attention(self.input_layernorm(x), batch, cache)
+        parts = self._modules  # without the search of nn.Module.__getattr__
+        norm = parts["pre_mlp_layernorm"]
+        mlp = parts["mlp"]
+        attended = parts["self_attention"](parts["input_layernorm"](x), batch, cache)
         if self.parallel_residual:
             total = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(
-                self.mlp(self.pre_mlp_layernorm(x), batch), total, batch
-            )
+            return self.mlp_dropout.add(mlp(norm(x), batch), total, batch)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)
-            normed = self.pre_mlp_layernorm(x)
-        else:
-            normed, x = self.pre_mlp_layernorm(attended, x)
-        return self.mlp_dropout.add(self.mlp(normed, batch), x, batch)
+            return self.mlp_dropout.add(mlp(norm(x), batch), x, batch)
+        normed, x = norm(attended, x)
+        return x + mlp(normed, batch)
 
 
 def block_layers(
@@ -258,8 +258,9 @@ class MLP(nn.Module):
             "ffn_hidden_size", width, ctx.tp, "each rank holds an equal part of it"
         )
         # Gated activations need several parts of the first product.
-        self.activation = pick(ACTIVATIONS, "activation", config.activation)
-        parts = self.activation.parts
+        activation = pick(ACTIVATIONS, "activation", config.activation)
+        self.activation = activation.bound()
+        parts = activation.parts
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             parts * width,
@@ -282,14 +283,16 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [s(/t), b, h] → the same shape, in `ctx.mlp_tiles` tiles. `batch` is not used."""
+        if self.tiles == 1:
+            return self.of_tile(x)
         tiles = number_of_tiles(self.tiles, len(x) * self.ranks, x.shape[-1])
         return in_tiles(self.of_tile, x, list(self.parameters()), min(tiles, len(x)))
 
     def of_tile(self, x: torch.Tensor) -> torch.Tensor:
         """Some tokens: x [.., b, h] → the same shape."""
-        return self.linear_fc2(
-            self.activation(self.linear_fc1(x))
-        )  # [s, b, f/t] between
+        parts = self._modules
+        wide = self.activation(parts["linear_fc1"](x))  # [s, b, f/t]
+        return parts["linear_fc2"](wide)
 
 
 def output_std(config: ModelConfig) -> float:

@@ -31,6 +31,7 @@ import torch
 
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
+from ..mpu.device_wait import read_numbers
 from ..mpu.group import Group
 from ..mpu.regions import copy_to_region, reduce_from_region
 from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
@@ -89,6 +90,7 @@ class Dispatch:
         k = routing.experts.shape[1]
         # `received` is flat, [ep, t, E/ep]. Slots of a token behind the first `width` have no rows.
         rows, received, (width,) = _host(
+            groups.ep,
             (own, planned),
             (chunks, planned * t),
             (used, k),
@@ -207,14 +209,14 @@ def _columns_used(experts: torch.Tensor, kept: torch.Tensor | None) -> torch.Ten
     return used.amax(0, keepdim=True)
 
 
-def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
-    """The numbers of each tensor, flat, on the host, which waits once.
+def _host(group: Group, *counted: tuple[torch.Tensor, int]) -> list[list[int]]:
+    """The numbers of each tensor, flat, on the host, which waits once. group: ranks that the wait depends on.
 
     Each tensor is given with a planned total: without values the numbers are equal parts of it.
     """
     tensors = [counts.flatten() for counts, _ in counted]
     if all(has_memory(t) for t in tensors):
-        numbers = iter(torch.cat(tensors).tolist())
+        numbers = iter(read_numbers(torch.cat(tensors), group))
         return [list(islice(numbers, len(t))) for t in tensors]
     return [_equal_parts(total, counts.numel()) for counts, total in counted]
 

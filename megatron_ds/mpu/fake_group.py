@@ -5,6 +5,7 @@ and no values, nothing else is needed. Sizes are checked as by a real transport 
 `mesh.traffic`, so the bytes that one of a thousand ranks sends can be counted on a laptop.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from .mesh import Mesh
 
 class FakeTransport:
     """`group.Transport` without peers. size: of the group."""
+
+    wait_seconds = math.inf
 
     def __init__(self, axes: str, size: int):
         self.axes = axes

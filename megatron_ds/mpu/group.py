@@ -118,7 +118,11 @@ class Transport(Protocol):
 
     Each method is collective over the group, except `isend`, `irecv` and `exchange`. Tensors are contiguous;
     results are written in place. `op` is one of "sum", "max", "min".
+
+    wait_seconds  how long an operation may take, after which it fails
     """
+
+    wait_seconds: float
 
     def all_reduce(self, tensor: "Tensor", op: str) -> Work:
         """`tensor` becomes the reduction over all ranks."""
@@ -166,7 +170,7 @@ class Transport(Protocol):
         """Signals among the ranks, if they share memory; None where the system forbids it."""
 
     def failure(self, what: str, error: Exception) -> Exception:
-        """The error to raise when an operation on shared memory failed."""
+        """The error to raise when an operation on shared memory, or a wait for the device, failed."""
 
 
 @dataclass(frozen=True, eq=False)

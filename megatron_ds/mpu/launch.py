@@ -23,6 +23,8 @@ from ..console import one_line, shortened
 from ..errors import CommunicationError, ConfigError, MegatronDSError
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
+from .control import control_group, forget
+from .flight_recorder import switch_on
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .nccl_settings import USUAL, NcclSettings
 from .rendezvous import Place, meet, report_absence
@@ -108,17 +110,18 @@ def start(
 
     alone: start it for one rank, too
 
-    CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not connect in
-    time, have another world size, or ended by an error.
+    Where there are GPUs, its groups have NCCL alone, else gloo. Raises CommunicationError when other ranks do not
+    connect in time, have another world size, or ended by an error.
     """
     with reported_to_others(launch):
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = _own_device(launch)
             torch.cuda.set_device(device)
+            switch_on(os.environ)
         if launch.world_size > 1:
             check_file_limit(launch.world_size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if launch.world_size > 1:
         _join(launch, backend, timeout)
     elif alone:
@@ -131,6 +134,7 @@ def stop() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
+        forget()
         dist.destroy_process_group()
 
 
@@ -354,6 +358,7 @@ def connect_torch(
     timeout = timeout or world_timeout()
     mine = None
     options = nccl.options(groups, timeout) if _has_nccl() else None
+    control = control_group(timeout) if _has_nccl() else None
     num_lanes = NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
     for ranks in groups:
         if len(ranks) > 1:
@@ -362,7 +367,7 @@ def connect_torch(
                 for _ in range(1 + num_lanes)
             ]
             if rank in ranks:
-                mine = transport_over(made[0], axes, made[1:])
+                mine = transport_over(made[0], axes, made[1:], control)
     if num_lanes and mine is not None:
         mine.open_lanes(torch.device("cuda", torch.cuda.current_device()))
     if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
@@ -378,7 +383,11 @@ def _new_group(
     try:
         with only_errors():
             return dist.new_group(
-                ranks, timeout=timeout, pg_options=options, group_desc=axes
+                ranks,
+                timeout=timeout,
+                backend="nccl" if _has_nccl() else None,
+                pg_options=options,
+                group_desc=axes,
             )
     except RuntimeError as error:
         call = f" in {current_call()}" if current_call() else ""
@@ -397,23 +406,24 @@ def world_timeout() -> timedelta | None:
     """
     import torch.distributed as dist
 
-    world = dist.group.WORLD
-    options = [
-        getattr(world._get_backend(device), "options", None)
-        for device in world._device_types
-    ]
-    return next((found._timeout for found in options if found is not None), None)
+    from .transport import timeout_of
+
+    return timeout_of(dist.group.WORLD)
 
 
 def transport_over(
-    process_group: Any, axes: str = "", lanes: Sequence[Any] = ()
+    process_group: Any,
+    axes: str = "",
+    lanes: Sequence[Any] = (),
+    control: Any = None,
 ) -> Transport:
-    """The transport over one torch ProcessGroup. lanes: others of the same ranks, see `TorchTransport`."""
+    """The transport over one torch ProcessGroup. lanes: others of the same ranks; control: the gloo group of
+    the world, both of `TorchTransport`."""
     from .gloo import GlooTransport
     from .transport import TorchTransport
 
     return (
-        TorchTransport(process_group, axes, lanes)
+        TorchTransport(process_group, axes, lanes, control)
         if _has_nccl()
         else GlooTransport(process_group, axes)
     )

@@ -16,8 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 REPORT_SECONDS = 10.0  # ranks that waited time out within a step of one another
 LAST_REPORT_SECONDS = 2.0  # for the last one, when all others have reported
@@ -50,7 +53,7 @@ def register_host() -> None:
 
 def report_failure() -> None:
     """Report that an operation failed on this rank, so that it is not named as stuck. Not collective."""
-    _within(ANSWER_SECONDS, lambda: _write(_store()))
+    within(ANSWER_SECONDS, lambda: _write(_store()))
 
 
 def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
@@ -60,18 +63,18 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
     Returns a sentence; None when the store stops responding before all reports are in.
     """
     size = dist.get_world_size()
-    store = _within(ANSWER_SECONDS, _store)
-    if store is None or not _within(ANSWER_SECONDS, lambda: _write(store)):
+    store = within(ANSWER_SECONDS, _store)
+    if store is None or not within(ANSWER_SECONDS, lambda: _write(store)):
         return (
             "The store of torch.distributed does not respond: its process, rank 0 or torchrun's agent, "
             "is stuck or gone"
         )
     deadline = time.monotonic() + wait_seconds
-    while (count := _within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
+    while (count := within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
         if count == size - 1:  # the last one may be about to report
             deadline = min(deadline, time.monotonic() + LAST_REPORT_SECONDS)
         if count == size or time.monotonic() > deadline:
-            return _within(ANSWER_SECONDS, lambda: _sentence(store, size))
+            return within(ANSWER_SECONDS, lambda: _sentence(store, size))
         time.sleep(0.05)
     return None
 
@@ -148,7 +151,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
-def _within(seconds: float, call: Callable):
+def within(seconds: float, call: Callable[[], T]) -> T | None:
     """The result of `call`, None if it raises or takes longer; its thread ends with the process."""
     result: list = []
 

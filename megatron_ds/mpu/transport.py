@@ -9,6 +9,9 @@ both sides post them. A pipeline has four streams without an order among them (a
 the next and to the previous rank), so on NCCL its group has a communicator for each. On gloo the tags of
 messages separate the streams.
 
+Note: control. On GPUs groups have NCCL alone. Objects, barriers and messages of CPU tensors go through the gloo
+group of the world (`control.py`); collectives of CPU tensors, which only rare operations have, through the GPU.
+
 Note: opening. torch connects two ranks at their first message in a lane, and the host of the first, also of
 the first that posts a *receive*, waits until the other's host has come. Pipelines post receives early: a rank
 could wait for a gradient to be sent, before it has sent the activation that the gradient needs. So all
@@ -17,7 +20,10 @@ neighbours exchange a number on every lane when the group is made. (Do not give 
 the send to the next.)
 """
 
+import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +33,16 @@ from torch import Tensor
 from ..errors import CommunicationError
 from ..host.memory_maps import SharedPages, share_pages
 from ..host.signal_pipes import SignalPipes, share_pipes
-from .group import AllOf, Messages, Work
-from .stuck_ranks import current_call, name_stuck_ranks, report_failure
+from .control import ring_gather
+from .flight_recorder import save_record
+from .group import DONE, AllOf, Messages, Work
+from .stuck_ranks import (
+    ANSWER_SECONDS,
+    current_call,
+    name_stuck_ranks,
+    report_failure,
+    within,
+)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 EXCHANGE_TAG = (1 << 20) + (1 << 16) + 1  # above those of channels and of gloo.py
@@ -49,6 +63,15 @@ def lone_process_group(rank: int) -> dist.ProcessGroup | None:
     )
 
 
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
+    """How long the collectives of a torch ProcessGroup may take; None if its backends have no timeout."""
+    options = [
+        getattr(process_group._get_backend(device), "options", None)
+        for device in process_group._device_types
+    ]
+    return next((found._timeout for found in options if found is not None), None)
+
+
 class TorchTransport:
     """`group.Transport` over one torch ProcessGroup. Failures and timeouts raise CommunicationError."""
 
@@ -57,12 +80,27 @@ class TorchTransport:
         process_group: dist.ProcessGroup,
         axes: str = "",
         lanes: Sequence[dist.ProcessGroup] = (),
+        control: dist.ProcessGroup | None = None,
     ):
+        """control: the gloo group of the world, for a process group that has NCCL alone"""
         self.process_group = process_group
         self.axes = axes
         self.lanes = lanes
+        self.control = control
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
+
+    @property
+    def wait_seconds(self) -> float:
+        """The timeout of the process group."""
+        timeout = timeout_of(self.process_group)
+        return math.inf if timeout is None else timeout.total_seconds()
+
+    @cached_property
+    def is_of_gpus_alone(self) -> bool:
+        """Whether the process group cannot carry CPU tensors."""
+        devices = self.process_group._device_types
+        return bool(devices) and torch.device("cpu") not in devices
 
     def open_lanes(self, device: torch.device) -> None:
         """Connect each rank with the next, and the last with the first, on every lane. Collective."""
@@ -113,7 +151,7 @@ class TorchTransport:
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Start a message to the rank at position `destination`."""
         what = f"send to rank {self.ranks[destination]}"
-        lane = self._lane(self.rank, destination, tag)
+        lane = self._lane(tensor, self.rank, destination, tag)
         return self._guard(
             what,
             lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
@@ -122,7 +160,7 @@ class TorchTransport:
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive a message of the tensor's shape and dtype into it."""
         what = f"receive from rank {self.ranks[source]}"
-        lane = self._lane(source, self.rank, tag)
+        lane = self._lane(tensor, source, self.rank, tag)
         return self._guard(
             what, lambda: dist.irecv(tensor.detach(), self.ranks[source], lane, tag)
         )
@@ -153,11 +191,16 @@ class TorchTransport:
         """The picklable objects of all ranks, in rank order."""
         objects = [None] * self.size
         with _Translated(self, "all-gather of objects"):
+            if self.control is not None:
+                return ring_gather(obj, self.ranks, self.axes, self.control)
             dist.all_gather_object(objects, obj, group=self.process_group)
         return objects
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
+        if self.control is not None:
+            self.all_gather_object(None)
+            return
         with _Translated(self, "barrier"):
             dist.barrier(self.process_group)
 
@@ -167,9 +210,9 @@ class TorchTransport:
 
     def share_signals(self) -> SignalPipes | None:
         """Signals among the ranks, which wait as long as the group's collectives. Collective."""
-        backend = self.process_group._get_backend(torch.device("cpu"))
-        seconds = backend.options._timeout.total_seconds()
-        return share_pipes(self.rank, self.ranks, self.all_gather_object, seconds)
+        return share_pipes(
+            self.rank, self.ranks, self.all_gather_object, self.wait_seconds
+        )
 
     def failure(self, what: str, error: Exception) -> CommunicationError:
         """The error to raise for `error`, with the group, its ranks and the probable cause."""
@@ -181,9 +224,14 @@ class TorchTransport:
             dist.destroy_process_group(process_group)
         self.lanes = ()
         self.process_group = None
+        self.control = None
 
-    def _lane(self, source: int, destination: int, tag: int) -> dist.ProcessGroup:
+    def _lane(
+        self, tensor: Tensor, source: int, destination: int, tag: int
+    ) -> dist.ProcessGroup:
         """`Channels` gives activations even and gradients odd tags."""
+        if self.control is not None and tensor.device.type == "cpu":
+            return self.control
         return (
             self.lanes[2 * (tag % 2) + (source < destination)]
             if self.lanes
@@ -191,9 +239,23 @@ class TorchTransport:
         )
 
     def _start(self, what: str, function: Callable, *arguments: Any) -> Work:
+        if arguments[0].device.type == "cpu" and self.is_of_gpus_alone:
+            return self._start_on_device(what, function, *arguments)
         return self._guard(
             what, lambda: function(*arguments, group=self.process_group, async_op=True)
         )
+
+    def _start_on_device(self, what: str, function: Callable, *arguments: Any) -> Work:
+        """A collective of CPU tensors by way of the GPU. The host waits for it."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        far = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
+        near = list(arguments)
+        for i in far:
+            near[i] = arguments[i].to(device)
+        self._start(what, function, *near).wait()
+        for i in far:
+            arguments[i].copy_(near[i])
+        return DONE
 
     def _guard(self, what: str, call: Callable[[], Any]) -> Work:
         with _Translated(self, what):
@@ -279,6 +341,8 @@ def _failure_message(transport: TorchTransport, what: str, error: Exception) -> 
             "A peer did not arrive in time (--distributed-timeout-minutes, or "
             f"init_distributed(timeout=…), sets the time to wait). {stuck}"
         )
+        if recorded := within(ANSWER_SECONDS, lambda: save_record(me)):
+            why = f"{why}. {recorded}"
     else:
         report_failure()
         why = "Look for the earliest error among these ranks"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .cpu import compiled_gelu
 from .gpu import gated_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
 from .meta_tensors import has_memory
 
 
@@ -32,6 +32,11 @@ class Activation:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
+
+    def bound(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function for one layer."""
+        is_operation = isinstance(self.function, Operation)
+        return Bound(self.function) if is_operation else self.function
 
 
 @Operation

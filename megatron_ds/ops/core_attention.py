@@ -51,9 +51,10 @@ def attention(
     """
     if keep is not None or scoring.sink is not None:
         return reference_attention(q, k, v, visible, keep=keep, scoring=scoring)
-    queries, keys, values = (
-        t.permute(1, 2, 0, 3) for t in (q, k, v)
-    )  # [b, n or g, s, d], views
+    # [b, n or g, s, d], views
+    queries = q.permute(1, 2, 0, 3)
+    keys = k.permute(1, 2, 0, 3)
+    values = v.permute(1, 2, 0, 3)
     # A causal pattern alone is an option of torch's kernels; anything else is a mask or a bias.
     is_causal = (
         visible.is_plain

@@ -2,7 +2,9 @@
 
 Experts are such products: the rows are tokens sorted by expert. Implementations:
 
-    torch's grouped_mm   GPUs in bf16, where the sizes are multiples of 16 bytes: one launch for all experts
+    torch's grouped_mm   GPUs of compute capability 9 and 10 (Hopper, Blackwell) in bf16, where the sizes are
+                         multiples of 16 bytes: one launch for all experts. On others torch would copy the
+                         numbers of rows to the host, which has them, and wait
     one product a run    everywhere else, and the reference
 
 Runs may be empty; all rows must belong to a run, because grouped_mm leaves rows behind the last run
@@ -12,15 +14,16 @@ memory is that of all.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
 
 from .meta_tensors import has_memory
-from .product import add_product_, affine, product_into
+from .product import FP32_SUMS, add_product_, affine, product_into
 
 ALIGNMENT = 16  # bytes, of a row
+GROUPED_ARCHITECTURES = (9, 10)  # major compute capability
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -106,7 +109,9 @@ def add_grouped_gradient_(
 
     overwrites: replace what `out` contains, by 0 for an empty run
     """
-    if _has_kernel(x, out):
+    # One product a run is not rounded before it is added; grouped_mm has 16-bit results alone.
+    is_exact = add_product_.has(FP32_SUMS, out.device.type, out.dtype)
+    if _has_kernel(x, out) and not is_exact:
         products = F.grouped_mm(dy.t(), x, offs=runs.ends)
         out.copy_(products) if overwrites else out.add_(products)
         return
@@ -151,4 +156,10 @@ def _has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and aligned
         and has_memory(x)
         and x.shape[0] > 0
+        and _has_grouped_kernel(x.device)
     )
+
+
+@cache
+def _has_grouped_kernel(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in GROUPED_ARCHITECTURES

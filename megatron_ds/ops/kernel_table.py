@@ -12,6 +12,12 @@ An operation is a function of torch's operations, which takes every device, dtyp
 faster implementations, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's on
 GPUs and CPUs. Which implementations a device has is decided once; a call asks only about its arguments.
 
+A layer calls an operation again and again with arguments alike. It holds a `Bound`, which asks once for each
+shape of the first tensor:
+
+    self.norm = Bound(rms_norm)
+    self.norm(x, weight, eps)            the implementation that its first call with this shape has chosen
+
 Code inside torch.compile runs torch's operations: the compiler fuses those, and cannot look into kernels.
 
 Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeCpuTensors: an implementation must
@@ -55,6 +61,14 @@ Ran = dict[str, set[str]]
 """Name of an operation → names of the implementations that ran."""
 
 
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _all(*_: Any, **__: Any) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute an operation.
@@ -65,6 +79,8 @@ class Implementation:
     available  "" if it can run on this machine, else the reason why not; asked once
     suits      called with the operation's arguments: False where a later implementation is faster
     fits       called with the operation's arguments: "" if it takes them, else the reason, logged once
+
+    The last two look at shapes, dtypes, devices and settings, never at the values of tensors.
     """
 
     name: str
@@ -72,8 +88,8 @@ class Implementation:
     devices: Sequence[str] | None = None
     dtypes: Sequence[torch.dtype] | None = None
     available: Callable[[], str] = lambda: ""
-    suits: Callable[..., bool] = lambda *_, **__: True
-    fits: Callable[..., str] = lambda *_, **__: ""
+    suits: Callable[..., bool] = _always
+    fits: Callable[..., str] = _all
 
 
 class Operation:
@@ -114,6 +130,7 @@ class Operation:
 
         def add(function: Callable) -> Callable:
             self.implementations.insert(-1, Implementation(name, function, **limits))
+            CHOICES.change()
             return function
 
         return add
@@ -134,6 +151,7 @@ class Operation:
             self, device, dtype, "auto"
         )  # the list that all calls read
         entries[:] = [entry for entry in entries if entry.name != name]
+        CHOICES.change()
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         return self.choice(x, *arguments, **named)(x, *arguments, **named)
@@ -142,19 +160,68 @@ class Operation:
         self, x: torch.Tensor, *arguments: Any, **named: Any
     ) -> Callable[..., Any]:
         """The function that a call of these arguments runs."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.in_torch
         for calls in _RECORDS if x.dim() > 1 else ():
             calls[self, x.dtype, x.shape[-1]] = None
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
-            if entry.suits(x, *arguments, **named):
-                reason = entry.fits(x, *arguments, **named)
-                if not reason:
-                    for ran in _RAN:
-                        ran.setdefault(self.name, set()).add(entry.name)
-                    return entry.function
-                _log_once(self.name, entry.name, reason)
+            if entry.suits is not _always and not entry.suits(x, *arguments, **named):
+                continue
+            reason = "" if entry.fits is _all else entry.fits(x, *arguments, **named)
+            if not reason:
+                for ran in _RAN:
+                    ran.setdefault(self.name, set()).add(entry.name)
+                return entry.function
+            _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
+
+
+class Bound:
+    """An operation at one place of a model, where arguments beside the first tensor do not change their shapes,
+    dtypes and settings.
+
+    It chooses an implementation at its first call, and again where the first tensor has another shape or dtype,
+    or where the choices of the process change. Tensors must be contiguous, or always strided alike.
+    """
+
+    __slots__ = ("operation", "_chosen")
+
+    def __init__(self, operation: Operation):
+        self.operation = operation
+        self._chosen: tuple[Any, Callable[..., Any]] = (None, operation)
+
+    def __deepcopy__(self, memo: dict) -> "Bound":
+        return Bound(self.operation)
+
+    def __call__(self, x: torch.Tensor, *arguments: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.operation.in_torch(x, *arguments)
+        key = x.shape, x.dtype, CHOICES.number
+        known, function = self._chosen
+        if key != known or key[2] is None:
+            function = self.operation.choice(x, *arguments)
+            self._chosen = key, function
+        return function(x, *arguments)
+
+
+class Choices:
+    """The choices of the process.
+
+    number  changes when an operation may choose another implementation for the same arguments; None while calls
+            are recorded: then every call must choose
+    """
+
+    def __init__(self):
+        self.number: int | None = 0
+        self._changes = 0
+
+    def change(self) -> None:
+        """What has been chosen is chosen anew."""
+        self._changes += 1
+        self.number = None if _RECORDS or _RAN else self._changes
+
+
+CHOICES = Choices()
 
 
 def random_tensors(
@@ -187,10 +254,12 @@ def calls_recorded() -> Iterator[Calls]:
     larger tensors only: flat ones have no width, on which a kernel could depend."""
     calls: Calls = {}
     _RECORDS.append(calls)
+    CHOICES.change()
     try:
         yield calls
     finally:
         _RECORDS[:] = [other for other in _RECORDS if other is not calls]
+        CHOICES.change()
 
 
 @contextmanager
@@ -198,10 +267,12 @@ def implementations_recorded() -> Iterator[Ran]:
     """Collects which implementations of which operations run within the context, in all threads."""
     ran: Ran = {}
     _RAN.append(ran)
+    CHOICES.change()
     try:
         yield ran
     finally:
         _RAN[:] = [other for other in _RAN if other is not ran]
+        CHOICES.change()
 
 
 _MODE = [
@@ -217,6 +288,7 @@ def select(mode: str) -> None:
     if mode not in MODES:
         raise ConfigError(f"--kernels {mode} is not known: use {' or '.join(MODES)}.")
     _MODE[0] = mode
+    CHOICES.change()
 
 
 @contextmanager

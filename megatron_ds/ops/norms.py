@@ -13,7 +13,7 @@ from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
 from .cpu import compiled_norms
 from .gpu import norm_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
 
 
 class _Norm(nn.Module):
@@ -50,18 +50,24 @@ class _Norm(nn.Module):
             device=device,
         )
         self.weight = make("weight", "zeros" if zero_centred else "ones")
-        self.bias = make("bias", "zeros") if self.has_bias else None
+        bias = make("bias", "zeros") if self.has_bias else None
+        self.register_parameter("bias", bias)
+        self.norm = Bound(layer_norm if self.has_bias else rms_norm)
+        self.residual_norm = Bound(residual_norm)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
-        weight = self.weight + self.offset if self.offset else self.weight
+        own = self._parameters  # without the search of nn.Module.__getattr__
+        weight = own["weight"]
+        if self.offset:
+            weight = weight + self.offset
         if residual is not None:
-            return residual_norm(x, residual, weight, self.bias, self.eps)
+            return self.residual_norm(x, residual, weight, own["bias"], self.eps)
         if self.has_bias:
-            return layer_norm(x, weight, self.bias, self.eps)
-        return rms_norm(x, weight, self.eps)
+            return self.norm(x, weight, own["bias"], self.eps)
+        return self.norm(x, weight, self.eps)
 
 
 class LayerNorm(_Norm):

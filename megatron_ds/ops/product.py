@@ -3,16 +3,18 @@
 Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
 cpu/widened_products.py; on CPUs with AVX-512 BF16, compiled products (cpu/compiled_product.py) of a single
 bf16 row, of bf16 matrices unless there is AMX, and on AMD's of fp32 matrices; and sums of other 16-bit
-products in fp32 by cpu/compiled_addition.py.
+products in fp32 by cpu/compiled_addition.py. On GPUs 16-bit products are added to fp32 sums by gpu/fp32_sums.py.
 """
 
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from .cpu import compiled_addition, compiled_product
 from .cpu.widened_products import add_widened_product_, is_widened, widened_product
-from .kernel_table import CPU, Operation, random_tensors
+from .gpu import fp32_sums
+from .kernel_table import CPU, GPU, Operation, random_tensors
 from .meta_tensors import has_memory
 
 
@@ -30,9 +32,7 @@ def affine(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None; in `out` if it is given."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+    return _linear(x, weight, bias, out=out)
 
 
 @product.example
@@ -57,6 +57,8 @@ def _affine_example(
     )
 
 
+FP32_SUMS = "fp32 sums"
+_linear = F.linear  # takes `out`, too
 LOW = (torch.bfloat16, torch.float16)
 MOST_NARROW = (
     1 << 22
@@ -158,8 +160,7 @@ def _widened_affine(
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    result = widened_product(x, weight.t(), bias)
-    return result if out is None else out.copy_(result)
+    return widened_product(x, weight.t(), bias, out)
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -178,13 +179,35 @@ def add_product_(
     if out.dtype == torch.float32 and is_widened(a):
         add_widened_product_(out.zero_() if overwrites else out, a, b)
     elif out.dtype != a.dtype or is_widened(a):
-        rows = (
-            max(1, MOST_NARROW // out.shape[1])
-            if out.device.type == "cpu"
-            else out.shape[0]
-        )
-        for part, of_a in zip(out.split(rows), a.split(rows)):
-            add_narrow_(part, product(of_a, b), overwrites)
+        if out.device.type == "cpu" and out.numel() > MOST_NARROW:
+            rows = max(1, MOST_NARROW // out.shape[1])
+            for part, of_a in zip(out.split(rows), a.split(rows)):
+                add_narrow_(part, product(of_a, b), overwrites)
+        else:
+            add_narrow_(out, product(a, b), overwrites)
+    elif overwrites:
+        torch.mm(a, b, out=out)
+    else:
+        out.addmm_(a, b)
+
+
+add_product_.implementation(
+    FP32_SUMS,
+    devices=GPU,
+    dtypes=(torch.float32,),
+    suits=fp32_sums.suits,
+    available=fp32_sums.reason_against,
+)(fp32_sums.add_product_)
+
+
+@add_product_.implementation("whole", devices=GPU)
+def _sum_on_gpu(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
+) -> None:
+    """A GPU multiplies all dtypes, and a product is as small as the weight."""
+    if out.dtype != a.dtype:
+        rounded = torch.mm(a, b)
+        out.copy_(rounded) if overwrites else out.add_(rounded)
     elif overwrites:
         torch.mm(a, b, out=out)
     else:

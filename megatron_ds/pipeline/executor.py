@@ -6,7 +6,8 @@ as possible. Neighbouring stages on one rank so pass tensors without a transfer,
 would make them: strides decide the order in which sums are taken, and with it the last bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..batch.batch import Batch
 from ..batch.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
 from ..mpu.channels import Channels, FromItself, Pending
+from .device_place import DevicePlace
 from .instruction import Instruction, Op, Program
 from .passes import forward_only
 from .stage import Stage
@@ -90,6 +92,7 @@ class Executor:
             tuple[int, ...]
         ] = []  # of the hidden states between stages, by micro-batch
         self._current: Instruction | None = None
+        self._place = DevicePlace() if device.type == "cuda" else None
         self._scale = 1.0
         self.timeline: Timeline | None = None
         # Programs by number of micro-batches; a fixed one is compiled at once.
@@ -117,6 +120,17 @@ class Executor:
         with torch.no_grad():
             return self._execute(microbatches, forward=True)
 
+    @contextmanager
+    def place_named(self) -> Iterator[None]:
+        """Inside, a CommunicationError names the instruction at which the device is. On a GPU the host waits for
+        it only behind the step."""
+        try:
+            yield
+        except CommunicationError as error:
+            if self._place is None:
+                raise
+            raise CommunicationError(f"{self._device_place()}: {error}") from error
+
     @property
     def entries(self) -> list[Entry]:
         """Loss terms and metrics that layers of this rank added in the last `run` or `forward`, detached."""
@@ -135,6 +149,8 @@ class Executor:
         self._microbatches = microbatches
         self._losses = {}
         self._current = None
+        if self._place is not None:
+            self._place.begin()
         for stage in self.stages.values():
             stage.begin_step()
         try:
@@ -162,6 +178,8 @@ class Executor:
         if self.timeline is None:
             for handler, self._current in steps:
                 handler(self._current)
+                if self._place is not None:
+                    self._place.add(self._current)
             return
         for handler, self._current in steps:
             self._await(self._current)
@@ -185,11 +203,18 @@ class Executor:
         step = f"in a step of {len(self._microbatches)} micro-batches"
         if i is None:
             return f"pipeline rank {self.rank} was about to begin the first instruction {step}"
-        microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
-        return (
-            f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
-            f"{i.stage}) {step}"
+        where = f"pipeline rank {self.rank} was executing {_described(i)} {step}"
+        return where if self._place is None else f"{where}; {self._device_place()}"
+
+    def _device_place(self) -> str:
+        """The instruction at which the device is, for messages."""
+        done, launched, i = self._place.current()
+        at = (
+            "behind them: at reductions of gradients, their norm, or metrics"
+            if i is None
+            else f"at {_described(i)}"
         )
+        return f"the device of pipeline rank {self.rank} has done {done} of {launched} instructions and is {at}"
 
     # Handlers; each takes the instruction alone.
 
@@ -304,6 +329,11 @@ class Executor:
 def program_length(program: Program) -> int:
     """Number of micro-batches that a program computes."""
     return 1 + max((i.microbatch for i in program if i.op is Op.F), default=-1)
+
+
+def _described(i: Instruction) -> str:
+    microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
+    return f"{i} ({DESCRIPTIONS[i.op]}{microbatch} at stage {i.stage})"
 
 
 def _arrived(entry: Tensor | Posted) -> Tensor:

@@ -18,18 +18,49 @@ only a slice between the halves.
 Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
 """
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from ..host.autograd_functions import differentiable_once, direct_apply
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
-from ..ops.product import affine, product
-from .weight_grad import Finish, linear_gradient, nothing, now_or_later
+from ..ops.kernel_table import CHOICES
+from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
+from .weight_grad import (
+    Finish,
+    linear_gradient,
+    now_or_later,
+    sum_gradient,
+)
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """What a linear layer does beside its weight and bias, made once for the layer.
+
+    group              the ranks that divide the layer
+    sequence_parallel  they hold slices of the sequence outside of it; False in a group of one
+    products           of the layer; None: chosen in each call
+    """
+
+    group: Group
+    sequence_parallel: bool = False
+    products: ProductsOfLayer | None = None
+    is_divided: bool = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "is_divided", self.group.size > 1)
+
+
+def layer_call(ctx: ParallelContext) -> LinearCall:
+    """The call of a layer that the tensor-parallel ranks divide."""
+    sequence_parallel = ctx.sequence_parallel and ctx.tp.size > 1
+    return LinearCall(ctx.tp, sequence_parallel, ProductsOfLayer())
 
 
 class ColumnParallelLinear(nn.Module):
@@ -52,8 +83,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: return the whole [s, b, out] on every rank
         """
         super().__init__()
-        self.group = ctx.tp
-        self.sequence_parallel = ctx.sequence_parallel
+        self.call = layer_call(ctx)
         self.gather_output = gather_output
         interleaved = gather_output and parts > 1
         assert not interleaved, (
@@ -68,7 +98,7 @@ class ColumnParallelLinear(nn.Module):
             matrices=Matrices(),
         )
         self.weight = new_shard(weight, ctx)
-        self.bias = None
+        self.register_parameter("bias", None)
         if bias:
             spec = ParamSpec(
                 f"{name}.bias", (out_features,), Init("zeros"), (rows,), decay=False
@@ -77,8 +107,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective with sequence parallelism or gather_output; the backward always."""
-        y = column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
-        return _GatherLast.apply(y, self.group) if self.gather_output else y
+        own = self._parameters  # without the search of nn.Module.__getattr__
+        y = _apply(_ColumnLinear, x, own["weight"], own["bias"], self.call)
+        return _GatherLast.apply(y, self.call.group) if self.gather_output else y
 
 
 class RowParallelLinear(nn.Module):
@@ -98,8 +129,7 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
     ):
         super().__init__()
-        self.group = ctx.tp
-        self.sequence_parallel = ctx.sequence_parallel
+        self.call = layer_call(ctx)
         weight = ParamSpec(
             f"{name}.weight",
             (out_features, in_features),
@@ -108,7 +138,7 @@ class RowParallelLinear(nn.Module):
             matrices=Matrices(),
         )
         self.weight = new_shard(weight, ctx)
-        self.bias = None
+        self.register_parameter("bias", None)
         if bias:
             spec = ParamSpec(
                 f"{name}.bias",
@@ -121,7 +151,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective; the backward only with sequence parallelism."""
-        return row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+        own = self._parameters
+        return _apply(_RowLinear, x, own["weight"], own["bias"], self.call)
 
 
 class ReplicatedLinear(nn.Module):
@@ -152,10 +183,11 @@ class ReplicatedLinear(nn.Module):
             "weight", (out_features, in_features), Init("normal", init_std), True
         )
         self.bias = make("bias", (out_features,), Init("zeros"), False)
+        self.call = LinearCall(solo("tp"), products=ProductsOfLayer())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in] → [.., out]; x may be a slice of the sequence."""
-        return column_linear(x, self.weight, self.bias, solo("tp"))
+        return _apply(_ColumnLinear, x, self.weight, self.bias, self.call)
 
 
 def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
@@ -172,35 +204,25 @@ def column_linear(
     sequence_parallel: bool = False,
 ) -> torch.Tensor:
     """x [s(/t), b, in], weight [out/t, in], bias [out/t] or None → [s, b, out/t]."""
-    return _apply(
-        _ColumnLinear, x, weight, bias, group, sequence_parallel and group.size > 1
-    )
-
-
-def row_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: Group,
-    sequence_parallel: bool = False,
-) -> torch.Tensor:
-    """x [s, b, in/t], weight [out, in/t], bias [out] or None → [s(/t), b, out]."""
-    return _apply(
-        _RowLinear, x, weight, bias, group, sequence_parallel and group.size > 1
-    )
+    call = LinearCall(group, sequence_parallel and group.size > 1)
+    return _apply(_ColumnLinear, x, weight, bias, call)
 
 
 def _apply(
     function: type[torch.autograd.Function],
     x: torch.Tensor,
     weight: torch.Tensor,
-    *others: object,
+    bias: torch.Tensor | None,
+    call: LinearCall,
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling() and hasattr(weight, "grad_ready"):
+    if torch.compiler.is_dynamo_compiling():
+        call = LinearCall(call.group, call.sequence_parallel)
+        if not hasattr(weight, "grad_ready"):
+            return function.apply(x, weight, bias, call)
         from .outside_graphs import apply_outside_graphs
 
-        return apply_outside_graphs(function, x, weight, *others)
-    return function.apply(x, weight, *others)
+        return apply_outside_graphs(function, x, weight, bias, call)
+    return function.direct(x, weight, bias, call)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -209,80 +231,109 @@ class _ColumnLinear(torch.autograd.Function):
     # backward runs in another thread.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel):
-        x = x.contiguous()
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        ctx.group = group
-        ctx.sequence_parallel = sequence_parallel
-        return _affine(
-            collectives.all_gather(x, group) if sequence_parallel else x, weight, bias
-        )
+    def forward(ctx, x, weight, bias, call):
+        x = _keep(ctx, x, weight, bias, call)
+        s, *others, _ = ctx.shape
+        if call.sequence_parallel:
+            x = collectives.all_gather(x, call.group)
+            s *= call.group.size
+        y = ctx.products.affine(x, weight, bias)  # [s b, out/t]
+        return _unsafe_view(y, (s, *others, y.shape[1]))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
-        (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        [x] = ctx.saved_tensors
+        weight = ctx.weight
+        call = ctx.call
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        # The products of the layer are chosen for contiguous matrices.
+        products = ctx.products if dy.is_contiguous() else UNBOUND
         dy = dy.reshape(-1, dy.shape[-1])  # [s b, out/t]
-        finish_dw = nothing
-        if needs_dw:
-            finish_dw = now_or_later(
-                weight,
-                partial(
-                    _begin_dw, weight, x, dy, group if ctx.sequence_parallel else None
-                ),
-            )
+        # The gather of the input runs while the gradient of the input is computed.
+        finish_dw = None
+        if needs_dw and call.sequence_parallel:
+            begin = partial(_begin_gather, x, call.group, weight, dy, products)
+            finish_dw = now_or_later(weight, begin)
         dx = None
         reduced = DONE
         if needs_dx:
-            dx, reduced = _start_reduce(
-                product(dy, weight), ctx.sequence_parallel, group
-            )
-        dw = finish_dw()
-        db = dy.sum(0) if needs_db else None
-        reduced.wait()
-        return None if dx is None else dx.view(x.shape), dw, db, None, None
+            dx = products.product(dy, weight)
+            if call.is_divided:
+                dx, reduced = _start_reduce(dx, call)
+            dx = dx.view(ctx.shape)
+        # The reduction runs while the gradient of the weight is computed.
+        dw = None
+        if finish_dw is not None:
+            dw = finish_dw()
+        elif needs_dw:
+            dw = linear_gradient(weight, x, dy, products)
+        db = sum_gradient(ctx.bias, dy) if needs_db else None
+        if reduced is not DONE:
+            reduced.wait()
+        return dx, dw, db, None
 
 
 class _RowLinear(torch.autograd.Function):
-    # See the note at _ColumnLinear.
+    # The weight is on ctx for the reason that is given at _ColumnLinear.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel):
-        x = x.contiguous()
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        ctx.group = group
-        ctx.sequence_parallel = sequence_parallel
-        if group.size == 1:
-            return _affine(
-                x, weight, bias
-            )  # the bias inside the matrix product is the only difference
-        y = _affine(x, weight, None)
-        if sequence_parallel:
+    def forward(ctx, x, weight, bias, call):
+        x = _keep(ctx, x, weight, bias, call)
+        group = call.group
+        # In a group of one, the bias inside the matrix product is the only difference.
+        y = ctx.products.affine(x, weight, None if call.is_divided else bias)
+        y = _unsafe_view(y, (*ctx.shape[:-1], y.shape[1]))
+        if not call.is_divided:
+            return y
+        if call.sequence_parallel:
             y = collectives.reduce_scatter(y, group)  # [s/t, b, out]
         else:
             collectives.all_reduce_(y, group)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
-        (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        [x] = ctx.saved_tensors
+        weight = ctx.weight
+        call = ctx.call
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         # With sequence parallelism db is a partial sum, over this rank's slice.
-        db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
-        if ctx.sequence_parallel:
-            dy = collectives.all_gather(dy, group)
+        db = None
+        if needs_db:
+            db = sum_gradient(ctx.bias, dy.reshape(-1, dy.shape[-1]))
+        if call.sequence_parallel:
+            dy = collectives.all_gather(dy, call.group)
+        products = ctx.products if dy.is_contiguous() else UNBOUND
         dy = dy.reshape(-1, dy.shape[-1])  # [s b, out]
-        dx = product(dy, weight).view(x.shape) if needs_dx else None
-        dw = (
-            now_or_later(weight, partial(_begin_dw, weight, x, dy))()
-            if needs_dw
-            else None
-        )
-        return dx, dw, db, None, None
+        dx = None
+        if needs_dx:
+            dx = products.product(dy, weight).view(ctx.shape)
+        dw = linear_gradient(weight, x, dy, products) if needs_dw else None
+        return dx, dw, db, None
+
+
+_ColumnLinear.direct = direct_apply(_ColumnLinear)
+_RowLinear.direct = direct_apply(_RowLinear)
+
+
+def _keep(ctx, x, weight, bias, call) -> torch.Tensor:
+    """Keep what backward needs; x as contiguous rows."""
+    shape = x.shape
+    x = x.reshape(-1, shape[-1]).contiguous()
+    ctx.save_for_backward(x)
+    ctx.shape = shape
+    ctx.weight = weight
+    ctx.bias = bias
+    ctx.call = call
+    of_layer = call.products
+    if of_layer is None:
+        ctx.products = UNBOUND
+    else:
+        key = x.shape, x.dtype, CHOICES.number
+        ctx.products = of_layer.now if key == of_layer.key else of_layer.chosen(key)
+    return x
 
 
 class _GatherLast(torch.autograd.Function):
@@ -296,23 +347,23 @@ class _GatherLast(torch.autograd.Function):
         return collectives.shard(dy, ctx.group, dim=-1), None
 
 
-def _affine(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    # Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
-    y = affine(x.view(-1, x.shape[-1]), weight, bias)
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+# Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-def _begin_dw(
-    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, group: Group | None = None
+def _begin_gather(
+    x: torch.Tensor,
+    group: Group,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    products: LinearProducts,
 ) -> Finish:
-    """x [.., in], to be gathered over the group, if any; dy [s b, out]."""
-    x, gathered = (x, DONE) if group is None else start_all_gather(x, group)
+    """Gather x [rows of this rank, in] over the group, then compute the gradient of the weight; dy [s b, out]."""
+    whole, gathered = start_all_gather(x, group)
 
     def finish():
         gathered.wait()
-        return linear_gradient(weight, x.view(-1, x.shape[-1]), dy)
+        return linear_gradient(weight, whole, dy, products)
 
     return finish
 
@@ -325,11 +376,10 @@ def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]
     )
 
 
-def _start_reduce(
-    dx: torch.Tensor, scatter: bool, group: Group
-) -> tuple[torch.Tensor, Work]:
+def _start_reduce(dx: torch.Tensor, call: LinearCall) -> tuple[torch.Tensor, Work]:
     """dx [s b, in], a partial sum → the sum, or this rank's slice of it [s b/t, in], valid after the wait."""
-    if not scatter:
+    group = call.group
+    if not call.sequence_parallel:
         return dx, collectives.all_reduce_(dx, group, async_op=True)
     mine = dx.new_empty((dx.shape[0] // group.size, dx.shape[1]))
     return mine, collectives.reduce_scatter_into_(

@@ -5,8 +5,9 @@
 A parameter managed by ZeRO has `take_main_grad()`, which returns a view into a flat buffer in the
 parameter's shape, `take_new_main_grad()`, which returns it if nothing was added to it yet, with undefined
 contents; and `grad_ready()`, called once per contribution. The product is added to the view, the first one
-overwrites it: no gradient tensor is allocated and autograd receives None. Another optimizer may give its
-parameters a tensor `main_grad` in place of the two functions. Without any of them the gradient is returned to
+overwrites it: no gradient tensor is allocated and autograd receives None. `add_main_grad(gradient)` does all
+of this for a gradient that is a tensor already, such as that of a bias. Another optimizer may give its
+parameters a tensor `main_grad` in place of these functions. Without any of them the gradient is returned to
 autograd, as in any module.
 
 Note: no view is kept between calls. With sharded gradients a buffer exists from the first contribution to its
@@ -21,10 +22,12 @@ bits.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from ..ops.grouped import RowRuns, add_grouped_gradient_, new_grouped_gradient
+from ..ops.linear_products import UNBOUND, LinearProducts
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
@@ -47,22 +50,47 @@ def nothing() -> None:
 
 
 def linear_gradient(
-    weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    products: LinearProducts = UNBOUND,
 ) -> torch.Tensor | None:
     """Add dyᵀ x to the weight's main gradient and return None; without one, return the product.
 
-    Inside `gradient_sums` it is added to the sum.
+    Inside `gradient_sums` it is added to the sum. In the input half of a split backward it is queued.
     """
     if hasattr(weight, "grad_sums"):
         weight.grad_sums.add_product(weight, x, dy)
         return None
-    if (new := _new_main_grad_of(weight)) is not None:
-        add_product_(new, dy.t(), x, overwrites=True)
-    elif (main_grad := _main_grad_of(weight)) is not None:
-        add_product_(main_grad, dy.t(), x)
+    if hasattr(weight, "grad_queue"):
+        later = partial(linear_gradient, weight, x, dy, products)
+        weight.grad_queue.append((weight, lambda: later))
+        return None
+    take_new = getattr(weight, "take_new_main_grad", None)
+    if take_new is None:
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            return product(dy.t(), x)
+        products.add_product_(main_grad, dy.t(), x)
+    elif (new := take_new()) is not None:
+        products.add_product_(new, dy.t(), x, True)
     else:
-        return product(dy.t(), x)
+        products.add_product_(weight.take_main_grad(), dy.t(), x)
     weight.grad_ready()
+    return None
+
+
+def sum_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+    """Add the sum of the rows of dy [N, out] to the bias's main gradient and return None.
+
+    The sum is returned to autograd where ZeRO does not manage the bias, inside `gradient_sums`, and in the
+    input half of a split backward: all of them keep what autograd receives.
+    """
+    db = dy.sum(0)
+    add = getattr(bias, "add_main_grad", None)
+    if add is None or hasattr(bias, "grad_sums") or hasattr(bias, "grad_queue"):
+        return db
+    add(db)
     return None
 
 

@@ -1,5 +1,6 @@
 """Set up this process for a distributed run: the memory allocator, the process groups, this rank's mesh."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,7 @@ import torch
 
 from ..config import RunConfig
 from ..config.compared_values import compared_values
+from ..errors import CommunicationError
 from ..host.allocator import set_allocator
 from ..mpu import launch as launching
 from ..mpu.agreement import require_agreement
@@ -17,6 +19,7 @@ from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
 from ..mpu.nccl_settings import NcclSettings
 from ..planning.run_model import DTYPES, boundary_shape
 
+logger = logging.getLogger(__name__)
 LARGE_HIDDEN_BYTES = 16 << 20
 RANKS_DIFFER = "the ranks of this job were not started alike"
 START_ALIKE = (
@@ -54,6 +57,11 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
         set_mesh(mesh)
         yield mesh
         mesh.close()
+    except CommunicationError as error:
+        # Groups of NCCL whose work never ends may close only when the watchdog ends the process.
+        if device.type == "cuda":
+            logger.error("%s", error)
+        raise
     finally:
         set_mesh(None)
         launching.stop()

@@ -16,6 +16,7 @@ import torch
 from ..batch.batch import Batch
 from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import MegatronDSError
+from ..mpu.device_wait import read_numbers
 from ..pipeline.timeline import Timeline, write_trace
 from ..progress.ramps import Progress
 from .batches import BatchSource
@@ -96,7 +97,8 @@ def train_step(
     counts = config.logging.log_num_zeros_in_grad
     sums = engine.metrics.queue(losses, executor.entries, stop)
     measured = optimizer.measure(counts)
-    numbers = torch.cat([sums, measured]).tolist()
+    with executor.place_named():
+        numbers = read_numbers(torch.cat([sums, measured]), engine.mesh.group("world"))
     report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)

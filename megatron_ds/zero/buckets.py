@@ -21,7 +21,7 @@ batch before backward. So the gradient of a micro-batch has the same bits for an
 fp16 overflows, and experts, which process the tokens of their whole expert-parallel group, need no factor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,10 +112,9 @@ class GradientStore:
         self._is_new = [True] * len(holders)  # whose views nothing was written to yet
         # Layers write into the buffer through these attributes; autograd's sums are moved by a hook.
         for i, holder in enumerate(holders):
-            holder.parameter.take_main_grad = partial(self._given, self._take, i)
-            holder.parameter.take_new_main_grad = partial(
-                self._given, self._take_new, i
-            )
+            holder.parameter.take_main_grad = partial(self._take, i)
+            holder.parameter.take_new_main_grad = partial(self._take_new, i)
+            holder.parameter.add_main_grad = partial(self._add, i)
             holder.parameter.view_main_grad = partial(self._view, i)
             holder.parameter.grad_ready = partial(self._contributed, i)
             hook = holder.parameter.register_post_accumulate_grad_hook(
@@ -158,39 +157,49 @@ class GradientStore:
         grad = OWN_GRAD.__get__(parameter)
         if grad is None:  # a layer that contributes itself: torch calls the hook anyway
             return
-        new = self._take_new(i)
-        if new is None:
-            self._take(i).add_(grad, alpha=self.factor)
-        elif self.factor == 1.0:
-            new.copy_(grad)
-        else:
-            new.copy_(grad).mul_(self.factor)
         OWN_GRAD.__set__(parameter, None)
-        self._contributed(i)
+        self._add(i, grad)
 
-    def _given(
-        self, take: Callable[[int], torch.Tensor | None], i: int
-    ) -> torch.Tensor | None:
-        """A view for a layer that contributes itself."""
-        if self.factor != 1.0:
-            raise MegatronDSError(
-                f"{self.layout.slots[i].name} belongs to a layer that adds its gradient to "
-                "the buffer itself, without the factor that loss.backward() leaves out. "
-                "Call engine.backward(loss)."
-            )
-        return take(i)
+    def _add(self, i: int, gradient: torch.Tensor) -> None:
+        """One contribution."""
+        view = self._view(i)
+        if not self._is_new[i] and self.factor == 1.0:
+            view.add_(gradient)
+        elif not self._is_new[i]:
+            view.add_(gradient, alpha=self.factor)
+        elif self.factor == 1.0:
+            view.copy_(gradient)
+        else:
+            view.copy_(gradient).mul_(self.factor)
+        self._is_new[i] = False
+        self.received[i] = True
+        self.contributions += 1
+        if self._missing[i] != UNARMED and self._overlap:
+            self._count(i)
 
     def _take(self, i: int) -> torch.Tensor:
-        """The view of a parameter's gradient, to be added to."""
-        new = self._take_new(i)
-        return self._view(i) if new is None else new.zero_()
+        """The view of a parameter's gradient, to be added to by a layer that contributes itself."""
+        if self._is_new[i]:
+            return self._take_new(i).zero_()
+        if self.factor != 1.0:
+            self._refuse_factor(i)
+        return self._view(i)
 
     def _take_new(self, i: int) -> torch.Tensor | None:
-        """The view, with undefined contents which the caller overwrites; None after the first time."""
+        """The view, with undefined contents which the layer overwrites; None after the first time."""
+        if self.factor != 1.0:
+            self._refuse_factor(i)
         if not self._is_new[i]:
             return None
-        view, self._is_new[i] = self._view(i), False
-        return view
+        self._is_new[i] = False
+        return self._view(i)
+
+    def _refuse_factor(self, i: int) -> None:
+        raise MegatronDSError(
+            f"{self.layout.slots[i].name} belongs to a layer that adds its gradient to "
+            "the buffer itself, without the factor that loss.backward() leaves out. "
+            "Call engine.backward(loss)."
+        )
 
     def _view(self, i: int) -> torch.Tensor:
         """View of the whole gradient, in the shape of the parameter."""
@@ -222,9 +231,12 @@ class GradientStore:
     def _contributed(self, i: int) -> None:
         self.received[i] = True
         self.contributions += 1
+        if self._missing[i] != UNARMED and self._overlap:
+            self._count(i)
+
+    def _count(self, i: int) -> None:
+        """A contribution to buckets that are armed."""
         missing = self._missing[i]
-        if missing == UNARMED or not self._overlap:
-            return
         if missing == 0:
             self._refuse(i)
             return
@@ -306,6 +318,7 @@ class GradBuckets(GradientStore):
             flat[slot.start : slot.stop].view(holder.parameter.shape)
             for slot, holder in zip(layout.slots, holders)
         ]
+        self._view = self._views.__getitem__
         self.begin()
 
     def begin(self) -> None:
@@ -350,9 +363,6 @@ class GradBuckets(GradientStore):
             "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
             "and the rest would be lost. Give the true number in `ParameterUse.counts`."
         )
-
-    def _view(self, i: int) -> torch.Tensor:
-        return self._views[i]
 
     def _launch(self, b: int) -> None:
         bucket = self.layout.buckets[b]

@@ -243,7 +243,7 @@ def plan_sets(
         )
         groups.setdefault(key, []).append(i)
     # The order of the sets is that of their keys, the same on all ranks.
-    bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
+    num_parameters = sum(fact.numel for fact in facts)
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
     return tuple(
         _plan_set(
@@ -253,7 +253,7 @@ def plan_sets(
             settings,
             shards[key[0]],
             inner_shards,
-            bucket_elements,
+            settings.elements_of_bucket(num_parameters, shards[key[0]]),
         )
         for key in order
     )

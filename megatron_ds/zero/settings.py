@@ -33,6 +33,9 @@ GRADIENT_BITS = 4
 FIRST_HOP_BITS = 8  # of gradients inside an inner group, before they leave it
 # elements, unless the configuration gives a size
 LARGEST_BUCKET = 40_000_000
+RANK_PIECE = (
+    1_000_000  # of the largest bucket of many ranks, each of which sends pieces of it
+)
 SMALLEST_BUCKET = 1_000_000
 
 
@@ -198,13 +201,15 @@ class ZeroSettings:
             ALIGN, *(b.length for b in (self.weight_blocks, self.gradient_blocks) if b)
         )
 
-    def elements_of_bucket(self, num_parameters: int) -> int:
-        """The size of a bucket: small enough that most of the reduction is hidden behind backward.
+    def elements_of_bucket(self, num_parameters: int, ranks: int) -> int:
+        """The size of a bucket that `ranks` reduce: small enough that most of the reduction is hidden behind
+        backward.
 
         A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
         """
+        largest = max(LARGEST_BUCKET, RANK_PIECE * ranks)
         reduced = self.bucket_elements or min(
-            max(num_parameters // 8, SMALLEST_BUCKET), LARGEST_BUCKET
+            max(num_parameters // 8, SMALLEST_BUCKET), largest
         )
         return min(reduced, self.gather_elements or reduced)
 

@@ -16,6 +16,7 @@ import torch
 from ..config.options.parallel_options import ZeroConfig
 from ..host.async_io import ALIGNMENT, AsyncIO, Then, aligned_empty, make_io
 from ..host.memory_maps import huge_page_zeros, round_up
+from ..host.page_locked import PageLockedPool, page_locked
 from ..host.scratch_file import Region, ScratchFile
 from ..host.side_streams import Mark, side_stream
 from ..mpu.group import DONE, Work
@@ -159,7 +160,7 @@ class MemoryTier(Tier):
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
         numel = sum(sizes)
         zeros = (
-            torch.zeros(numel, dtype=dtype, pin_memory=True)
+            page_locked(numel, dtype)
             if self._page_locked
             else huge_page_zeros(numel, dtype=dtype, device=self.device)
         )
@@ -186,13 +187,9 @@ class Buffers:
         return held[:numel]
 
 
-def _host_memory(numel: int, dtype: torch.dtype, page_locked: bool) -> torch.Tensor:
+def _host_memory(numel: int, dtype: torch.dtype, is_locked: bool) -> torch.Tensor:
     """Memory with undefined contents, at the start of a page."""
-    return (
-        torch.empty(numel, dtype=dtype, pin_memory=True)
-        if page_locked
-        else aligned_empty(numel, dtype)
-    )
+    return page_locked(numel, dtype) if is_locked else aligned_empty(numel, dtype)
 
 
 def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -228,9 +225,13 @@ def _copy(out: torch.Tensor, values: torch.Tensor) -> Mark:
 # ---------------------------------------------------------------------------------------------------- disk
 @dataclass(frozen=True)
 class OnDisk(Array):
-    """An array in a scratch file; `tensor` is a memory map of it."""
+    """An array in a scratch file; `tensor` is a memory map of it.
+
+    pool: page-locked buffers, through which a GPU reads
+    """
 
     region: Region
+    pool: PageLockedPool
 
     @property
     def padded_numel(self) -> int:
@@ -241,7 +242,7 @@ class OnDisk(Array):
         size = self.tensor.element_size()
         nbytes = round_up(stop * size, ALIGNMENT) - start * size
         region = Region(self.region.file, self.region.offset + start * size, nbytes)
-        return OnDisk(self.tensor[start:stop], region)
+        return OnDisk(self.tensor[start:stop], region, self.pool)
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Never: a map would read through the page cache."""
@@ -249,15 +250,27 @@ class OnDisk(Array):
 
     def read(self, out: torch.Tensor) -> Work:
         """Read directly into host memory of the same dtype; otherwise through a buffer in host memory."""
-        if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
+        dtype = self.tensor.dtype
+        if out.is_cuda:
+            return self._read_to_device(out)
+        if out.dtype == dtype:
             return self.region.read_into(out)
-        buffer = _host_memory(
-            self.padded_numel, self.tensor.dtype, page_locked=out.is_cuda
-        )
+        buffer = aligned_empty(self.padded_numel, dtype)
         return Then(
             self.region.read_into(buffer),
             lambda: _copy(out, buffer[: out.numel()]).wait(),
         )
+
+    def _read_to_device(self, out: torch.Tensor) -> Work:
+        buffer, is_copied = self.pool.borrow(self.region.nbytes)
+        is_copied.synchronize()  # the disk writes to it without a stream
+
+        def copy() -> None:
+            mark = _copy(out, buffer.view(self.tensor.dtype)[: out.numel()])
+            mark.wait()
+            self.pool.give(buffer, mark)
+
+        return Then(self.region.read_into(buffer), copy)
 
     def write(self, values: torch.Tensor) -> Work:
         return self.region.write_from(values)
@@ -274,13 +287,14 @@ class DiskTier(Tier):
     def __init__(self, directory: str, io: AsyncIO):
         self._file = ScratchFile(directory, io)
         self._regions: list[Region] = []
+        self._pool = PageLockedPool()
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
         made = []
         for numel in sizes:
             region = self._file.allocate(round_up(numel * dtype.itemsize, ALIGNMENT))
             self._regions.append(region)
-            made.append(OnDisk(region.map(dtype, numel), region))
+            made.append(OnDisk(region.map(dtype, numel), region, self._pool))
         return made
 
     def settle(self) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.grid import test_layout_grid as layouts
-from tests.grid import test_moe_grid as experts
 from tests.harness.late_messages import LateNetwork, Origin
 from tests.harness.layout_runs import GLOBAL_BATCH, Run, run_layout
 from tests.harness.moe_runs import job_of
@@ -21,8 +20,7 @@ from tests.harness.tiny_jobs import tiny_job
 pytestmark = pytest.mark.threads
 
 STEPS = 2
-CASES = [(layouts, case) for case in layouts.sampled_cases()]
-CASES += [(experts, case) for case in experts.sampled_cases()]
+CASES = layouts.cases(0)
 SHARE = 1 if os.environ.get("MEGATRON_DS_TEST_ALL") else 6
 
 
@@ -35,13 +33,9 @@ def same_bits(run: Run, other: Run) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "grid, case",
-    CASES[::SHARE],
-    ids=[grid.name_of(case) for grid, case in CASES[::SHARE]],
-)
-def test_a_layout_trains_to_the_same_bits_when_messages_arrive_late(grid, case):
-    job, layout = grid.job_of(case), grid.layout_of(case)
+@pytest.mark.parametrize("case", CASES[::SHARE], ids=layouts.name_of)
+def test_a_layout_trains_to_the_same_bits_when_messages_arrive_late(case):
+    job, layout = layouts.job_of(case), layouts.layout_of(case)
     network = LateNetwork()
     late = run_layout(job, layout, STEPS, network.transport)
     assert not network.unfinished()

@@ -20,6 +20,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -43,6 +45,7 @@ from .stream_order import HOST, Memory, StreamOrder, place
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 DEFAULT = "default stream"
+PATIENCE = 3  # times that a host asks an event before it is taken to wait for it
 _of_thread, _made = threading.local(), []
 # Operations whose results have a size, or a value in Python, that depends on values on the device.
 WAITS = {
@@ -239,9 +242,11 @@ class FakeEvent:
         self, enable_timing=False, blocking=False, interprocess=False, external=False
     ):
         self.clock: dict[str, int] = {}
+        self.queries, self.is_beyond_reach = 0, False
 
     def record(self, stream: FakeStream | None = None):
         self.clock = gpu().order.event((stream or current_stream()).name)
+        self.queries, self.is_beyond_reach = 0, gpu().is_stuck
 
     def wait(self, stream: FakeStream | None = None):
         gpu().order.wait((stream or current_stream()).name, self.clock)
@@ -250,10 +255,19 @@ class FakeEvent:
         gpu().order.host_wait(self.clock, "event.synchronize")
 
     def query(self):
-        return all(
+        """The device comes to the event when the host has asked often enough to be waiting for it, and never to
+        one that was recorded behind work which is stuck."""
+        self.queries += 1
+        is_reached = all(
             gpu().order.clocks[HOST].get(actor, 0) >= time
             for actor, time in self.clock.items()
         )
+        if self.is_beyond_reach or is_reached:
+            return not self.is_beyond_reach
+        if self.queries <= PATIENCE and not gpu().is_stuck:
+            return False
+        self.synchronize()
+        return True
 
     def elapsed_time(self, end: "FakeEvent"):
         return 1.0
@@ -275,21 +289,45 @@ def stream_context(stream: FakeStream | None) -> Iterator[None]:
 
 
 def synchronize(device=None) -> None:
+    if not _made:  # memory of a GPU is freed after it
+        return
     order = gpu().order
     for stream in list(order.clocks):
         order.host_wait(order.event(stream), "torch.cuda.synchronize")
 
 
 # ------------------------------------------------------------------------------------------ the device
+class PageLocked(NamedTuple):
+    """A block of page-locked memory. taken: its bytes, of which `nbytes` were asked for."""
+
+    place: str
+    nbytes: int
+    taken: int
+
+
+class FakeRuntime:
+    """torch.cuda.cudart(). Memory may be unlocked by another thread than the one that has locked it."""
+
+    cudaError = SimpleNamespace(success="cudaSuccess")
+
+    def __init__(self):
+        self.cudaHostRegister = gpu().register
+        self.cudaHostUnregister = gpu().unregister
+
+
 class FakeGpu(DispatchMode):
-    """The GPU of this thread within the context. order: what happened on it. current: name of the stream."""
+    """The GPU of this thread within the context. order: what happened on it. current: name of the stream.
+    is_stuck: whether the work that is launched from now on never ends."""
 
     def __init__(self):
         super().__init__()
         self.order, self.current, self.is_paused = StreamOrder(), DEFAULT, False
+        self.is_stuck = False
         self._memories: dict[int, weakref.ref[Memory]] = {}
         self._pinned: dict[int, Memory] = {}
         self._keeps: list[torch.Tensor] = []
+        self._registered: dict[int, Memory] = {}  # by address
+        self.page_locked: list[PageLocked] = []
 
     def __enter__(self):
         self._before = getattr(_of_thread, "gpu", None)
@@ -378,21 +416,41 @@ class FakeGpu(DispatchMode):
             )
         return DeviceTensor(inner, memory)
 
+    def register(self, address: int, nbytes: int, flags: int) -> str:
+        """cudaHostRegister: the pages themselves are locked."""
+        self._registered[address] = Memory(self.order, HOST)
+        self.page_locked.append(PageLocked(place(), nbytes, nbytes))
+        return FakeRuntime.cudaError.success
+
+    def unregister(self, address: int) -> str:
+        """cudaHostUnregister"""
+        del self._registered[address]
+        return FakeRuntime.cudaError.success
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the memory of a CPU tensor page-locked."""
+        """Make the memory of a CPU tensor page-locked. torch's allocator takes blocks of powers of two."""
+        nbytes = tensor.untyped_storage().nbytes()
+        taken = 1 << (nbytes - 1).bit_length() if nbytes else 0
+        self.page_locked.append(PageLocked(place(), nbytes, taken))
         self._pinned[tensor.untyped_storage()._cdata] = Memory(self.order, HOST)
         self._keeps.append(tensor)  # so that no other storage gets the address
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
+        return self._locked_memory(tensor) is not None
+
+    def _locked_memory(self, tensor: torch.Tensor) -> Memory | None:
+        storage = tensor.untyped_storage()
+        return self._pinned.get(storage._cdata) or self._registered.get(
+            storage.data_ptr()
+        )
 
     def range_of(self, t: torch.Tensor):
         """[(memory, start, stop)] of a tensor; [] for ordinary memory of the host, and without elements."""
         if isinstance(t, DeviceTensor):
             memory, t = t.memory, t.inner
         else:
-            memory = self._pinned.get(t.untyped_storage()._cdata)
+            memory = self._locked_memory(t)
         if memory is None or not t.numel():
             return []
         span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
@@ -405,7 +463,8 @@ class FakeGpu(DispatchMode):
         ]
 
     def _use(self, func, actor, args, kwargs) -> None:
-        if actor == HOST and (not self._pinned or func.is_view):
+        nothing_is_locked = not self._pinned and not self._registered
+        if actor == HOST and (nothing_is_locked or func.is_view):
             return
         reads, writes = [], []
         for i, argument in enumerate(func._schema.arguments):
@@ -579,6 +638,7 @@ def fake_cuda() -> Iterator[None]:
         current_stream=current_stream,
         default_stream=lambda device=None: FakeStream(name=DEFAULT),
         synchronize=synchronize,
+        cudart=FakeRuntime,
         mem_get_info=lambda device=None: (1 << 36, 1 << 37),
         memory_reserved=lambda device=None: 3 << 20,
         memory_allocated=lambda device=None: 1 << 20,

@@ -8,6 +8,8 @@ from collections import Counter
 
 import torch
 
+from megatron_ds.errors import CommunicationError
+
 from .fake_cuda import DeviceTensor, gpu, inner_of
 from .threads import ThreadTransport
 
@@ -42,6 +44,9 @@ class FakeNccl(ThreadTransport):
         self.__dict__.update(transport.__dict__)
         self.axes = axes
         self._counts: Counter = Counter()  # of collectives, and of each lane's messages
+
+    def failure(self, what, error):
+        return CommunicationError(f"{what} failed: {error}")
 
     def _queue(self, what, stream, reads, writes, do, lanes=None):
         """lanes: of messages; None for a collective."""

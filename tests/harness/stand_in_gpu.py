@@ -99,7 +99,12 @@ class StandInGpu:
         )
         self._driver = ctypes.CDLL(libcuda())
         device = GpuDevice(
-            ordinal, "sm_90", 3, lambda: self.current_stream, lambda: self.capturing
+            ordinal,
+            "sm_90",
+            3,
+            lambda: self.current_stream,
+            lambda: ordinal,
+            lambda: self.capturing,
         )
         self.backend = CudaBackend(
             device, Driver(libcuda(), names), self.compiler, KernelCache(cache)

@@ -109,6 +109,7 @@ class ThreadTransport:
 
     def __init__(self, room: _Room, rank: int):
         self.room, self.rank, self.size = room, rank, room.size
+        self.wait_seconds = TIMEOUT_SECONDS
         others = [r for r in range(room.size) if r != rank]
         self._to = [room.mailbox(rank, other, "exchange") for other in others]
         self._from = {other: room.mailbox(other, rank, "exchange") for other in others}

@@ -8,6 +8,7 @@ for a GPU. The order is checked on the recording (tests/harness/stream_order.py)
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,16 +18,21 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.context_parallel import block_exchange
+from megatron_ds.errors import CommunicationError
 from megatron_ds.host.side_streams import Mark, SideStream, side_stream
+from megatron_ds.mpu import device_wait
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import attention_tiles, kernel_table, partial_attention
 from megatron_ds.ops.attention_tiles import TileLimits
 from megatron_ds.pipeline import passes
 from megatron_ds.pipeline import simulate as simulation
+from megatron_ds.pipeline.executor import Executor
+from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
+from megatron_ds.training.step_metrics import StepMetrics
 from megatron_ds.zero.arrival import Arrivals
 from megatron_ds.zero.data_groups import DataGroups
 from tests.harness.fake_cuda import CUDA, DEFAULT, FakeGpu, fake_cuda, gpu
@@ -52,11 +58,23 @@ MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01".split()
 
 @dataclass
 class Run:
-    """merged: (trace, weights). orders: what was recorded on each rank; empty on the CPU."""
+    """merged: (trace, weights). gpus: of each rank; none on the CPU."""
 
     merged: tuple
     model: object
-    orders: list
+    gpus: list
+
+    @property
+    def orders(self) -> list:
+        """What was recorded on each rank."""
+        return [gpu.order for gpu in self.gpus]
+
+    def page_locked(self, place: str) -> list[int]:
+        """Of each rank, the bytes of page-locked memory that were taken at a place in the package."""
+        return [
+            sum(block.taken for block in gpu.page_locked if place in block.place)
+            for gpu in self.gpus
+        ]
 
     @property
     def problems(self) -> list[str]:
@@ -71,6 +89,7 @@ class Run:
                 if "init.py" not in wait
                 and "a test" not in wait
                 and "keep_gathered.py" not in wait
+                and "(_unlock)" not in wait  # of memory, at the end of a run
             )
             for order in self.orders
         ]
@@ -90,7 +109,7 @@ def train(
         ],
         world_size=request.world_size,
     )
-    samples, orders = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1), {}
+    samples, gpus = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1), {}
 
     def main(rank, world):
         if device == "cpu":
@@ -107,7 +126,7 @@ def train(
             return transport and FakeNccl(transport, axes)
 
         with FakeGpu() as gpu:
-            orders[rank] = gpu.order
+            gpus[rank] = gpu
             mesh = Mesh(
                 config.grid(request.world_size), rank, connect, torch.device("cuda", 0)
             )
@@ -118,7 +137,7 @@ def train(
             stack.enter_context(fake_cuda())
             stack.enter_context(kernel_table.selected("torch"))  # as it was, at the end
         merged = merge(run_ranks(request.world_size, main))
-    return Run(merged, config.model, [orders[rank] for rank in sorted(orders)])
+    return Run(merged, config.model, [gpus[rank] for rank in sorted(gpus)])
 
 
 DROPOUT = (
@@ -265,6 +284,41 @@ def test_a_rank_holds_the_planned_sends_when_its_host_is_a_step_ahead(
     assert not train(f"pp={p},schedule={schedule}", "cuda").problems
     lowered = lower(SCHEDULES[schedule](p, BATCH), p)
     assert tuple(held[rank] for rank in range(p)) == simulate(lowered).peak_sends
+
+
+@pytest.mark.parametrize(
+    "at, place", [(Op.F, "F1@"), (Op.REDUCE, "REDUCE@"), (None, "")]
+)
+def test_a_device_that_waits_for_another_rank_is_found_in_the_pipeline(
+    at, place, monkeypatch
+):
+    """From an instruction on, or from the end of a step, nothing that is launched ends."""
+    run_steps, queue = Executor._run_steps, StepMetrics.queue
+
+    def stop(executor, steps):
+        def handle(handler, i):
+            gpu().is_stuck |= i.op is at and i.microbatch in (None, 1)
+            handler(i)
+
+        run_steps(executor, [(partial(handle, handler), i) for handler, i in steps])
+
+    def stop_behind(metrics, *arguments):
+        gpu().is_stuck |= at is None
+        return queue(metrics, *arguments)
+
+    monkeypatch.setattr(Executor, "_run_steps", stop)
+    monkeypatch.setattr(StepMetrics, "queue", stop_behind)
+    monkeypatch.setattr(device_wait, "patience", lambda timeout: 0.01)
+    with pytest.raises(CommunicationError) as caught:
+        train("pp=2", "cuda")
+    message = str(caught.value)
+    assert (
+        "waiting for the device" in message and "the device of pipeline rank" in message
+    )
+    if at is None:
+        assert "is behind them" in message
+    else:
+        assert f" instructions and is at {place}" in message, message
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,tp=2,comm_type=all_gather"])

@@ -216,8 +216,6 @@ def test_limits_are_named():
         x[:, :130], weight[:130], EPS
     )
     assert "not a multiple of 16 bytes" in norm_kernels.fits(torch.ones(0), weight, EPS)
-    assert "address" in norm_kernels.fits(torch.ones(265)[1:].view(2, 132), weight, EPS)
-    assert "address" in norm_kernels.fits(x, torch.ones(133)[1:], EPS)
     assert "torch.bfloat16" in norm_kernels.fits(x, weight.bfloat16(), EPS)
     assert "[64]" in norm_kernels.fits(x, weight[:64], EPS)
     assert "[1, 132]" in norm_kernels.fits(x, x[:1], weight, EPS)

@@ -98,7 +98,9 @@ def test_machine_code_that_the_driver_refuses_is_an_error_with_the_kernels_name(
     """All of a GPU's path but its hardware: the stand-in driver takes no NVIDIA code."""
     monkeypatch.setattr(cuda_backend, "CUDA", replace(driver.CUDA, library=libcuda()))
     monkeypatch.setenv("MEGATRON_DS_CACHE", str(tmp_path))
-    device = cuda_backend.GpuDevice(0, "sm_90", 132, lambda: 0, lambda: False)
+    device = cuda_backend.GpuDevice(
+        0, "sm_90", 132, lambda: 0, lambda: 0, lambda: False
+    )
     backend = cuda_backend.CudaBackend(
         device,
         driver.Driver(libcuda()),

@@ -228,9 +228,8 @@ def test_what_is_recomputed_runs_twice(
     count = lambda name, function: (
         lambda *args, **kwargs: (runs.append(name), function(*args, **kwargs))[1]
     )
-    monkeypatch.setattr(
-        models.attention, "attention", count("attention", models.attention.attention)
-    )
+    core = models.attention.CoreAttention
+    monkeypatch.setattr(core, "forward", count("attention", core.forward))
     monkeypatch.setattr(
         models.block.MLP, "forward", count("mlp", models.block.MLP.forward)
     )

@@ -133,6 +133,8 @@ def test_steps_on_a_gpu_are_ordered_and_train_like_the_cpu(layout, dtype):
     inputs = 24 * 32 * (2 if dtype == "bf16" else 4) // (2 if "parts" in layout else 1)
     # 3 blocks on one rank; on the first of two stages 2 blocks, or 1, of two micro-batches
     assert max(most) == inputs * (3 if "pp=2" not in layout else 4)
+    # Buffers are used again: two steps take what one plan has.
+    assert max(on_gpu.page_locked("host/waiting_tensors.py")) == max(most)
     if "offload" not in layout:
         assert all(
             of_rank.total() == 2 for of_rank in on_gpu.waits()
@@ -170,6 +172,28 @@ def test_a_wait_that_is_left_out_is_found(owner, name, left_out):
         for i in (2, 1, 0):
             agains[i]().mul_(2)
     assert gpu.order.problems
+
+
+@pytest.mark.parametrize("leave", [WaitingTensor.leave, leave_at_once])
+def test_buffers_of_a_backward_that_ends_early_are_used_again_in_order(leave):
+    """An input is on its way back when its buffer gets another: a wait that is left out is found."""
+    with (
+        fake_cuda(),
+        FakeGpu() as gpu,
+        patch.object(WaitingTensor, "leave", leave),
+    ):
+        keep = InputKeeper(solo("tp"), WaitingTensors())
+        for taken in ((2,), (2, 1, 0)):
+            batch = batch_of(Ledger())
+            agains = [
+                keep(torch.full((4,), float(i), device="cuda").mul_(2), batch)
+                for i in range(3)
+            ]
+            values = [agains[i]().tolist() for i in taken]
+            agains.clear()
+        assert values == [[4.0] * 4, [2.0] * 4, [0.0] * 4]
+        assert sum(block.taken for block in gpu.page_locked) == 3 * 16
+    assert bool(gpu.order.problems) == (leave is leave_at_once)
 
 
 def test_the_input_before_comes_back_while_a_block_is_at_work():

@@ -75,6 +75,7 @@ def test_limits_are_those_of_the_group(nccl):
 
 def test_groups_are_made_with_their_options(nccl, monkeypatch):
     monkeypatch.setattr(launch, "transport_over", lambda *_: None)
+    monkeypatch.setattr(launch, "control_group", lambda timeout: None, raising=False)
     settings = NcclSettings.over(GRID, ("pp",), ("pp=2",))
     for axes in ("pp", "tp"):
         launch.connect_torch(axes, GRID.groups(axes), 0, TIMEOUT, settings)

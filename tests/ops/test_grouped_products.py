@@ -1,11 +1,14 @@
 """Products of runs of rows: torch's grouped_mm, and one product a run, which is the reference."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from megatron_ds.ops import grouped
 from megatron_ds.ops.grouped import RowRuns
 from tests.harness.aten_calls import Counted
+from tests.harness.fake_cuda import FakeGpu, fake_cuda
 
 pytestmark = pytest.mark.plan
 
@@ -106,3 +109,28 @@ def test_no_rows_at_all_have_no_results():
     assert grouped.grouped_product(dy, weight, runs).shape == (0, 16)
     assert not grouped.new_grouped_gradient(weight, dy, x, runs).any()
     assert not grouped.sums_of_runs(dy, runs).any()
+
+
+@pytest.mark.parametrize(
+    "capability, has_kernel",
+    [
+        ((8, 0), False),
+        ((8, 9), False),
+        ((9, 0), True),
+        ((10, 3), True),
+        ((12, 0), False),
+    ],
+)
+def test_grouped_mm_runs_only_where_it_does_not_copy_to_the_host(
+    capability, has_kernel
+):
+    """torch 2.13 has kernels for 9 and 10; elsewhere it reads `offs` on the host."""
+    of_device = patch.object(
+        torch.cuda, "get_device_capability", lambda device=None: capability
+    )
+    grouped._has_grouped_kernel.cache_clear()
+    with fake_cuda(), FakeGpu(), of_device:
+        x = torch.ones(8, 16, dtype=torch.bfloat16, device="cuda")
+        weight = torch.ones(2, 24, 16, dtype=torch.bfloat16, device="cuda")
+        assert grouped._has_kernel(x, weight) == has_kernel
+    grouped._has_grouped_kernel.cache_clear()

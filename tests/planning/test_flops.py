@@ -102,6 +102,11 @@ def test_of_blocks_that_drop_tokens_the_kept_ones_count():
         ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+        ("NVIDIA H200 NVL", torch.bfloat16, 835e12),
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250e12),
+        ("NVIDIA GB300", torch.bfloat16, 2500e12),
+        ("NVIDIA B200", torch.bfloat16, 2250e12),
     ],
 )
 def test_the_longest_name_on_the_data_sheet_wins(monkeypatch, name, dtype, peak):

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.zero.settings import ZeroSettings
 
 pytestmark = pytest.mark.plan
 
@@ -185,3 +186,20 @@ def test_a_divisor_is_positive(factor):
     assert "--gradient-predivide-factor" in problem_of(
         f"--communication-data-type fp16 --gradient-predivide-factor {factor}"
     )
+
+
+@pytest.mark.parametrize(
+    "parameters, ranks, elements",
+    [
+        (4_000_000, 8, 1_000_000),
+        (80_000_000, 8, 10_000_000),
+        (7_000_000_000, 8, 40_000_000),
+        (7_000_000_000, 256, 256_000_000),
+        (80_000_000, 256, 10_000_000),
+    ],
+)
+def test_the_largest_bucket_grows_with_the_ranks_that_send_pieces_of_it(
+    parameters, ranks, elements
+):
+    settings = ZeroSettings.from_config(parse(JOB))
+    assert settings.elements_of_bucket(parameters, ranks) == elements

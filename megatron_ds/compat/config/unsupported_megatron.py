@@ -15,6 +15,12 @@ DEFAULT_SPECS = (
     "mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec",
 )
 
+TP_TRANSFERS = (
+    "no effect yet: of the transfers of tensor parallelism, only those of gradients overlap, with the weight "
+    "gradient"
+)
+NO_GRAPHS = "no effect yet: kernels are launched one by one; there are no CUDA graphs"
+
 MEGATRON_FLAGS = table(
     accepted={
         "a checkpoint is complete before the next step begins; what it holds is the same": "--async-ckpt-use-cached-structure --async-ckpt-use-cpu-shm --async-save --async-strategy "
@@ -25,14 +31,22 @@ MEGATRON_FLAGS = table(
         "--no-ckpt-fully-parallel-save --universal-checkpoint",
         "a missing or an unexpected tensor of a checkpoint is always an error": "--dist-ckpt-strictness",
         "files of a checkpoint have checksums, which loading compares": "--verify-integrity",
-        "transfers are overlapped with computation automatically": "--defer-embedding-wgrad-compute --delay-wgrad-compute --no-align-param-gather "
-        "--overlap-p2p-communication-warmup-flush --overlap-param-gather-with-optimizer-step "
-        "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --wgrad-deferral-limit",
-        "kernels are chosen by what the device supports": "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
-        "--enable-cuda-graph --external-cuda-graph "
-        "--te-rng-tracker --use-te-rng-tracker --use-transformer-engine-op-fuser",
-        "memory of the device is managed by torch's allocator": "--empty-unused-memory-level --fsdp-double-buffer --fsdp-manual-registration --use-nccl-ub",
-        "groups of ranks are created when they are first used": "--disable-gloo-process-groups --enable-gloo-process-groups --use-ring-exchange-p2p",
+        "transfers of pipelines and of ZeRO are overlapped with computation automatically": "--no-align-param-gather "
+        "--overlap-p2p-communication-warmup-flush --overlap-param-gather-with-optimizer-step",
+        TP_TRANSFERS: "--tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg",
+        "no effect yet: weight gradients are computed in the backward of their layer, or later by a schedule of "
+        "the ZB family": "--defer-embedding-wgrad-compute --delay-wgrad-compute --wgrad-deferral-limit",
+        NO_GRAPHS: "--cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps "
+        "--enable-cuda-graph --external-cuda-graph",
+        "dropout has no state: its masks follow from the seed and the position of a sample": "--te-rng-tracker "
+        "--use-te-rng-tracker",
+        "no effect yet: Transformer Engine is not used": "--use-transformer-engine-op-fuser",
+        "memory of the device is managed by torch's allocator": "--empty-unused-memory-level",
+        "no effect yet: buffers are torch's, and not registered with NCCL": "--fsdp-double-buffer "
+        "--fsdp-manual-registration --use-nccl-ub",
+        "on GPUs tensors are sent by NCCL, and gloo connects the ranks for control messages alone": "--disable-gloo-process-groups "
+        "--enable-gloo-process-groups",
+        "no effect yet: messages of a pipeline are sends and receives of NCCL, or of gloo on CPUs": "--use-ring-exchange-p2p",
         "recomputation has one implementation; --checkpoint-activations or --recompute-granularity turns it "
         "on": "--deepspeed-activation-checkpointing",
         "--data-parallel-sharding-strategy sets what is split; without it nothing is": "--use-megatron-fsdp",
@@ -40,7 +54,8 @@ MEGATRON_FLAGS = table(
         "gradients are averaged over the ranks": "--ddp-average-in-collective",
         "it changes which ranks keep a copy of the state, not the numbers; --zero-stage splits it over all "
         "data-parallel ranks": "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
-        "selective recomputation is that of core attention; what is recomputed changes no number": "--recompute-modules",
+        "no effect yet: selective recomputation is that of core attention alone. What is recomputed changes "
+        "memory and time, no number": "--recompute-modules",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
         "no feature needs it": "--enable-experimental",
         "the log and metrics.jsonl have the progress of a run": "--log-progress",

@@ -6,13 +6,16 @@ MOE_FLAGS = table(
     accepted={
         "the experts of a rank are always computed together, one after another or by one grouped kernel": "--moe-grouped-gemm --moe-single-grouped-bias --moe-single-grouped-weight "
         "--moe-use-grouped-tensor --moe-use-legacy-grouped-gemm --use-grouped-gemm-for-shared-expert",
-        "tokens are sent to the ranks of their experts by one all-to-all, and back by another": "--moe-deepep-num-sms --moe-enable-deepep --moe-flex-dispatcher-backend "
+        "tokens are sent to the ranks of their experts by one all-to-all, and back by another": "--moe-token-dispatcher-type --use-tutel",
+        "no effect yet: tokens are sent by the all-to-all of torch.distributed, not by DeepEP or HybridEP": "--moe-deepep-num-sms --moe-enable-deepep --moe-flex-dispatcher-backend "
         "--moe-flex-dispatcher-num-sms --moe-hybridep-num-blocks-permute "
         "--moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms --moe-hybridep-num-sms-preprocessing "
         "--moe-hybridep-pad-uneven-dispatch-inputs --moe-ncclep-zero-copy "
-        "--moe-permute-fusion-into-hybridep --moe-token-dispatcher-type --use-tutel",
-        "kernels are chosen by what the device supports": "--moe-permute-fusion --moe-router-fusion",
-        "the shared experts always compute while tokens are sent; other work does not overlap with that": "--moe-shared-expert-overlap --overlap-dispatch-backward-with-experts-wgrad "
+        "--moe-permute-fusion-into-hybridep",
+        "kernels are chosen by what the device supports": "--moe-permute-fusion",
+        "no effect yet: the router consists of torch's operations": "--moe-router-fusion",
+        "the shared experts always compute while tokens are sent": "--moe-shared-expert-overlap",
+        "no effect yet: only the shared experts compute while tokens are sent": "--overlap-dispatch-backward-with-experts-wgrad "
         "--overlap-moe-expert-parallel-comm",
         "ZeRO always reduces experts apart from the other parameters": "--create-moe-param-group",
         "always logged": "--moe-per-layer-logging",

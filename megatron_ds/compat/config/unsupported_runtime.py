@@ -5,27 +5,33 @@ when it is refused.
 """
 
 from ...config.sources.answers import OFF, Answer, table
+from .unsupported_megatron import NO_GRAPHS, TP_TRANSFERS
 
 DEFAULT_KERNELS = "kernels are chosen by what the device supports"
 
 RUNTIME_FLAGS = table(
     accepted={
         DEFAULT_KERNELS: "--cpu-torch-adam --disable-mem-efficient-ln --ds-fused-adam --flash-decode --no-fp8-wgrad "
-        "--no-gradient-reduce-div-fusion --onnx-safe --optimizer-cuda-graph --use-flash-attn-builder "
+        "--no-gradient-reduce-div-fusion --onnx-safe --use-flash-attn-builder "
         "--use-flash-attn-v1",
-        "transfers are overlapped with computation automatically": "--disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-overlap-ag "
+        NO_GRAPHS: "--optimizer-cuda-graph",
+        TP_TRANSFERS: "--disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-overlap-ag "
         "--disable-tp-comm-overlap-rs --disable-tp-comm-split-ag --disable-tp-comm-split-rs "
-        "--no-align-grad-reduce --no-delay-grad-reduce --no-overlap-p2p-communication "
-        "--overlap-cpu-optimizer-d2h-h2d --overlap-p2p-communication "
-        "--tp-comm-overlap-rs-dgrad --no-clone-scatter-output-in-embedding",
+        "--tp-comm-overlap-rs-dgrad",
+        "transfers of pipelines and of ZeRO are overlapped with computation automatically": "--no-align-grad-reduce "
+        "--no-delay-grad-reduce --no-overlap-p2p-communication --overlap-cpu-optimizer-d2h-h2d "
+        "--overlap-p2p-communication",
         "gradients lie in flat buckets, each reduced once by the collective of its ZeRO stage": "--ddp-num-buckets --ddp-pad-buckets-for-high-nccl-busbw --no-contiguous-buffers-in-local-ddp "
         "--suggested-communication-unit-size --use-contiguous-buffers-in-ddp "
         "--zero-allgather-bucket-size --zero-contigious-gradients --zero-reduce-bucket-size "
         "--zero-reduce-scatter",
         "activations are sent in the parts that ranks hold": "--no-scatter-gather-tensors-in-pipeline",
-        "groups of ranks are created when they are first used": "--create-all-gather-group --lazy-mpu-init --nccl-communicator-config-path "
-        "--pipeline-model-parallel-comm-backend",
+        "no effect yet: the gathers and the reductions of a group share its communicator": "--create-all-gather-group",
+        "groups of ranks are made while a run is built": "--lazy-mpu-init",
+        "no effect yet: NCCL reads its limits from its own variables, such as NCCL_MAX_CTAS": "--nccl-communicator-config-path",
+        "pipelines send by NCCL on GPUs, by gloo on CPUs": "--pipeline-model-parallel-comm-backend",
         "memory only: what is kept or recomputed changes no number": "--checkpoint-num-layers --contigious-checkpointing --memory-centric-tiled-linear "
+        "--no-clone-scatter-output-in-embedding "
         "--no-pin-cpu-grads --no-pin-cpu-params --profile-backward --scattered-embeddings "
         "--split-transformers --standalone-embedding-stage --synchronize-each-layer --tile-factor "
         "--torch-fsdp2-no-reshard-after-forward --use-pin-memory",

@@ -10,7 +10,14 @@ from .engine_status import EngineStatus
 from .gradients import EngineParameter
 
 # Attributes of the parameters of an engine (zero/buckets.py, initialization.py).
-ADDED = "engine", "take_main_grad", "take_new_main_grad", "view_main_grad", "grad_ready"
+ADDED = (
+    "engine",
+    "take_main_grad",
+    "take_new_main_grad",
+    "add_main_grad",
+    "view_main_grad",
+    "grad_ready",
+)
 
 
 @torch.no_grad()

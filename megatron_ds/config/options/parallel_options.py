@@ -317,7 +317,7 @@ class ZeroConfig:
         json="zero_optimization.reduce_bucket_size",
         unit="elements",
         help="Gradients are reduced in buckets of about this many elements. Default: an eighth of the "
-        "rank's parameters, between 1 and 40 million.",
+        "rank's parameters, between 1 and 40 million, or 1 million for each data-parallel rank if that is more.",
         avoid="Smaller buckets overlap more with the backward pass, but each reduction has a latency.",
     )
     allgather_bucket_size: int | None = option(

@@ -560,7 +560,8 @@ class TrainConfig:
     deterministic_mode: bool = option(
         False,
         help="Use only operations whose result is the same in every run, on the same layout; an operation "
-        "that has none raises an error.",
+        "that has none raises an error. On GPUs torch then chooses backwards of attention that add in a fixed "
+        "order; without it those of cuDNN and FlashAttention add the parts of a gradient as they come.",
         avoid="On GPUs some operations are then slower; CPUs are deterministic anyway.",
     )
     kernels: str = option(

@@ -88,14 +88,18 @@ def is_widened(t: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def widened_product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a b, or a b + bias, in fp32, rounded to the dtype of a."""
+    """a b, or a b + bias, in fp32, rounded to the dtype of a; in `out` if it is given."""
     n, k = a.shape
     m = b.shape[1]
     if bias is not None:
         bias = bias.float()
-    out = a.new_empty(n, m)
+    if out is None:
+        out = a.new_empty(n, m)
     # Parts of the summed dimension add up in fp32.
     if k > max(n, m):
         sums = WORKSPACE.take("product", n, m)

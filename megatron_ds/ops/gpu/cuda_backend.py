@@ -49,6 +49,7 @@ class GpuDevice:
     target        of the compiler: "sm_90"
     processors    number of streaming multiprocessors
     stream        address of torch's current stream
+    current       number of torch's current device
     is_capturing  whether that stream is being captured into a graph
     """
 
@@ -56,7 +57,12 @@ class GpuDevice:
     target: str
     processors: int
     stream: Callable[[], int]
+    current: Callable[[], int]
     is_capturing: Callable[[], bool]
+
+
+class _Thread(threading.local):
+    has_context = False  # whether the device's context was current in this thread
 
 
 class CudaBackend:
@@ -73,6 +79,9 @@ class CudaBackend:
         self.compiler = compiler
         self.processors = device.processors
         self._driver = driver
+        self._launch = driver.launch
+        self._streams: dict[int, ctypes.c_void_p] = {}
+        self._here = _Thread()
         self._cache = cache
         self._context = driver.primary_context(device.ordinal)
         self._functions: dict[tuple[str, str], LoadedKernel] = {}
@@ -121,15 +130,20 @@ class CudaBackend:
         arguments: ctypes.Array,
     ) -> None:
         """Start `function` on torch's current stream. Raises KernelError with the driver's reason."""
-        driver = self._driver
-        stream = ctypes.c_void_p(self.device.stream())
-        if driver.current_context() == self._context:
-            code = driver.launch(
+        number = self.device.stream()
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams[number] = ctypes.c_void_p(number)
+        # A thread in which the context was current has it still while torch's current device is this one.
+        here = self._here
+        if here.has_context and self.device.current() == self.device.ordinal:
+            code = self._launch(
                 function.handle, *grid, *block, 0, stream, arguments, None
             )
         else:
-            with driver.context(self._context):
-                code = driver.launch(
+            here.has_context = self._driver.current_context() == self._context
+            with self._driver.context(self._context):
+                code = self._launch(
                     function.handle, *grid, *block, 0, stream, arguments, None
                 )
         if code:
@@ -236,6 +250,7 @@ def _backend(ordinal: int) -> CudaBackend:
         target,
         properties.multi_processor_count,
         functools.partial(_current_stream, ordinal),
+        _current_device,
         torch.cuda.is_current_stream_capturing,
     )
     return CudaBackend(
@@ -255,5 +270,6 @@ def _stream_of_torch(ordinal: int) -> int:
     return torch.cuda.current_stream(ordinal).cuda_stream
 
 
-# The first is what torch's own code generator calls, in a tenth of the time.
+# The first is what torch's own code generator calls, in a tenth of the time. So is that of the device.
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_torch)
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

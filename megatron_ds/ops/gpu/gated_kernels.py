@@ -1,10 +1,10 @@
 """SwiGLU and squared ReLU, forward and backward; x alone is kept: csrc/gpu/gated.cu."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ...host.autograd_functions import differentiable_once, direct_apply
 from .gpu_kernel import GpuKernel, type_name
-from .packets import vector_width
+from .packets import common_width, vector_width
 
 THREADS = 256
 MOST_PACKETS = 2**31 - 1
@@ -43,12 +43,12 @@ def _too_many(packets: int) -> str:
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x = [gate; up] [.., 2f] → [.., f]. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
-    return _SwiGLU.apply(x)
+    return _swiglu(x)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)², of the shape of x. So et al. 2021 (arXiv:2109.08668), section 4.1."""
-    return _SquaredReLU.apply(x)
+    return _squared_relu(x)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _SwiGLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         (x,), dy = ctx.saved_tensors, dy.contiguous()
         dx = torch.empty_like(x)
@@ -81,7 +81,7 @@ class _SquaredReLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         (x,), dy = ctx.saved_tensors, dy.contiguous()
         dx = torch.empty_like(x)
@@ -89,12 +89,16 @@ class _SquaredReLU(torch.autograd.Function):
         return dx
 
 
+_swiglu = direct_apply(_SwiGLU)
+_squared_relu = direct_apply(_SquaredReLU)
+
+
 def _launch(
     kernel: GpuKernel, row: int, *tensors: torch.Tensor, f: int | None = None
 ) -> None:
     """row: a multiple of the length of a packet. f: of a gated function."""
-    width = vector_width([row], *(t.view(-1) for t in tensors))
-    packets = min(t.numel() for t in tensors) // width
+    width = common_width(row, *tensors)
+    packets = tensors[1].numel() // width  # of the result, or of its gradient
     kernel(
         (type_name(tensors[0]), width),
         -(-packets // THREADS),

@@ -90,10 +90,11 @@ class GpuKernel:
         self.examples = tuple(examples)
         self.types = arguments.split()
         form, offsets = _layout([FORMATS[a] for a in self.types])
-        self._pointers = [a == "ptr" for a in self.types]
+        self._pointers = [i for i, a in enumerate(self.types) if a == "ptr"]
+        self._first = self._pointers[0]  # a tensor, never None
         self._pack = struct.Struct(form)
         self._arguments = _Arguments(self._pack.size, offsets)
-        self._functions: dict[tuple, Any] = {}
+        self._ways: dict[tuple, tuple[Callable[..., None] | None, Any]] = {}
 
     def expression(self, template: Sequence[Any]) -> str:
         """C++ of the instantiation for these template arguments."""
@@ -116,42 +117,45 @@ class GpuKernel:
         Raises KernelError if the kernel does not compile or start, and at the first launch if the tensors are
         on different devices.
         """
-        # Plans record which kernels are needed, and launch none.
-        grid = (grid,) if isinstance(grid, int) else grid
-        if not all(grid):
+        grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        if 0 in grid:
             return
         for launches in _RECORDS:
             launches[self, template] = None
-        first = next(
-            a
-            for a, is_pointer in zip(arguments, self._pointers)
-            if is_pointer and a is not None
-        )
-        if not has_memory(first):
-            return
-        # Compile at the first launch on a device.
+        # The way to launch is found at the first launch of an instantiation on a device.
+        first = arguments[self._first]
         device = first.device
-        backend = BACKENDS[device.type](device)
-        function = self._functions.get((template, backend))
-        if function is None:
-            self._check(arguments, device)
-            function = self._functions[template, backend] = backend.function(
-                self.file, self.expression(template)
-            )
+        key = template, device, type(first), BACKENDS.get(device.type)
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = self._way(template, device, arguments)
+        launch, function = way
+        if launch is None:
+            return
         # Arguments go into memory that the driver reads.
+        values = list(arguments)
+        for place in self._pointers:
+            value = values[place]
+            values[place] = 0 if value is None else value.data_ptr()
         packed = self._arguments
-        values = [
-            a.data_ptr() if is_pointer and a is not None else a or 0
-            for a, is_pointer in zip(arguments, self._pointers)
-        ]
         self._pack.pack_into(packed.memory, 0, *values)
-        backend.launch(function, (*grid, 1, 1)[:3], (threads, 1, 1), packed.addresses)
+        launch(function, grid, (threads, 1, 1), packed.addresses)
+
+    def _way(
+        self, template: tuple, device: torch.device, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., None] | None, Any]:
+        """(`Backend.launch`, the compiled function); (None, None) for tensors without memory, as in plans."""
+        self._check(arguments, device)
+        if not has_memory(arguments[self._first]):
+            return None, None
+        backend = BACKENDS[device.type](device)
+        return backend.launch, backend.function(self.file, self.expression(template))
 
     def _check(self, arguments: Sequence[Any], device: torch.device) -> None:
         """A kernel that reads the memory of another device ends the process's use of the GPU."""
-        if len(arguments) != len(self._pointers):
+        if len(arguments) != len(self.types):
             raise KernelError(
-                f"{self.name} has {len(self._pointers)} arguments, not {len(arguments)}."
+                f"{self.name} has {len(self.types)} arguments, not {len(arguments)}."
             )
         for place, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor) and argument.device != device:

@@ -1,11 +1,13 @@
 """LayerNorm and RMSNorm with an optional residual addition, forward and backward: csrc/gpu/norm.cu."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from ...host.autograd_functions import direct_apply
 from .gpu_kernel import GpuKernel, type_name
-from .packets import lanes, packed, reason_against_packets
+from .packets import lanes, packed, reason_against_rows
 
 FORWARD = GpuKernel(
     "norm.cu",
@@ -75,7 +77,7 @@ def fits(x: torch.Tensor, *others: object) -> str:
     """ "" if the kernels take the arguments of layer_norm, rms_norm or residual_norm."""
     if x.dim() and x.shape[-1] > MOST_COLUMNS:
         return f"rows of {x.shape[-1]} elements are longer than {MOST_COLUMNS}"
-    if reason := reason_against_packets(x, *others):
+    if reason := reason_against_rows(x, *others):
         return reason
     shapes = {tuple(t.shape) for t in others if isinstance(t, torch.Tensor)} - {
         x.shape,
@@ -89,7 +91,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4. Keeps x and one fp32 number a row for backward.
     """
-    return _Norm.apply(x, None, weight, None, eps)
+    return _apply(x, None, weight, None, eps)
 
 
 def layer_norm(
@@ -99,7 +101,7 @@ def layer_norm(
 
     Ba et al. 2016 (arXiv:1607.06450). Keeps x and two fp32 numbers a row for backward.
     """
-    return _Norm.apply(x, None, weight, bias, eps)
+    return _apply(x, None, weight, bias, eps)
 
 
 def residual_norm(
@@ -113,16 +115,15 @@ def residual_norm(
 
     Keeps the second result and one or two fp32 numbers a row for backward.
     """
-    return _Norm.apply(x, residual, weight, bias, eps)
+    return _apply(x, residual, weight, bias, eps)
 
 
 class Rows(NamedTuple):
-    """How the rows of x are computed.
+    """How rows are computed.
 
     threads  of a row; 0: rows of any width
     """
 
-    x: torch.Tensor
     count: int
     cols: int
     threads: int
@@ -144,7 +145,40 @@ def rows_of(x: torch.Tensor, most_numbers: int, most_threads: int) -> Rows:
     packets = cols // lanes(x)
     threads = min(most_threads, -(-packets // 64) * 32)
     fit = -(-packets // threads) * lanes(x) <= most_numbers
-    return Rows(x, x.numel() // cols, cols, threads if fit else 0)
+    return Rows(x.numel() // cols, cols, threads if fit else 0)
+
+
+class Way(NamedTuple):
+    """How the rows of a shape are computed. number: what the kernel is given to count with"""
+
+    kernel: GpuKernel
+    template: tuple
+    grid: int
+    threads: int
+    rows: int
+    number: int
+
+
+@lru_cache(maxsize=1024)
+def _way_forward(
+    shape: tuple[int, ...], dtype: torch.dtype, is_rms: bool, adds: bool
+) -> Way:
+    """Short rows stay in registers, one group of threads a row; long ones are read in a loop."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    rows = rows_of(x, FORWARD_NUMBERS, 1024)
+    if not rows.threads:
+        template = (type_name(x), is_rms, adds)
+        return Way(
+            FORWARD_LOOPED, template, rows.count, LOOPED_THREADS, rows.count, rows.cols
+        )
+    return Way(
+        FORWARD,
+        (type_name(x), rows.cols, rows.threads, is_rms, adds),
+        rows.blocks(rows.count),
+        rows.threads * rows.groups_per_block,
+        rows.count,
+        rows.count,
+    )
 
 
 class _Norm(torch.autograd.Function):
@@ -152,43 +186,30 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, bias, eps):
         ctx.set_materialize_grads(False)
         x = packed(x)
+        weight = packed(weight)
         is_rms = bias is None
         adds = residual is not None
-        # One group of threads normalizes a row.
+        # One pass over the rows writes the results and the numbers that backward needs.
+        way = _way_forward(x.shape, x.dtype, is_rms, adds)
         y = torch.empty_like(x)
         total = torch.empty_like(x) if adds else None
-        rows = rows_of(x, FORWARD_NUMBERS, 1024)
-        rstd = x.new_empty(rows.count, dtype=torch.float32)
+        rstd = x.new_empty(way.rows, dtype=torch.float32)
         mean = None if is_rms else torch.empty_like(rstd)
-        tensors = (
+        way.kernel(
+            way.template,
+            way.grid,
+            way.threads,
             x,
             packed(residual) if adds else None,
             weight,
-            bias,
+            None if is_rms else packed(bias),
             total,
             y,
             mean,
             rstd,
+            way.number,
+            eps,
         )
-        # Short rows stay in registers; long ones are read in a loop.
-        if rows.threads:
-            FORWARD(
-                (type_name(x), rows.cols, rows.threads, is_rms, adds),
-                rows.blocks(rows.count),
-                rows.threads * rows.groups_per_block,
-                *tensors,
-                rows.count,
-                eps,
-            )
-        else:
-            FORWARD_LOOPED(
-                (type_name(x), is_rms, adds),
-                rows.count,
-                LOOPED_THREADS,
-                *tensors,
-                rows.cols,
-                eps,
-            )
         ctx.save_for_backward(total if adds else x, weight, mean, rstd)
         ctx.adds = adds
         return (y, total) if adds else y
@@ -212,6 +233,26 @@ class _Norm(torch.autograd.Function):
         return dx, dx if ctx.adds else None, dw, db, None
 
 
+_apply = direct_apply(_Norm)
+
+
+@lru_cache(maxsize=1024)
+def _way_backward(
+    shape: tuple[int, ...], dtype: torch.dtype, is_rms: bool, has_past: bool
+) -> tuple[Rows, int, tuple[tuple, int, int]]:
+    """(the rows, the number of their chunks, of which each has its own sums for weight and bias; template,
+    grid and threads of the kernel)."""
+    total = torch.empty(shape, dtype=dtype, device="meta")
+    rows = rows_of(total, BACKWARD_NUMBERS[total.element_size(), is_rms], 512)
+    chunks = min(rows.count, chunks_of(rows.threads))
+    kind = (is_rms, has_past)
+    if not rows.threads:
+        return rows, chunks, ((type_name(total), *kind), rows.count, LOOPED_THREADS)
+    template = (type_name(total), rows.cols, rows.threads, *kind)
+    threads = rows.threads * rows.groups_per_block
+    return rows, chunks, (template, rows.blocks(chunks), threads)
+
+
 def _backward(
     dy: torch.Tensor,
     past: torch.Tensor | None,
@@ -221,31 +262,18 @@ def _backward(
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradient of the sum, and fp32 [chunks, cols] partial sums of those of weight and bias."""
-    # Each chunk of rows has its own sums for weight and bias.
     is_rms = mean is None
-    rows = rows_of(total, BACKWARD_NUMBERS[total.element_size(), is_rms], 512)
-    chunks = min(rows.count, chunks_of(rows.threads))
+    has_past = past is not None
+    rows, chunks, way = _way_backward(total.shape, total.dtype, is_rms, has_past)
     dx = torch.empty_like(total)
     partial_w = rstd.new_empty(chunks, rows.cols)
     partial_b = None if is_rms else torch.empty_like(partial_w)
-    kind = (is_rms, past is not None)
     tensors = (dy, past, total, weight, mean, rstd, dx)
     # Short rows stay in registers; long ones are read twice, by two kernels.
     if rows.threads:
-        BACKWARD(
-            (type_name(total), rows.cols, rows.threads, *kind),
-            rows.blocks(chunks),
-            rows.threads * rows.groups_per_block,
-            *tensors,
-            partial_w,
-            partial_b,
-            rows.count,
-            chunks,
-        )
+        BACKWARD(*way, *tensors, partial_w, partial_b, rows.count, chunks)
     else:
-        BACKWARD_LOOPED(
-            (type_name(total), *kind), rows.count, LOOPED_THREADS, *tensors, rows.cols
-        )
+        BACKWARD_LOOPED(*way, *tensors, rows.cols)
         strips = -(-rows.cols // (STRIP_THREADS * lanes(total)))
         WEIGHT_SUMS(
             (type_name(total), is_rms),

@@ -20,6 +20,16 @@ def lanes(t: torch.Tensor) -> int:
 def reason_against_packets(x: torch.Tensor, *others: object) -> str:
     """ "" if kernels can read the tensors in packets: rows of x are multiples of 16 bytes, tensors among
     `others` have its dtype and last dim or None, and the addresses of contiguous ones are multiples of 16."""
+    if reason := reason_against_rows(x, *others):
+        return reason
+    for t in (x, *others):
+        if isinstance(t, torch.Tensor) and t.is_contiguous() and not _is_aligned(t):
+            return f"an address that is not a multiple of {BYTES} bytes"
+    return ""
+
+
+def reason_against_rows(x: torch.Tensor, *others: object) -> str:
+    """`reason_against_packets` for tensors that `packed` will have at right addresses."""
     # Whole packets in each row.
     cols = x.shape[-1] if x.dim() else 1
     if not cols or cols % lanes(x):
@@ -30,13 +40,13 @@ def reason_against_packets(x: torch.Tensor, *others: object) -> str:
             continue
         if t.dtype != x.dtype:
             return f"tensors of {t.dtype} and {x.dtype}"
-        if t.is_contiguous() and not _is_aligned(t):
-            return f"an address that is not a multiple of {BYTES} bytes"
     return ""
 
 
 def packed(t: torch.Tensor) -> torch.Tensor:
     """t itself, or a copy whose rows follow one another from an address that is a multiple of 16 bytes."""
+    if t.is_contiguous() and not t.data_ptr() % BYTES:  # 0 on the meta device
+        return t
     t = t.contiguous()
     return t if _is_aligned(t) else t.clone()
 
@@ -57,6 +67,17 @@ def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
             if size > 1:
                 width = math.gcd(width, stride)
     return width
+
+
+def common_width(length: int, *tensors: torch.Tensor) -> int:
+    """`vector_width` of contiguous tensors that are read as one row whose parts have this length."""
+    itemsize = tensors[0].element_size()
+    most = BYTES // itemsize
+    addresses = 0
+    for t in tensors:
+        address = t.data_ptr()  # 0 on the meta device
+        addresses |= address
+    return math.gcd(most, length, addresses // itemsize)
 
 
 def rows_together(t: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ csrc/gpu/rotary.cu.
 from typing import Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ...host.autograd_functions import differentiable_once, direct_apply
 from .gpu_kernel import GpuKernel, type_name
 from .packets import rows_together, vector_width
 
@@ -50,7 +50,7 @@ def rotary(
     interleaved: Literal[False] = False,
 ) -> torch.Tensor:
     """x [s, b, n, d], any strides, turned by tables [s, 1 or b, 1, r/2] → contiguous, of the same dtype."""
-    return _Rotate.apply(x, cos, sin)
+    return _rotate(x, cos, sin)
 
 
 def split_rotary(
@@ -63,7 +63,7 @@ def split_rotary(
 
     Nothing of qkv is kept: what attention keeps are the three results.
     """
-    return _SplitAndRotate.apply(qkv, cos, sin)
+    return _split_and_rotate(qkv, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
@@ -73,7 +73,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos, sin, FORWARD)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):
         return _rotated(dy, *ctx.saved_tensors, BACKWARD), None, None
 
@@ -83,12 +83,14 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(ctx, qkv, cos, sin):
         ctx.save_for_backward(cos, sin)
         s, b, g, slots, d = qkv.shape
-        q, k, v = (qkv.new_empty(s, b, n, d) for n in (g * (slots - 2), g, g))
+        q = qkv.new_empty(s, b, g * (slots - 2), d)
+        k = qkv.new_empty(s, b, g, d)
+        v = torch.empty_like(k)
         _launch(False, qkv, (q, k, v), cos, sin, FORWARD)
         return q, k, v
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *gradients):
         cos, sin = ctx.saved_tensors
         dq, dk, dv = map(rows_together, gradients)
@@ -96,6 +98,10 @@ class _SplitAndRotate(torch.autograd.Function):
         packed = dq.new_empty(s, b, g, dq.shape[2] // g + 2, d)
         _launch(True, packed, (dq, dk, dv), cos, sin, BACKWARD)
         return packed, None, None
+
+
+_rotate = direct_apply(_Rotate)
+_split_and_rotate = direct_apply(_SplitAndRotate)
 
 
 def _rotated(

@@ -103,7 +103,11 @@ def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares, float64, in parts: no float64 copy of a large tensor is made."""
-    parts = values.detach().reshape(-1).split(2**16)
+    """Sum of squares, float64, in parts: no float64 copy of a large tensor is made.
+
+    A part fits into the cache of a CPU, and is worth a launch on a GPU.
+    """
+    elements = 2**16 if values.device.type == "cpu" else 2**22
+    parts = values.detach().reshape(-1).split(elements)
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     return torch.stack(norms).square().sum()

@@ -34,6 +34,8 @@ AXES = (
         "optimizer",
         {
             "adam": {},
+            # with a second moment that falls within a few steps
+            "amsgrad": {"--amsgrad": "", "--adam-beta2": "0.5"},
             "uncorrected": {"--no-adam-bias-correction": ""},
             "adagrad": {"--optimizer": "adagrad"},
             "lamb": LAMB,

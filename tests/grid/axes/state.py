@@ -13,7 +13,7 @@ def bytes_of_state(shown: Shown) -> None:
     """ZeRO divides optimizer, gradients and parameters over the data-parallel ranks, in this order."""
     case = shown.case
     is_plain = case["experts"] == "none" and case["knobs"] == "none"
-    if not is_plain or case["optimizer"] != "adam":
+    if not is_plain or case["optimizer"] not in ("adam", "uncorrected"):
         return
     copies_of_all = case["dp"] * case["cp"]
     elements = sum(s.parameter_elements for s in shown.run.seen) / copies_of_all

@@ -1,0 +1,30 @@
+"""Functions of autograd at less cost for the host: a GPU that computes a small block waits for the host.
+
+torch's `Function.apply` unwraps every argument for the transforms of torch.func, in Python; its
+`once_differentiable` enters and leaves a context in every backward.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import Function, once_differentiable
+
+
+def direct_apply(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` for calls outside of torch.func's transforms, inside of which torch raises RuntimeError."""
+    return super(Function, function).apply
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, which costs nothing in a backward that records no graph."""
+    recorded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            return recorded(ctx, *gradients)
+        return backward(ctx, *gradients)
+
+    return run
