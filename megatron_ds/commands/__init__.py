@@ -59,6 +59,9 @@ COMMANDS: dict[str, Command] = {
     "launch": Command(
         "launch.command", "start the ranks of a training on one machine or many", rank=0
     ),
+    "env": Command(
+        "env_report", "print what this machine offers, or measure ranks (--check)"
+    ),
     "generate": Command(
         "generate_text", "continue text with a trained model", "run_tool"
     ),

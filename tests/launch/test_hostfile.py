@@ -137,7 +137,7 @@ def test_hosts_and_slots_are_chosen_in_the_order_of_the_hostfile(
     "text, message",
     [
         ("n3", "no host 'n3' in the hostfile"),
-        ("n1:7", "n1 has 4 slots, 0 to 3; there is no slot 7"),
+        ("n1:7", "n1 has 4 slots, numbered from 0; there is no slot 7"),
         ("n1:a", "'a' is no list of slots"),
         ("n1:", "'' is no list of slots"),
         ("n1:0:1", "'0:1' is no list of slots"),

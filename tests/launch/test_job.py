@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ds.commands.launch import command
 from megatron_ds.commands.launch.agent import host_of
-from megatron_ds.commands.launch.job import Job, Program, core_list
+from megatron_ds.commands.launch.job import Job, RankProgram, core_list
 from megatron_ds.commands.launch.variables import exported_variables
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
@@ -31,7 +31,7 @@ ODD_WORDS = (
 JOB = Job(
     name="0123",
     slots={"n1": (1,), "n2": (0, 2, 3)},
-    program=Program(("train.py", *ODD_WORDS), "python", has_local_rank=True),
+    program=RankProgram(("train.py", *ODD_WORDS), "python", has_local_rank=True),
     variables={"NCCL_DEBUG": "INFO"},
     folder="/work",
     master_address="10.0.0.1",

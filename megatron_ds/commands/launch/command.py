@@ -14,14 +14,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...cli import Arguments
 from ...errors import ConfigError
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
-from .job import Job, Program, core_list
+from .job import Job, RankProgram, core_list
 from .runners import Means, runner_named, ssh_to
 from .supervise import run_all
 from .variables import exported_variables
@@ -36,7 +36,16 @@ OWN = ("megatron_ds", "megatron-ds")  # their first argument is a command
 def parser() -> argparse.ArgumentParser:
     """The flags of the command; all that follows the script belongs to it."""
     made = Arguments(__doc__)
-    add = made.add_argument_group("hosts").add_argument
+    _add_hosts(made.add_argument_group("hosts").add_argument)
+    _add_ways(made.add_argument_group("how the hosts are reached").add_argument)
+    _add_ranks(made.add_argument_group("ranks").add_argument)
+    _add_own(made.add_argument_group("the launcher itself").add_argument)
+    made.add_argument("script", help="the program that each rank runs")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return made
+
+
+def _add_hosts(add: Callable[..., object]) -> None:
     add(
         "-H", "--hostfile", type=Path, help="lines HOST slots=N (default /job/hostfile)"
     )
@@ -56,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--master_port", type=int, default=PORT, help=f"its port (default {PORT})")
 
-    add = made.add_argument_group("how the hosts are reached").add_argument
+
+def _add_ways(add: Callable[..., object]) -> None:
     add(
         "--launcher",
         default="",
@@ -75,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
     add("--venv_script", default="", help="script that remote shells read first")
     add("--comment", default="", help="of the Slurm job step")
 
-    add = made.add_argument_group("ranks").add_argument
+
+def _add_ranks(add: Callable[..., object]) -> None:
     add("--module", action="store_true", help="the script is a module, as of python -m")
     add("--no_python", action="store_true", help="the script runs by itself")
     add(
@@ -95,7 +106,8 @@ def parser() -> argparse.ArgumentParser:
         "--grace-seconds", type=float, default=30.0, help="from SIGTERM to SIGKILL (30)"
     )
 
-    add = made.add_argument_group("the launcher itself").add_argument
+
+def _add_own(add: Callable[..., object]) -> None:
     add("--dry-run", "--print-command", action="store_true", help="print the commands")
     add("--save_pid", action="store_true", help="write TMP/PID.deepspeed while it runs")
     add("--autotuning", default="", help=argparse.SUPPRESS)
@@ -103,9 +115,6 @@ def parser() -> argparse.ArgumentParser:
     add(
         "-q", "--quiet", action="store_true", help="print nothing but the ranks' output"
     )
-    made.add_argument("script", help="the program that each rank runs")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,12 +171,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     The script is the first word that is neither a flag nor the value of one. A flag and its value become one word,
     since a value such as "--mca btl tcp" looks like a flag.
     """
-    takes_value = {
-        flag
-        for action in parser()._actions
-        if action.option_strings and action.nargs is None
-        for flag in action.option_strings
-    }
+    takes_value = _flags_with_values()
     own: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -178,6 +182,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             own.append(flag)
     return [*own, *rest[:1]], rest[1:]
+
+
+def _flags_with_values() -> set[str]:
+    found: set[str] = set()
+    for action in parser()._actions:
+        if action.nargs is None:
+            found.update(action.option_strings)
+    return found
 
 
 def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
@@ -255,25 +267,26 @@ def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
 
 
 def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) -> Job:
-    """The job of a command line."""
-    if args.no_ssh:
-        hosts = list(slots)
-        if not 0 <= args.node_rank < len(hosts):
-            raise ConfigError(
-                f"--no_ssh needs --node_rank from 0 to {len(hosts) - 1}, got {args.node_rank}."
-            )
+    """The job of a command line. Raises ConfigError."""
+    if args.no_ssh and not 0 <= args.node_rank < len(slots):
+        raise ConfigError(
+            f"--no_ssh needs --node_rank from 0 to {len(slots) - 1}, got {args.node_rank}."
+        )
+    # What the ranks run, and where.
     folder = Path.cwd()
+    program = RankProgram(
+        (args.script, *args.arguments),
+        "" if args.no_python else sys.executable,
+        args.module,
+        has_local_rank=not args.no_local_rank and Path(args.script).name not in OWN,
+    )
     cores = core_list(args.bind_core_list) if args.bind_core_list else ()
     is_bound = args.bind_cores_to_rank or bool(args.bind_core_list)
+    # What they all get.
     return Job(
         name=secrets.token_hex(8),
         slots=slots,
-        program=Program(
-            (args.script, *args.arguments),
-            "" if args.no_python else sys.executable,
-            args.module,
-            has_local_rank=not args.no_local_rank and Path(args.script).name not in OWN,
-        ),
+        program=program,
         variables=exported_variables(os.environ, Path.home(), folder),
         folder=str(folder),
         master_address=args.master_addr or master_address(args, slots, launcher, means),

@@ -29,7 +29,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def parse_hostfile(lines: Iterable[str], name: str = "the hostfile") -> dict[str, int]:
-    """Host → number of slots, of the lines of a hostfile."""
+    """Host → number of slots, of the lines of a hostfile.
+
+    name: of the file, for messages. Raises ConfigError with the line that is wrong.
+    """
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         line = line.strip()
@@ -40,12 +43,12 @@ def parse_hostfile(lines: Iterable[str], name: str = "the hostfile") -> dict[str
             raise ConfigError(
                 f"{name}, line {number}: {line!r} is not HOST slots=NUMBER."
             )
-        host, slots = found[1], int(found[2])
+        host = found[1]
         if host in hosts:
             raise ConfigError(
                 f"{name}, line {number}: {host} is listed twice. Add its slots to one line."
             )
-        hosts[host] = slots
+        hosts[host] = int(found[2])
     if not hosts:
         raise ConfigError(f"{name} lists no host: each line is HOST slots=NUMBER.")
     return hosts
@@ -63,28 +66,27 @@ def chosen_slots(
             "both --include and --exclude choose the hosts; give one of them."
         )
     every = {host: tuple(range(count)) for host, count in hosts.items()}
-    if include:
-        asked = _asked(include, "--include", every)
-        left = {host: asked[host] for host in every if host in asked}
-    elif exclude:
-        refused = _asked(exclude, "--exclude", every)
-        left = {
-            host: tuple(slot for slot in slots if slot not in refused.get(host, ()))
-            for host, slots in every.items()
-        }
-    else:
-        left = every
-    left = {host: slots for host, slots in left.items() if slots}
+    # A choice names hosts with slots; in the order of the hostfile they stay or go.
+    flag = "--exclude" if exclude else "--include"
+    text = exclude or include
+    named = _asked(text, flag, every) if text else every
+    left: Slots = {}
+    for host, slots in every.items():
+        chosen = named.get(host, ())
+        kept = tuple(slot for slot in slots if (slot in chosen) != bool(exclude))
+        if kept:
+            left[host] = kept
     if not left:
-        raise ConfigError(
-            f"{'--exclude ' + exclude if exclude else '--include ' + include} leaves no slot of "
-            f"{', '.join(hosts)}."
-        )
+        raise ConfigError(f"{flag} {text} leaves no slot of {', '.join(hosts)}.")
     return left
 
 
 def limited(slots: Slots, nodes: int | None, per_node: int | None) -> Slots:
-    """The first nodes, and of each as many slots as given; None keeps all."""
+    """The first nodes, and of each as many slots as given; None keeps all.
+
+    The number of slots is not compared with the host's, as a host without GPUs may run several ranks.
+    Raises ConfigError for more nodes than there are.
+    """
     if nodes is not None and nodes > len(slots):
         raise ConfigError(
             f"--num_nodes {nodes}, but there are {len(slots)}: {', '.join(slots)}."
@@ -96,26 +98,33 @@ def limited(slots: Slots, nodes: int | None, per_node: int | None) -> Slots:
 
 
 def _asked(text: str, flag: str, every: Slots) -> Slots:
-    """Host → slots of a text such as "worker-1@worker-2:0,2"; ascending, each once."""
+    """Host → slots of a text such as "worker-1@worker-2:0,2"; ascending, each once.
+
+    A host that is named without slots means all of them, unless slots of it are named elsewhere in the text.
+    Raises ConfigError for hosts and slots that do not exist. flag: of the text, for messages
+    """
     asked: dict[str, set[int]] = {}
     for word in text.split("@"):
         host, has_slots, listed = word.partition(":")
-        if host not in every:
+        # the host exists
+        slots = every.get(host)
+        if slots is None:
             hint = did_you_mean(host, every) or f" The hosts are {', '.join(every)}."
             raise ConfigError(f"{flag} {text}: no host {host!r} in the hostfile.{hint}")
+        # and so do its slots
         numbers = _numbers(listed, text, flag) if has_slots else []
-        missing = [number for number in numbers if number not in every[host]]
+        missing = set(numbers).difference(slots)
         if missing:
             raise ConfigError(
-                f"{flag} {text}: {host} has {len(every[host])} slots, 0 to {len(every[host]) - 1}; "
-                f"there is no slot {missing[0]}."
+                f"{flag} {text}: {host} has {len(slots)} slots, numbered from 0; "
+                f"there is no slot {min(missing)}."
             )
         asked.setdefault(host, set()).update(numbers)
-    # a host that is named without slots means all of them, unless slots of it are named elsewhere
     return {host: tuple(sorted(found)) or every[host] for host, found in asked.items()}
 
 
 def _numbers(listed: str, text: str, flag: str) -> list[int]:
+    """The numbers of "0,2". Raises ConfigError for another text."""
     words = listed.split(",")
     if not all(re.fullmatch(r"\s*\d+\s*", word) for word in words):
         raise ConfigError(

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """What each rank runs.
 
     words        the script or module, and its arguments
@@ -64,7 +64,7 @@ class Job:
 
     name: str
     slots: Mapping[str, Sequence[int]]
-    program: Program
+    program: RankProgram
     variables: Mapping[str, str]
     folder: str
     master_address: str
@@ -136,7 +136,7 @@ class Job:
             values: dict[str, Any] = json.loads(text)
             program = values.pop("program")
             words = tuple(program.pop("words"))
-            return cls(program=Program(words=words, **program), **values)
+            return cls(program=RankProgram(words=words, **program), **values)
         except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
             raise ConfigError(
                 f"--job is no job of megatron-ds launch: {error}."

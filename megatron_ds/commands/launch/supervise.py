@@ -139,7 +139,7 @@ def run_all(
 ) -> int:
     """Run a job; its exit code: 0, or that of the rank that failed first."""
     if not quiet:
-        _say(f"{job.world_size} ranks on {_hosts_text(job)}")
+        _note(f"{job.world_size} ranks on {_hosts_text(job)}")
     processes = Processes(job, runner, means)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: processes.request(number))
@@ -148,16 +148,16 @@ def run_all(
     # What failed first, last.
     failure = first_failure(processes.failures)
     if failure is not None:
-        _say(failure.text())
+        _note(failure.text())
         return failure.exit_code
     failed = next((code for code in codes if code), 0)
     if failed:
         program = processes.commands[codes.index(failed)].words[0]
-        _say(f"{program} ended with code {failed} before any rank reported an error")
+        _note(f"{program} ended with code {failed} before any rank reported an error")
     return failed if failed >= 0 else 128 - failed
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     sys.stdout.flush()
     print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
 
