@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+OWN_LAUNCHER = "MEGATRON_DS_LAUNCH"
+LAUNCHERS = (
+    "TORCHELASTIC_RUN_ID",
+    OWN_LAUNCHER,
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+)
+ENDING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", OWN_LAUNCHER, "OMPI_COMM_WORLD_RANK")
 
 
 def rank_in(env: Mapping[str, str]) -> int:
@@ -30,7 +37,7 @@ def is_launched(env: Mapping[str, str]) -> bool:
 
 def ends_siblings(env: Mapping[str, str]) -> bool:
     """Whether the launcher ends all ranks when one fails. srun does so only with -K."""
-    return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("OMPI_COMM_WORLD_RANK"))
+    return any(env.get(name) for name in ENDING_LAUNCHERS)
 
 
 # torch.distributed.launch and DeepSpeed's launcher append --local-rank N, and also set LOCAL_RANK.

@@ -1,7 +1,8 @@
 """Architecture rules: imports go strictly downward, torch.distributed stays in three packages, importing is
 light.
 
-    9  commands  __main__         scripts and tools call them
+    10 __main__  launch           for python -m
+    9  commands                   scripts and tools call them
     8  compat                     other programs' dialects: DeepSpeed, Megatron, Hugging Face, recipes
     7  extensions                 optimizers and features that hang on interfaces of the core
     6  training
@@ -59,7 +60,9 @@ LAYERS = {
     "compat": 8,
     "commands": 9,
     "__main__": 10,
+    "launch": 10,
 }
+ENTRY_POINTS = ("__main__", "launch")  # for `python -m`
 FILES_BELOW = (
     "mpu.grid",
 )  # files that count as layer 0: arithmetic on the standard library
@@ -221,7 +224,8 @@ def test_there_are_few_rooms():
         room = name.split(".")[1] if "." in name else ""
         found = {module.split(".")[1] for module in modules if "." in module}
         rooms[room] = rooms.get(room, set()) | found - {room}
-    del rooms[""], rooms["__main__"]
+    for name in ("", *ENTRY_POINTS):
+        del rooms[name]
 
     def floor(room: str) -> int:
         return 1 + max(map(floor, rooms[room]), default=0)

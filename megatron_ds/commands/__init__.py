@@ -56,6 +56,12 @@ COMMANDS: dict[str, Command] = {
         "print the memory, traffic and schedule of a training; nothing runs",
         "--dry-run",
     ),
+    "launch": Command(
+        "launch.command", "start the ranks of a training on one machine or many", rank=0
+    ),
+    "env": Command(
+        "env_report", "print what this machine offers, or measure ranks (--check)"
+    ),
     "generate": Command(
         "generate_text", "continue text with a trained model", "run_tool"
     ),

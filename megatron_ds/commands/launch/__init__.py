@@ -1,0 +1,13 @@
+"""`megatron-ds launch`: start the ranks of a training on one machine or many, and end them together.
+
+hostfile     text → hosts and their slots; which of them are used
+job          one value with all that a node needs to start its ranks
+variables    the environment variables that go along
+runners      how the node agents are started: locally, by ssh, pdsh, srun or mpirun
+signals      what is forwarded, and how a signal reaches the agent of another host
+agent        runs on each node: starts its ranks, forwards signals, ends all when one fails
+supervise    runs the processes of a runner, and ends all when one fails
+output       the output of a process, in pieces
+failures     what the launcher prints last
+command      the command line; DeepSpeed's flags with their meaning
+"""

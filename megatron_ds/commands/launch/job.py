@@ -1,0 +1,154 @@
+"""`Job`: all that a node needs to start its ranks, as one value that travels as one word of a command line.
+
+Ranks are numbered host by host. The word is urlsafe base64 of compressed JSON: no shell on the way changes any
+character of the user's arguments, and thousands of hosts fit into one word.
+"""
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What each rank runs.
+
+    words        the script or module, and its arguments
+    python       the interpreter; "" runs the script itself
+    is_module    the first word is a module, as of `python -m`
+    has_local_rank  append --local_rank=N to the arguments
+    """
+
+    words: tuple[str, ...]
+    python: str
+    is_module: bool = False
+    has_local_rank: bool = False
+
+    def command(self, local_rank: int) -> list[str]:
+        """The command line of a rank."""
+        interpreter = [self.python, "-u"] if self.python else []
+        if self.python and self.is_module:
+            interpreter.append("-m")
+        first, *arguments = self.words
+        flag = [f"--local_rank={local_rank}"] if self.has_local_rank else []
+        return [*interpreter, first, *flag, *arguments]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process: its number in the job and on its node, and its slot there."""
+
+    rank: int
+    local_rank: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training on some hosts.
+
+    name             unlike that of any other job; letters and digits
+    slots            host → its slots, in the order of ranks
+    variables        environment variables of all ranks
+    folder           the working directory, the same path on every host
+    log_folder       of a file for each rank; "" for none
+    bound_cores      the cores that ranks of a host share out among them; None binds nothing, () means all
+    grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
+    """
+
+    name: str
+    slots: Mapping[str, Sequence[int]]
+    program: RankProgram
+    variables: Mapping[str, str]
+    folder: str
+    master_address: str
+    master_port: int
+    log_folder: str = ""
+    bound_cores: Sequence[int] | None = None
+    grace_seconds: float = 30.0
+
+    @property
+    def hosts(self) -> list[str]:
+        """Their names, in the order of ranks."""
+        return list(self.slots)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return sum(map(len, self.slots.values()))
+
+    def ranks(self, host: str) -> Iterator[Rank]:
+        """The ranks of a host."""
+        before = self.hosts.index(host)
+        first = sum(len(self.slots[other]) for other in self.hosts[:before])
+        for i, slot in enumerate(self.slots[host]):
+            yield Rank(first + i, i, slot)
+
+    def environment(self, host: str, rank: Rank) -> dict[str, str]:
+        """The variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds."""
+        slots = self.slots[host]
+        node = self.hosts.index(host)
+        return {
+            **self.variables,
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+            "WORLD_SIZE": str(self.world_size),
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(rank.local_rank),
+            "LOCAL_WORLD_SIZE": str(len(slots)),
+            "LOCAL_SIZE": str(len(slots)),
+            "GROUP_RANK": str(node),
+            "CROSS_RANK": str(node),
+            "CROSS_SIZE": str(len(self.slots)),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots)),
+            "MEGATRON_DS_LAUNCH": self.name,
+        }
+
+    def cores(self, host: str, rank: Rank) -> list[int]:
+        """The cores that a rank is bound to: an equal share of those of its host; [] for no bound."""
+        if self.bound_cores is None:
+            return []
+        available = list(self.bound_cores) or list(range(os.cpu_count() or 1))
+        share = len(available) // len(self.slots[host])
+        if not share:
+            raise ConfigError(
+                f"{len(available)} cores cannot be shared by {len(self.slots[host])} ranks of {host}. Leave "
+                "out --bind_cores_to_rank, or give more cores by --bind_core_list."
+            )
+        return available[rank.local_rank * share :][:share]
+
+    def encoded(self) -> str:
+        """One word of letters, digits, -, _ and =."""
+        text = json.dumps(asdict(self), separators=(",", ":"))
+        return base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+
+    @classmethod
+    def decoded(cls, word: str) -> "Job":
+        """The job of a word. Raises ConfigError for another word."""
+        try:
+            text = zlib.decompress(base64.urlsafe_b64decode(word))
+            values: dict[str, Any] = json.loads(text)
+            program = values.pop("program")
+            words = tuple(program.pop("words"))
+            return cls(program=RankProgram(words=words, **program), **values)
+        except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
+            raise ConfigError(
+                f"--job is no job of megatron-ds launch: {error}."
+            ) from error
+
+
+def core_list(text: str) -> tuple[int, ...]:
+    """The cores of a text such as "1,3-5". Raises ConfigError for another text."""
+    cores: list[int] = []
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ConfigError(f"--bind_core_list {text}: {word!r} is no core or range.")
+        cores += range(int(first), int(last if dash else first) + 1)
+    return tuple(sorted(set(cores)))

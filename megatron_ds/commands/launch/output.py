@@ -1,0 +1,22 @@
+"""The output of a process, in pieces that can be passed on at once."""
+
+import os
+from collections.abc import Iterator
+from typing import BinaryIO
+
+CHUNK_BYTES = 65536
+LONGEST_BYTES = 1 << 20  # of a line that is kept until it ends
+
+
+def pieces(stream: BinaryIO) -> Iterator[bytes]:
+    r"""Lines, as soon as they end by \n or by \r, which progress bars write; the last one may have no end."""
+    rest = b""
+    while chunk := os.read(stream.fileno(), CHUNK_BYTES):
+        rest += chunk
+        cut = max(rest.rfind(b"\n"), rest.rfind(b"\r")) + 1
+        if len(rest) > LONGEST_BYTES:
+            cut = len(rest)
+        yield from rest[:cut].splitlines(keepends=True)
+        rest = rest[cut:]
+    if rest:
+        yield rest

@@ -1,0 +1,45 @@
+"""Signals on the way from the launcher to the ranks of another host.
+
+ssh, srun and mpirun end by most signals instead of passing them on. srun and mpirun pass their input on, by which
+agents get the numbers of signals. With ssh each agent writes its process id into a file whose name the launcher
+knows, and the launcher sends a signal by a second connection that reads the file.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .job import Job
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What the launcher and the agents pass on: programs save and stop, or do what their authors chose."""
+END = signal.SIGHUP
+"""An agent ends its ranks: SIGTERM, and after the job's grace period SIGKILL."""
+
+
+def pid_name(job: Job, node: int | str) -> str:
+    """The name of the file of a node's agent, in the folder for temporary files. node: its number, or %n"""
+    return f"megatron-ds-{job.name}-{node}.pid"
+
+
+@contextlib.contextmanager
+def pid_file(job: Job, host: str) -> Iterator[None]:
+    """Inside, the file holds the id of this process. An existing file is an error, and never written to."""
+    path = Path(tempfile.gettempdir(), pid_name(job, job.hosts.index(host)))
+    with path.open("x") as file:
+        file.write(str(os.getpid()))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def signal_text(job: Job, node: int | str, number: int) -> str:
+    """The command for another host's shell that signals the agent there; without an agent it does nothing."""
+    name = signal.Signals(number).name.removeprefix("SIG")
+    path = f'"${{TMPDIR:-/tmp}}/{pid_name(job, node)}"'
+    return f"sh -c {shlex.quote(f'test ! -f {path} || kill -s {name} $(cat {path})')}"

@@ -1,0 +1,179 @@
+"""Run the processes of a launcher: pass their output on, end all when one fails, print the first failure last."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from .failures import Failure, failure_in, first_failure
+from .job import Job
+from .output import pieces
+from .runners import Means, Runner, Started
+from .signals import END, FORWARDED
+
+POLL_SECONDS = 0.1
+CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
+
+
+class Processes:
+    """The processes that the launcher has started, and the failures that their output reports."""
+
+    def __init__(self, job: Job, runner: Runner, means: Means):
+        self.failures: list[Failure] = []
+        self.commands = runner.start(job, means)
+        self._job = job
+        self._runner = runner
+        self._means = means
+        self._pending: deque[int] = deque()
+        self._received: list[int] = []
+        self._kill_time: float | None = None
+        self._lock = threading.Lock()
+        source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
+        self._processes = [
+            _started(one, source, subprocess.PIPE) for one in self.commands
+        ]
+        self._signallers: list[subprocess.Popen] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(process,), daemon=True)
+            for process in self._processes
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def request(self, number: int) -> None:
+        """Have the signal sent soon. This is what a signal handler may call."""
+        self._pending.append(number)
+
+    def wait(self) -> list[int]:
+        """Wait for all; when one fails, the others are asked to end. Their exit codes."""
+        while True:
+            while self._pending:
+                self._forward(self._pending.popleft())
+            codes = [process.poll() for process in self._processes]
+            # The first failure ends the job, before its node has ended.
+            if (self.failures or any(codes)) and self._kill_time is None:
+                self.end()
+            if all(code is not None for code in codes):
+                break
+            if self._kill_time is not None and time.monotonic() > self._kill_time:
+                self._send_here(signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        for reader in self._readers:
+            reader.join(timeout=5)
+        for signaller in self._signallers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                signaller.wait(timeout=5)
+        return codes
+
+    def end(self) -> None:
+        """Ask all to end. An agent gives its ranks the grace period, so this waits longer than that."""
+        self._send(END)
+        self._kill_time = (
+            time.monotonic() + self._job.grace_seconds + CONNECTION_SECONDS
+        )
+
+    def _forward(self, number: int) -> None:
+        """Pass a signal on. After a second Ctrl-C nothing is waited for long."""
+        if number == signal.SIGINT and number in self._received:
+            self._kill_time = time.monotonic() + CONNECTION_SECONDS
+        self._received.append(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        """Send a signal to all agents."""
+        if self._runner.signals is not None:
+            for one in self._runner.signals(self._job, self._means, number):
+                nothing = subprocess.DEVNULL
+                self._signallers.append(_started(one, nothing, nothing))
+        elif self._runner.has_input:
+            for process in self._processes:
+                with contextlib.suppress(OSError):
+                    process.stdin.write(f"{int(number)}\n".encode())
+                    process.stdin.flush()
+        else:
+            self._send_here(number)
+
+    def _send_here(self, number: int) -> None:
+        """Send a signal to the processes that were started here."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def _read(self, process: subprocess.Popen) -> None:
+        """Pass the output of a process on, and keep the failures that it reports."""
+        for line in pieces(process.stdout):
+            failure = failure_in(line.decode(errors="replace"), time.time())
+            with self._lock:
+                if failure is not None:
+                    self.failures.append(failure)
+                    continue
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.flush()
+
+
+def _started(one: Started, source: int, output: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        one.words,
+        env={**os.environ, **one.variables},
+        stdin=source,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C comes to them once, from here
+    )
+
+
+def run_all(
+    job: Job,
+    runner: Runner,
+    means: Means,
+    quiet: bool = False,
+    writes_pid: bool = False,
+) -> int:
+    """Run a job; its exit code: 0, or that of the rank that failed first."""
+    if not quiet:
+        _note(f"{job.world_size} ranks on {_hosts_text(job)}")
+    processes = Processes(job, runner, means)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: processes.request(number))
+    with _pid_file() if writes_pid else contextlib.nullcontext():
+        codes = processes.wait()
+    # What failed first, last.
+    failure = first_failure(processes.failures)
+    if failure is not None:
+        _note(failure.text())
+        return failure.exit_code
+    failed = next((code for code in codes if code), 0)
+    if failed:
+        program = processes.commands[codes.index(failed)].words[0]
+        _note(f"{program} ended with code {failed} before any rank reported an error")
+    return failed if failed >= 0 else 128 - failed
+
+
+def _note(text: str) -> None:
+    sys.stdout.flush()
+    print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
+
+
+def _hosts_text(job: Job) -> str:
+    listed = [f"{host} ({len(slots)})" for host, slots in job.slots.items()]
+    more = len(listed) - 8
+    return ", ".join(listed[:8]) + (f" and {more} more hosts" if more > 0 else "")
+
+
+@contextlib.contextmanager
+def _pid_file() -> Iterator[None]:
+    """A file with the launcher's process id, as DeepSpeed's --save_pid writes it."""
+    path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
+    path.write_text(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,71 @@
+"""Environment variables that the ranks of all nodes get: those that the launcher has, and those of a file.
+
+DeepSpeed's file `.deepspeed_env` has lines KEY=VALUE. It is read in the home folder and in the current one, whose
+lines win; DS_ENV_FILE is another name for it, or a path.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import ConfigError
+
+PREFIXES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "MEGATRON_DS_",
+    "MLFLOW",
+    "MV2",
+    "NCCL",
+    "OMP_NUM_THREADS",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH_",
+    "UCX",
+    "WANDB",
+)
+FILE = ".deepspeed_env"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def exported_variables(
+    environ: Mapping[str, str], home: Path, folder: Path
+) -> dict[str, str]:
+    """The variables of `environ` whose names begin with one of PREFIXES, then those of the files."""
+    found = {
+        name: value for name, value in environ.items() if name.startswith(PREFIXES)
+    }
+    name = environ.get("DS_ENV_FILE", FILE)
+    for place in (home, folder):
+        path = place / name  # an absolute name is the path itself
+        if path.is_file():
+            found |= read_variables(path)
+    # as DeepSpeed: modules beside the script are found
+    given = found.get("PYTHONPATH", "")
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), given)))
+    return found
+
+
+def read_variables(path: Path) -> dict[str, str]:
+    """The variables of a file; blank lines and those that begin with # are skipped.
+
+    Quotes around a whole value are removed. Raises ConfigError for a line that is none of these.
+    """
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.removeprefix("export ").partition("=")
+        if not equals or not NAME.fullmatch(name.strip()):
+            raise ConfigError(f"{path}, line {number}: {line!r} is not NAME=VALUE.")
+        found[name.strip()] = _unquoted(value.strip())
+    return found
+
+
+def _unquoted(value: str) -> str:
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if is_quoted else value

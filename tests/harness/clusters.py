@@ -1,0 +1,208 @@
+"""Several hosts on one machine: real sshd on addresses 127.0.1.N, and a real Slurm with two slurmd.
+
+Both are fixtures of `tests/launch/conftest.py`, which skip where the programs are not installed. All daemons run in
+the foreground as children of the test, and end by their process ids.
+"""
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 30
+
+
+def missing(*programs: str) -> str:
+    """Why this machine cannot run the daemons; "" if it can."""
+    absent = [name for name in programs if not which(name)]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    return "" if os.geteuid() == 0 else "daemons are started by root only"
+
+
+def which(name: str) -> str | None:
+    """The path of a program, also of those for administrators."""
+    return shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextlib.contextmanager
+def daemon(words: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen]:
+    """A process that runs meanwhile."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until(is_so, what: str, seconds: float = START_SECONDS) -> None:
+    """Wait until a function returns something true."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"{what} within {seconds} s"
+        time.sleep(0.05)
+
+
+def is_listening(address: str, port: int) -> bool:
+    """Whether something accepts connections there."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------ sshd
+@dataclass(frozen=True)
+class SshHosts:
+    """hosts: their names; config: a file for ssh -F, by which they are reached"""
+
+    hosts: tuple[str, ...]
+    config: Path
+
+
+@contextlib.contextmanager
+def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
+    """Hosts n1, n2, … on this machine, each with its sshd."""
+    key = folder / "user_key"
+    for path in (key, folder / "host_key"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+        subprocess.run(words, check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    port = free_port()
+    sections = []
+    with contextlib.ExitStack() as stack:
+        for i in range(1, count + 1):
+            address = f"127.0.1.{i}"
+            settings = folder / f"sshd{i}.conf"
+            settings.write_text(
+                f"ListenAddress {address}\nPort {port}\nHostKey {folder}/host_key\n"
+                f"AuthorizedKeysFile {key}.pub\nStrictModes no\nPidFile none\nUsePAM no\n"
+                "PasswordAuthentication no\nMaxStartups 100\nPermitRootLogin yes\n"
+            )
+            words = [which("sshd"), "-D", "-e", "-f", str(settings)]
+            stack.enter_context(daemon(words, folder / f"sshd{i}.log"))
+            sections.append(
+                f"Host n{i}\n HostName {address}\n Port {port}\n User {getpass.getuser()}\n"
+                f" IdentityFile {key}\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+            )
+            wait_until(lambda at=address: is_listening(at, port), f"sshd {i} listens")
+        config = folder / "ssh_config"
+        config.write_text("".join(sections))
+        yield SshHosts(tuple(f"n{i}" for i in range(1, count + 1)), config)
+
+
+# ----------------------------------------------------------------------------------------------------- Slurm
+class Slurm:
+    """A Slurm with the nodes n1 and n2 on this machine."""
+
+    nodes = ("n1", "n2")
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._stack = contextlib.ExitStack()
+        self._slurmd: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> "Slurm":
+        with contextlib.ExitStack() as stack:
+            self._stack = stack
+            self._start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, *words: str, **options) -> subprocess.CompletedProcess:
+        """Run a command of Slurm; its text."""
+        environ = {**os.environ, **self.variables}
+        return subprocess.run(
+            words, env=environ, text=True, capture_output=True, timeout=200, **options
+        )
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of a node."""
+        words = [which("slurmd"), "-D", "-N", node]
+        log = self.folder / f"{node}.out"
+        started = daemon(words, log, **self.variables)
+        self._slurmd[node] = self._stack.enter_context(started)
+
+    def kill_node(self, node: str) -> None:
+        """End the slurmd of a node, as a power cut does, and report the node as down."""
+        self._slurmd[node].kill()
+        self._slurmd[node].wait()
+        words = ["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test"]
+        self.run(*words, check=True)
+
+    def state(self, job: str) -> str:
+        """The state of a job, such as RUNNING."""
+        return self.run(
+            "squeue", "-h", "-j", job, "-t", "all", "-o", "%T"
+        ).stdout.strip()
+
+    def _start(self) -> None:
+        """Start munged, slurmctld and a slurmd for each node, and wait until all nodes are idle."""
+        folder = self.folder
+        host = socket.gethostname().partition(".")[0]
+        ports = [free_port() for _ in range(3)]
+        for name in ("state", *(f"spool/{node}" for node in self.nodes)):
+            (folder / name).mkdir(parents=True)
+        # credentials: munged's socket and key are in the folder, too
+        munge = folder / "munge"
+        munge.mkdir(mode=0o700)
+        (munge / "key").write_bytes(os.urandom(128))
+        (munge / "key").chmod(0o400)
+        folder.chmod(0o755)
+        words = [which("munged"), "-F", "--force", "--key-file", str(munge / "key")]
+        words += ["--socket", str(munge / "socket"), "--pid-file", str(munge / "pid")]
+        words += ["--seed-file", str(munge / "seed"), "--log-file", str(munge / "log")]
+        self._stack.enter_context(daemon(words, folder / "munged.out"))
+        wait_until((munge / "socket").exists, "munged starts")
+        (folder / "slurm.conf").write_text(
+            f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\n"
+            f"AuthType=auth/munge\nAuthInfo=socket={munge}/socket\nCryptoType=crypto/munge\nMpiDefault=none\n"
+            f"SlurmctldPort={ports[0]}\n"
+            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSelectType=select/cons_tres\n"
+            "SelectTypeParameters=CR_CPU\nAccountingStorageType=accounting_storage/none\n"
+            "JobAcctGatherType=jobacct_gather/none\nSlurmdParameters=config_overrides\nReturnToService=2\nKillWait=5\nJobRequeue=1\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool/%n\n"
+            f"SlurmctldPidFile={folder}/ctld.pid\nSlurmdPidFile={folder}/slurmd.%n.pid\n"
+            f"NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=1000\n"
+            f"NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=1000\n"
+            "PartitionName=main Nodes=n1,n2 Default=YES State=UP\n"
+        )
+        words = [which("slurmctld"), "-D"]
+        started = daemon(words, folder / "slurmctld.out", **self.variables)
+        self._stack.enter_context(started)
+        for node in self.nodes:
+            self.start_node(node)
+        wait_until(self._is_idle, "both nodes are idle")
+
+    def _is_idle(self) -> bool:
+        answer = self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split()
+        return answer == ["idle", "idle"]

@@ -1,0 +1,73 @@
+"""A program for the ranks of the launcher's tests: each rank does what PLAN names for it, and prints what it got.
+
+PLAN is JSON: rank → action; "print" is that of the others.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+NAMES = (
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+    "A_VARIABLE",
+)
+
+
+def wait(*caught: int) -> None:
+    """Wait for a signal, and end by exit code 0 as a training that has saved."""
+
+    def stop(number: int, frame: object) -> None:
+        print(f"rank {RANK} saves after {signal.Signals(number).name}", flush=True)
+        time.sleep(1)
+        print(f"rank {RANK} saved", flush=True)
+        sys.exit(0)
+
+    for number in caught:
+        signal.signal(number, stop)
+    print(f"rank {RANK} waits", flush=True)
+    while True:
+        time.sleep(0.05)
+
+
+def ignore() -> None:
+    """Go on for ever, whatever asks this rank to end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(f"rank {RANK} waits", flush=True)
+    while True:
+        time.sleep(0.05)
+
+
+def print_all() -> None:
+    """Print the arguments and some variables in one line."""
+    found = {name: os.environ.get(name) for name in NAMES}
+    print(json.dumps({"rank": int(RANK), "words": sys.argv[1:], **found}), flush=True)
+
+
+def fail() -> None:
+    time.sleep(0.5)  # the others are at work
+    raise RuntimeError(f"a mistake on rank {RANK}")
+
+
+ACTIONS = {
+    "print": print_all,
+    "wait": lambda: wait(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+    "ignore": ignore,
+    "fail": fail,
+    "exit 7": lambda: (time.sleep(0.5), sys.exit(7)),
+    "kill": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),
+    "bar": lambda: (
+        print("50 %", end="\r", flush=True),
+        time.sleep(0.5),
+        print("100 %"),
+    ),
+}
+
+if __name__ == "__main__":
+    RANK = os.environ["RANK"]
+    plan = json.loads(os.environ.get("PLAN", "{}"))
+    ACTIONS[plan.get(RANK, plan.get("others", "print"))]()

@@ -1,0 +1,262 @@
+"""What each rank is given, computed without starting anything."""
+
+import argparse
+import os
+
+import pytest
+
+from megatron_ds.commands.launch import command
+from megatron_ds.commands.launch.agent import host_of
+from megatron_ds.commands.launch.job import Job, RankProgram, core_list
+from megatron_ds.commands.launch.variables import exported_variables
+from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
+
+pytestmark = pytest.mark.plan
+
+ODD_WORDS = (
+    "a b",
+    "it's",
+    'say "x"',
+    "$HOME",
+    "%h %n %%",
+    "new\nline",
+    "ü→",
+    "",
+    "--",
+    "`id`",
+    "\\",
+    "*",
+)
+JOB = Job(
+    name="0123",
+    slots={"n1": (1,), "n2": (0, 2, 3)},
+    program=RankProgram(("train.py", *ODD_WORDS), "python", has_local_rank=True),
+    variables={"NCCL_DEBUG": "INFO"},
+    folder="/work",
+    master_address="10.0.0.1",
+    master_port=29501,
+)
+# Rows: host, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, CUDA_VISIBLE_DEVICES
+RANKS = [
+    ("n1", "0", "0", "1", "0", "1"),
+    ("n2", "1", "0", "3", "1", "0,2,3"),
+    ("n2", "2", "1", "3", "1", "0,2,3"),
+    ("n2", "3", "2", "3", "1", "0,2,3"),
+]
+
+
+def test_the_environment_of_each_rank_where_hosts_have_unequal_slots():
+    found = []
+    for host in JOB.hosts:
+        for rank in JOB.ranks(host):
+            given = JOB.environment(host, rank)
+            names = (
+                "RANK",
+                "LOCAL_RANK",
+                "LOCAL_WORLD_SIZE",
+                "GROUP_RANK",
+                "CUDA_VISIBLE_DEVICES",
+            )
+            found.append((host, *(given[name] for name in names)))
+            assert given["WORLD_SIZE"] == "4"
+            assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("10.0.0.1", "29501")
+            assert (given["LOCAL_SIZE"], given["CROSS_SIZE"]) == (
+                given["LOCAL_WORLD_SIZE"],
+                "2",
+            )
+            assert given["CROSS_RANK"] == given["GROUP_RANK"]
+            assert given["NCCL_DEBUG"] == "INFO"
+    assert found == RANKS
+
+
+def test_a_job_travels_as_one_word_without_change():
+    word = JOB.encoded()
+    assert set(word) <= set(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_="
+    )
+    back = Job.decoded(word)
+    assert back.program.words == JOB.program.words
+    assert back.encoded() == word
+
+
+def test_a_job_of_four_thousand_hosts_fits_into_one_argument():
+    slots = {f"worker-{i:05}.cluster.example": tuple(range(8)) for i in range(4000)}
+    job = Job("0", slots, JOB.program, {}, "/work", "a", 1)
+    assert len(job.encoded()) < 128 * 1024  # of Linux, for an argument
+
+
+@pytest.mark.parametrize("word", ["", "!", "eJw=", "e30="])
+def test_another_word_is_refused(word):
+    with pytest.raises(ConfigError, match="--job is no job"):
+        Job.decoded(word)
+
+
+@pytest.mark.parametrize(
+    "given, environ, host",
+    [
+        ("n2", {}, "n2"),
+        ("1", {}, "n2"),
+        ("", {"SLURMD_NODENAME": "n2", "SLURM_NODEID": "0"}, "n2"),
+        ("", {"SLURM_NODEID": "1"}, "n2"),
+        ("", {"OMPI_COMM_WORLD_RANK": "0"}, "n1"),
+    ],
+)
+def test_an_agent_knows_its_host(given, environ, host):
+    assert host_of(JOB, given, environ) == host
+
+
+def test_an_agent_of_another_host_is_refused():
+    with pytest.raises(ConfigError, match="n7.* is none of the job's hosts: n1, n2"):
+        host_of(JOB, "n7", {})
+
+
+def test_cores_are_shared_out_equally():
+    bound = Job(
+        "0", {"h": (0, 1)}, JOB.program, {}, "/", "a", 1, bound_cores=core_list("1,4-7")
+    )
+    assert [bound.cores("h", rank) for rank in bound.ranks("h")] == [[1, 4], [5, 6]]
+    with pytest.raises(ConfigError, match="no core or range"):
+        core_list("1-x")
+
+
+# ------------------------------------------------------------------------------------------ command lines
+# Command lines after the name `deepspeed`, with the words of a rank's program.
+LINES = [
+    ("train.py --lr 1", "train.py --local_rank=0 --lr 1"),
+    (
+        "--num_gpus 1 pretrain_gpt.py --num-layers 2 --deepspeed --deepspeed_config ds.json",
+        "pretrain_gpt.py --local_rank=0 --num-layers 2 --deepspeed --deepspeed_config ds.json",
+    ),
+    (
+        "--num_nodes=1 --num_gpus=1 --master_port=29511 main.py --deepspeed_config=ds.json",
+        "main.py --local_rank=0 --deepspeed_config=ds.json",
+    ),
+    ("--include localhost:0 train.py -H x", "train.py --local_rank=0 -H x"),
+    ("-i localhost:0 train.py --include y", "train.py --local_rank=0 --include y"),
+    ("--exclude=localhost:9x train.py", None),
+    ("--no_local_rank --num_gpus 1 train.py a", "train.py a"),
+    ("--num_gpus 1 --module pkg.train --x 1", "pkg.train --local_rank=0 --x 1"),
+    ("--num_gpus 1 --no_python ./run.sh 1", "./run.sh --local_rank=0 1"),
+    ("--num_gpus 1 --bind_cores_to_rank train.py", "train.py --local_rank=0"),
+    (
+        "--num_gpus 1 --save_pid --enable_each_rank_log logs train.py",
+        "train.py --local_rank=0",
+    ),
+    ("--launcher_args --exclusive --num_gpus 1 train.py", "train.py --local_rank=0"),
+    ("--num_nodes -1 --num_gpus 1 train.py", "train.py --local_rank=0"),
+]
+
+
+def job_of_line(line: str) -> Job:
+    args = command._parsed(line.split())
+    slots = command.slots_of(args, {})
+    return command.job_of(args, slots, "local", command.means_of(args, "local", {}))
+
+
+@pytest.mark.parametrize("line, program", LINES)
+def test_command_lines_of_deepspeed_start_the_same_programs(line, program):
+    if program is None:
+        with pytest.raises(ConfigError):
+            job_of_line(line)
+        return
+    job = job_of_line(line)
+    made = job.program.command(0)
+    assert made[made.index(job.program.words[0]) :] == program.split()
+    interpreter = [] if "--no_python" in line else [os.sys.executable, "-u"]
+    assert made[: len(interpreter)] == interpreter
+    assert ("-m" in made) == ("--module" in line)
+
+
+def test_deepspeeds_parser_finds_the_same_script_and_arguments():
+    """Each line is read by DeepSpeed's own parser, too."""
+    theirs = pytest.importorskip("deepspeed.launcher.runner")
+    for line, program in LINES:
+        if (
+            program is None or "--launcher_args" in line
+        ):  # its parser refuses such a value
+            continue
+        read = theirs.parse_args(line.split())
+        args = command._parsed(line.split())
+        assert (read.user_script, read.user_args) == (args.script, args.arguments), line
+
+
+def test_the_appended_local_rank_is_read_by_the_training_commands():
+    line = "--num_gpus 2 pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
+    line += "--seq-length 16 --micro-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data --vocab-size 61"
+    job = job_of_line(line)
+    [_, second] = job.ranks("localhost")
+    words = job.program.command(second.local_rank)
+    environ = job.environment("localhost", second)
+    parsed = parse(
+        words[words.index("pretrain_gpt.py") + 1 :], world_size=2, env=environ
+    )
+    assert parsed.train.train_iters == 4
+
+
+@pytest.mark.parametrize("visible, slots", [("2,3", (2, 3)), ("0", (0,)), ("", (0,))])
+def test_the_visible_devices_are_the_slots_of_this_machine(visible, slots):
+    args = command._parsed(["train.py"])
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    assert command.slots_of(args, environ) == {"localhost": slots}
+
+
+def test_devices_that_are_visible_by_name_are_refused():
+    args = command._parsed(["train.py"])
+    with pytest.raises(ConfigError, match="does not list devices by number"):
+        command.slots_of(args, {"CUDA_VISIBLE_DEVICES": "GPU-8f1c"})
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--num_gpus 0 train.py", "must be at least 1"),
+        ("--num_nodes 2 train.py", "without a hostfile"),
+        ("--num_gpus 1 --include localhost:0 train.py", "give one pair"),
+        ("--autotuning tune train.py", "megatron-ds plan"),
+        ("--launcher impi train.py", "not supported; use openmpi or slurm"),
+        ("--numgpus 2 train.py", "unknown flag --numgpus; did you mean '--num_gpus'"),
+        ("--hostfile /nowhere train.py", "cannot be read"),
+        ("--launcher slurm train.py", "within an allocation"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_a_reason(line, message, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises((ConfigError, argparse.ArgumentTypeError), match=message):
+        command.main(["--dry-run", *line.split()])
+
+
+# ---------------------------------------------------------------------------------------------- variables
+def test_variables_come_from_the_environment_and_from_three_places_of_the_file(
+    tmp_path,
+):
+    home, folder, other = (tmp_path / name for name in ("home", "folder", "other"))
+    for place in (home, folder):
+        place.mkdir()
+    (home / ".deepspeed_env").write_text("A=home\nB=home\n\n# a comment\n")
+    (folder / ".deepspeed_env").write_text("B=folder\nexport C='two words'\nD=a=b\n")
+    other.write_text("A=other\n")
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "PYTHONHASHSEED": "0",
+        "SECRET": "x",
+        "PYTHONPATH": "/p",
+    }
+    found = exported_variables(environ, home, folder)
+    assert found == {
+        "NCCL_DEBUG": "INFO",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": f"{folder}:/p",
+        "A": "home",
+        "B": "folder",
+        "C": "two words",
+        "D": "a=b",
+    }
+    named = exported_variables({"DS_ENV_FILE": str(other)}, home, folder)
+    assert named == {"A": "other", "PYTHONPATH": str(folder)}
+
+
+def test_a_line_that_sets_no_variable_is_refused(tmp_path):
+    (tmp_path / ".deepspeed_env").write_text("A=1\nnot one\n")
+    with pytest.raises(ConfigError, match="line 2: 'not one' is not NAME=VALUE"):
+        exported_variables({}, tmp_path, tmp_path / "absent")

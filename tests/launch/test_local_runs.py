@@ -1,0 +1,175 @@
+"""Ranks on this machine: arguments, signals, failures, and what is left behind."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.launch.starts import (
+    LEAST,
+    PROGRAM,
+    Launcher,
+    all_end,
+    children_of,
+    launch,
+    printed,
+)
+from tests.launch.test_job import ODD_WORDS
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in which no process works after the test."""
+    yield tmp_path
+    assert all_end(tmp_path)
+
+
+def plan(**actions: str) -> str:
+    return json.dumps(
+        {name.removeprefix("r"): action for name, action in actions.items()}
+    )
+
+
+def test_words_and_variables_arrive_unchanged(folder):
+    (folder / ".deepspeed_env").write_text("A_VARIABLE=$x 'y'\n")
+    words = ["--num_gpus", "2", PROGRAM, *ODD_WORDS]
+    code, text = launch(words, folder)
+    assert code == 0, text
+    assert [found["words"] for found in printed(text)] == [
+        [f"--local_rank={rank}", *ODD_WORDS] for rank in range(2)
+    ]
+    assert {found["A_VARIABLE"] for found in printed(text)} == {"$x 'y'"}
+
+
+@pytest.mark.parametrize(
+    "action, code, how",
+    [
+        ("fail", 1, "exit code 1"),
+        ("exit 7", 7, "exit code 7"),
+        ("kill", 137, "SIGKILL: the kernel does this where memory runs out"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_is_named_last(folder, action, code, how):
+    words = ["--num_gpus", "3", PROGRAM]
+    started = Launcher(words, folder, PLAN=plan(r1=action, others="wait"))
+    assert started.end() == code
+    last = started.text[started.text.index("failed first") - 80 :]
+    assert f"rank 1 on localhost (local rank 1) failed first, {how}" in last
+    assert "rank 0 saved" in started.text and "rank 2 saved" in started.text
+    assert started.text.rindex("saved") < started.text.index("failed first")
+    if action == "fail":
+        assert started.text.rstrip().endswith("RuntimeError: a mistake on rank 1")
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(folder):
+    words = ["--num_gpus", "2", "--grace-seconds", str(LEAST), PROGRAM]
+    code, text = launch(words, folder, PLAN=plan(r0="exit 7", r1="ignore"))
+    assert code == 7
+    assert "rank 0 on localhost (local rank 0) failed first" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_reaches_the_ranks_which_save(folder, number):
+    started = Launcher(["--num_gpus", "2", PROGRAM], folder, PLAN=plan(others="wait"))
+    started.wait_for("rank 0 waits", "rank 1 waits")
+    started.signal(number)
+    assert started.end() == 0, started.text
+    for rank in range(2):
+        assert f"rank {rank} saves after {number.name}" in started.text
+        assert f"rank {rank} saved" in started.text
+
+
+def test_a_second_ctrl_c_ends_ranks_at_once(folder):
+    started = Launcher(["--num_gpus", "1", PROGRAM], folder, PLAN=plan(others="wait"))
+    started.wait_for("rank 0 waits")
+    started.signal(signal.SIGINT)
+    started.wait_for("rank 0 saves")
+    started.signal(signal.SIGINT)
+    assert started.end() == 137
+    assert "rank 0 saved" not in started.text
+
+
+@pytest.mark.parametrize("whom", ["launcher", "agent"])
+def test_nothing_is_left_behind_by_a_process_that_is_killed(tmp_path, whom):
+    words = ["--num_gpus", "2", "--grace-seconds", str(LEAST), PROGRAM]
+    started = Launcher(words, tmp_path, PLAN=plan(others="ignore"))
+    started.wait_for("rank 0 waits", "rank 1 waits")
+    launcher = started.process.pid
+    [agent] = children_of(launcher)
+    os.kill(launcher if whom == "launcher" else agent, signal.SIGKILL)
+    assert all_end(tmp_path)
+    assert started.end() in (-9, 137)
+
+
+def test_each_rank_has_a_log_that_a_second_run_continues(folder):
+    words = ["--num_gpus", "2", "--enable_each_rank_log", "logs", PROGRAM]
+    for runs in (1, 2):
+        code, text = launch(words, folder)
+        assert code == 0, text
+        for rank in range(2):
+            lines = (folder / f"logs/rank{rank}.log").read_text()
+            assert [found["rank"] for found in printed(lines)] == [rank] * runs
+
+
+def test_a_failure_names_the_log(folder):
+    words = ["--num_gpus", "1", "--log-dir", "logs", PROGRAM]
+    code, text = launch(words, folder, PLAN=plan(r0="fail"))
+    assert code == 1
+    assert text.rstrip().endswith(f"its whole output: {folder}/logs/rank0.log")
+
+
+def test_a_program_that_does_not_exist_is_named(folder):
+    code, text = launch(["--num_gpus", "1", "--no_python", "./absent.sh"], folder)
+    assert code != 0
+    assert "rank 0 cannot be started on localhost by ./absent.sh" in text
+
+
+def test_a_module_and_a_program_of_another_language_are_started(folder):
+    (folder / "hello.sh").write_text('#!/bin/sh\necho "shell $RANK $1 $2"\n')
+    (folder / "hello.sh").chmod(0o755)
+    (folder / "hello.py").write_text("import sys; print('module', sys.argv[1:])\n")
+    code, text = launch(["--num_gpus", "1", "--no_python", "./hello.sh", "a"], folder)
+    assert code == 0 and "shell 0 --local_rank=0 a" in text
+    code, text = launch(["--num_gpus", "1", "--module", "hello", "a"], folder)
+    assert code == 0 and "module ['--local_rank=0', 'a']" in text
+
+
+def test_without_ssh_each_host_starts_its_own_ranks(folder):
+    (folder / "hosts").write_text("n1 slots=1\nn2 slots=2\n")
+    words = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", PROGRAM]
+    ranks = []
+    for node in range(2):
+        code, text = launch(["--node_rank", str(node), *words], folder)
+        assert code == 0, text
+        ranks += [(found["rank"], found["LOCAL_RANK"]) for found in printed(text)]
+    assert ranks == [(0, "0"), (1, "0"), (2, "1")]
+
+
+def test_progress_bars_pass_at_once(folder):
+    started = Launcher(["--num_gpus", "1", PROGRAM], folder, PLAN=plan(r0="bar"))
+    assert started.end() == 0
+    assert "50 %" in started.text and "100 %" in started.text
+
+
+def test_errors_of_all_ranks_are_printed_once(folder):
+    """The ranks of this package wait until rank 0 has printed an error that they share."""
+    words = ["--num_gpus", "2", "--module", "megatron_ds", "train", "--numlayers", "2"]
+    code, text = launch(words, folder)
+    assert code == 2
+    before = text[: text.index("failed first")]
+    assert before.count("unknown flag --numlayers") == 1
+    assert "rank 0 on localhost" in text
+
+
+def test_dry_run_prints_the_commands(folder):
+    (folder / "hosts").write_text("n1 slots=1\nn2 slots=2\n")
+    words = ["--hostfile", "hosts", "--launcher", "ssh", "--dry-run", "a script.py"]
+    code, text = launch(words, folder)
+    assert code == 0
+    first, second = text.splitlines()
+    assert first.startswith("ssh ") and " n1 " in first and " n2 " in second
+    assert sys.executable in first
