@@ -23,6 +23,7 @@ from megatron_ds.models.block import Block
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops.product import FP32_SUMS
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
@@ -139,7 +140,10 @@ def gpu_path(cache: Path | None = None) -> Iterator[StandInGpu]:
     candidates = kernel_table._candidates
 
     def of_gpu(operation, device, dtype, mode):
-        return candidates(operation, "meta" if device == "cpu" else device, dtype, mode)
+        of_device = "meta" if device == "cpu" else device
+        found = candidates(operation, of_device, dtype, mode)
+        # torch has these sums on GPUs alone
+        return [entry for entry in found if entry.name != FP32_SUMS]
 
     with (
         stand_in_gpu(cache, hollow=True) as gpu,
