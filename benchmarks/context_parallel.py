@@ -44,9 +44,9 @@ from megatron_ds.context_parallel.block_exchange import Gather, Ring  # noqa: E4
 from megatron_ds.context_parallel.head_exchange import ToTokens, spread_groups, to_heads  # noqa: E402
 from megatron_ds.context_parallel.shared_keys import SharedKeys  # noqa: E402
 from megatron_ds.host.allocator import set_allocator  # noqa: E402
-from megatron_ds.mpu.context import Part, SequenceSlice  # noqa: E402
 from megatron_ds.mpu.gloo import GlooTransport  # noqa: E402
 from megatron_ds.mpu.group import Group  # noqa: E402
+from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice  # noqa: E402
 from megatron_ds.ops.attention_tiles import Runs  # noqa: E402
 from megatron_ds.ops.core_attention import exchanged_attention  # noqa: E402
 from megatron_ds.ops.key_visibility import KeyVisibility  # noqa: E402
@@ -72,7 +72,7 @@ def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
     # The tokens of each rank.
     zigzag = name in ("p2p", "all_gather", "a2a-zigzag", "zigzag-ring")
     parts = [
-        SequenceSlice(Part(rank, group.size), zigzag=zigzag)
+        SequenceSlice(RankPart(rank, group.size), zigzag=zigzag)
         for rank in range(group.size)
     ]
     positions = tuple(Runs(part.runs(length)) for part in parts)
@@ -251,7 +251,7 @@ def run_rank(args: argparse.Namespace) -> None:
         calls = {}
         for name in args.contestants:
             attend, zigzag = contestant(name, group, length)
-            where = SequenceSlice(Part(rank, 2), zigzag=zigzag).index(length)
+            where = SequenceSlice(RankPart(rank, 2), zigzag=zigzag).index(length)
             calls[name] = attend, where, [t[where].clone() for t in whole]
         # They take turns; the first round is compared and not counted.
         for number in range(args.rounds + 1):
@@ -407,7 +407,7 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
     """What a ring of so many zigzag ranks computes, one rank after the other."""
     length = q.shape[0]
     settings = KeyVisibility(), Scoring()
-    parts = [SequenceSlice(Part(rank, ranks)) for rank in range(ranks)]
+    parts = [SequenceSlice(RankPart(rank, ranks)) for rank in range(ranks)]
     runs = [Runs(p.runs(length)) for p in parts]
     where = [p.index(length) for p in parts]
     out = torch.empty_like(q)

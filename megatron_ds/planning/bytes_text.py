@@ -53,12 +53,10 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
         add(name, value)
         if name == "activations" and plan.device == "cuda":
             add("  in allocator segments", lambda p: in_bytes(p.reserved))
-        if name == "working memory, about" and any(p.in_update for p in plans):
-            add("  in the update of matrices", lambda p: in_bytes(p.in_update))
-        if name == "  of one micro-batch" and any(p.in_host for p in plans):
-            add("activations in host memory", lambda p: in_bytes(p.in_host))
-        if name == "optimizer" and any(p.copied for p in plans):
-            add("copy for --async-save, up to", lambda p: in_bytes(p.copied))
+        if name in ROWS_BELOW:
+            title, count = ROWS_BELOW[name]
+            if any(map(count, plans)):
+                add(title, lambda p, count=count: in_bytes(count(p)))
         if name == "parameters" and has_experts(plan.config):
             add("  of these of experts", lambda p: f"{p.of_experts:,}")
         if name == "optimizer":
@@ -69,6 +67,15 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
     yield from table(rows)
 
 
+# Row → (title, bytes of a rank) of a row below it that only some plans have.
+ROWS_BELOW: dict[str, tuple[str, Callable[[RankPlan], int]]] = {
+    "communication buffers, up to": (
+        "copy for --async-save, up to",
+        lambda p: p.copied,
+    ),
+    "  of one micro-batch": ("activations in host memory", lambda p: p.in_host),
+    "working memory, about": ("  in the update of matrices", lambda p: p.in_update),
+}
 # (title, its value of a rank), in the order of the text
 MEMORY_ROWS: tuple[tuple[str, Callable[[RankPlan], str]], ...] = (
     ("stage", lambda p: ", ".join(map(str, p.stages))),
