@@ -17,6 +17,7 @@ from megatron_ds.mpu import launch
 from megatron_ds.mpu.control import forget, new_lazy_group, ring_gather
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import GETTER_GROUPS, Mesh
+from megatron_ds.mpu.nccl_settings import NcclSettings
 from megatron_ds.mpu.transport import TorchTransport
 from tests.harness.fake_cuda import DeviceTensor, FakeGpu, fake_cuda
 from tests.harness.processes import run_processes
@@ -152,6 +153,8 @@ def record_groups(rank, world):
         patch.object(dist, "new_group", recorded),
         patch.object(TorchTransport, "open_lanes", lambda transport, device: None),
         patch.object(torch.cuda, "current_device", lambda: 0),
+        # torch of CPUs has no options of NCCL
+        patch.object(NcclSettings, "options", lambda *_: None),
     ):
         mesh = Mesh(Grid.fit(4, tp=2, pp=2), rank, launch.connect_torch)
         mesh.connect(GETTER_GROUPS)
