@@ -52,6 +52,7 @@ class Run:
     def step(self, saves: Saves) -> tuple[float, int]:
         """(seconds of a step, ranks that have written a checkpoint under way)."""
         begin = time.perf_counter()
+        self.engine.saving = saves
         size = self.config.train.global_batch_size
         batch = self.engine.batches.training(self._loader, self.progress, size)
         outcome = train_step(
@@ -60,8 +61,6 @@ class Run:
             self.progress,
             learning_rate=1e-4,
             weight_decay=0.1,
-            is_written=saves.is_written,
-            before_update=saves.before_update,
         )
         tokens = size * self.config.model.seq_length
         self.progress = self.progress.after(size, tokens)

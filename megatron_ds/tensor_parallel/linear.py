@@ -105,6 +105,16 @@ class ColumnParallelLinear(nn.Module):
             )
             self.bias = new_shard(spec, ctx)
 
+    @property
+    def group(self) -> Group:
+        """The tensor-parallel ranks."""
+        return self.call.group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks hold parts of the sequence outside of the layer."""
+        return self.call.sequence_parallel
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective with sequence parallelism or gather_output; the backward always."""
         own = self._parameters  # without the search of nn.Module.__getattr__
@@ -148,6 +158,16 @@ class RowParallelLinear(nn.Module):
                 decay=False,
             )
             self.bias = new_shard(spec, ctx)
+
+    @property
+    def group(self) -> Group:
+        """The tensor-parallel ranks."""
+        return self.call.group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks hold parts of the sequence outside of the layer."""
+        return self.call.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective; the backward only with sequence parallelism."""

@@ -42,6 +42,7 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
 from .batches import Batches, make_batches
+from .save_under_way import SaveUnderWay
 from .step_metrics import StepMetrics
 
 
@@ -55,6 +56,7 @@ class Replica:
     why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
+    saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
     config: RunConfig
@@ -70,6 +72,7 @@ class Replica:
     why_gathered: str
     metrics: StepMetrics
     step_state: StepState
+    saving: SaveUnderWay | None = None
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:

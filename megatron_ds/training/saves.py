@@ -47,6 +47,8 @@ class Saves:
         self._description = description
         self._copies = Copies()
         self._pending: _Pending | None = None
+        if engine.config.checkpoint.async_save:
+            engine.saving = self
 
     def save(self, progress: Progress, is_last: bool = False) -> None:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""

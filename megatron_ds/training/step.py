@@ -63,8 +63,6 @@ def train_step(
     weight_decay: float,
     beta1: float | None = None,
     stop: bool = False,
-    is_written: bool = False,
-    before_update: Callable[[], None] = lambda: None,
     times: PhaseTimes | None = None,
 ) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
@@ -72,8 +70,6 @@ def train_step(
     learning_rate: of all parameters, or by name as of `make_learning_rates`
     beta1: Adam's in this step; None: that of the configuration
     stop: whether this rank asks to end the run after this step; the outcome has whether any rank did
-    is_written: whether this rank has written a checkpoint in the background; the outcome counts the ranks
-    before_update: called before weights and optimizer state change
     times: receives the times of the phases
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
@@ -99,6 +95,8 @@ def train_step(
     # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
     # step. While the update runs, the host prepares the next step.
     counts = config.logging.log_num_zeros_in_grad
+    saving = engine.saving
+    is_written = saving is not None and saving.is_written
     sums = engine.metrics.queue(losses, executor.entries, stop, is_written)
     measured = optimizer.measure(counts)
     with executor.place_named():
@@ -114,7 +112,8 @@ def train_step(
     )
     if beta1 is not None:
         optimizer.set_beta1(beta1)
-    before_update()
+    if saving is not None:
+        saving.before_update()
     with times.phase("optimizer"):
         result = optimizer.update(
             numbers[len(sums) :],

@@ -245,8 +245,6 @@ class Trainer:
                 weight_decay=self.weight_decay(before),
                 beta1=self.beta1(before) if self.beta1 else None,
                 stop=self._wants_to_stop(),
-                is_written=self.saves.is_written,
-                before_update=self.saves.before_update,
                 times=profile or self.times,
             )
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
