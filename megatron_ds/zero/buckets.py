@@ -275,6 +275,10 @@ class GradientStore:
         """Wait for all reductions."""
 
 
+def _itself(view: torch.Tensor) -> torch.Tensor:
+    return view
+
+
 class GradBuckets(GradientStore):
     """A `GradientStore` of whole gradients.
 
@@ -319,6 +323,8 @@ class GradBuckets(GradientStore):
             for slot, holder in zip(layout.slots, holders)
         ]
         self._view = self._views.__getitem__
+        for holder, view in zip(holders, self._views):
+            holder.parameter.view_main_grad = partial(_itself, view)
         self.begin()
 
     def begin(self) -> None:
