@@ -65,7 +65,7 @@ class Submitted:
             "sbatch",
             "--parsable",
             "--gpus-per-node=0",
-            "--time=10",
+            "--time=30",
             *more,
             str(script),
         ]
@@ -89,7 +89,7 @@ class Submitted:
         assert not self.has_failed(), self.log
 
     def has_failed(self) -> bool:
-        return self.slurm.state(self.job) == "FAILED"
+        return self.slurm.state(self.job) in ("FAILED", "COMPLETED")
 
     def start_again(self) -> None:
         """Wait until the job is queued again, and spare it Slurm's two minutes of waiting."""
