@@ -96,6 +96,10 @@ class Submitted:
         is_queued = lambda: self.slurm.state(self.job) in ("PENDING", "COMPLETED")
         wait_until(is_queued, "the job is queued again", PATIENCE)
         assert self.slurm.state(self.job) == "PENDING", self.log
+        self.start_now()
+
+    def start_now(self) -> None:
+        """Have it start as soon as there are nodes."""
         self.slurm.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
 
     def wait(self) -> None:
@@ -133,6 +137,7 @@ def test_a_job_whose_node_fails_is_queued_again_and_goes_on(
         )
     finally:
         slurm.start_node("n2")
-    job.start_again()
+    wait_until(slurm.is_idle, "both nodes are back", PATIENCE)
+    job.start_now()
     job.wait()
     assert losses(job.metrics) == undisturbed
