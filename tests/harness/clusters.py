@@ -137,7 +137,10 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.run("scancel", "--user=root")
         self._stack.close()
+        for node in self.nodes:
+            self._kill_tasks(node)
 
     def run(self, *words: str, **options) -> subprocess.CompletedProcess:
         """Run a command of Slurm; its text."""
@@ -157,11 +160,14 @@ class Slurm:
         """End the slurmd of a node and its tasks, as a power cut does, and report the node as down."""
         self._slurmd[node].kill()
         self._slurmd[node].wait()
+        self._kill_tasks(node)
+        words = ["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test"]
+        self.run(*words, check=True)
+
+    def _kill_tasks(self, node: str) -> None:
         for process in self.tasks(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        words = ["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test"]
-        self.run(*words, check=True)
 
     def tasks(self, node: str) -> list[int]:
         """Ids of the processes that this Slurm has started on a node."""

@@ -69,7 +69,7 @@ class Submitted:
             *more,
             str(script),
         ]
-        words += [str(ROOT / "pretrain_gpt.py"), *WORDS, "--save-interval", "2"]
+        words += [str(ROOT / "pretrain_gpt.py"), *WORDS, "--save-interval", "5"]
         words += ["--metrics-jsonl", str(self.metrics)]
         done = subprocess.run(
             words, cwd=folder, env=own, text=True, capture_output=True
@@ -127,7 +127,7 @@ def test_a_job_whose_node_fails_is_queued_again_and_goes_on(
     slurm, undisturbed, tmp_path
 ):
     job = Submitted(slurm, tmp_path)
-    job.wait_for_step(3)
+    job.wait_for_step(6)
     slurm.kill_node("n2")
     try:
         wait_until(
