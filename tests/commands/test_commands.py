@@ -160,8 +160,13 @@ SCRIPTS = {
 }
 
 
+WITHOUT_SCRIPT = ("launch", "env")
+
+
 def page_row(name):
     command = COMMANDS[name]
+    if name in WITHOUT_SCRIPT:
+        return f"| `{name}` | – | {command.summary} |"
     script = SCRIPTS.get(name, f"tools/{command.module}.py")
     assert (ROOT / script.split()[0]).exists()
     return f"| `{name}` | `{script}` | {command.summary} |"

@@ -8,6 +8,7 @@ import contextlib
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -136,7 +137,10 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.run("scancel", "--user=root")
         self._stack.close()
+        for node in self.nodes:
+            self._kill_tasks(node)
 
     def run(self, *words: str, **options) -> subprocess.CompletedProcess:
         """Run a command of Slurm; its text."""
@@ -153,11 +157,31 @@ class Slurm:
         self._slurmd[node] = self._stack.enter_context(started)
 
     def kill_node(self, node: str) -> None:
-        """End the slurmd of a node, as a power cut does, and report the node as down."""
+        """End the slurmd of a node and its tasks, as a power cut does, and report the node as down."""
         self._slurmd[node].kill()
         self._slurmd[node].wait()
+        self._kill_tasks(node)
         words = ["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test"]
         self.run(*words, check=True)
+
+    def _kill_tasks(self, node: str) -> None:
+        for process in self.tasks(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def tasks(self, node: str) -> list[int]:
+        """Ids of the processes that this Slurm has started on a node."""
+        wanted = {
+            f"SLURMD_NODENAME={node}",
+            f"SLURM_CONF={self.variables['SLURM_CONF']}",
+        }
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "environ").read_text(errors="replace").split("\0")
+                if wanted <= set(words):
+                    found.append(int(entry.name))
+        return found
 
     def state(self, job: str) -> str:
         """The state of a job, such as RUNNING."""
@@ -201,8 +225,9 @@ class Slurm:
         self._stack.enter_context(started)
         for node in self.nodes:
             self.start_node(node)
-        wait_until(self._is_idle, "both nodes are idle")
+        wait_until(self.is_idle, "both nodes are idle")
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether both nodes wait for jobs."""
         answer = self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split()
         return answer == ["idle", "idle"]
