@@ -16,6 +16,7 @@ the command at once.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -161,7 +162,9 @@ def _must_print(env: Mapping[str, str]) -> bool:
         return False  # the caller set the rank; there is no launcher
     if not is_launched(env):
         return local_rank_in(env) == 0
-    # in turns, so that the launcher ends the others after one message
+    # in turns, so that the launcher ends the others after one message; its signal ends the wait
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))
     return ends_siblings(env) or local_rank_in(env) == 0
 
