@@ -154,11 +154,12 @@ def test_values_for_tensorboard_are_also_for_weights_and_biases():
 
 
 def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
-    words = "--async-save --tp-comm-overlap --recompute-modules core_attn mlp --dist-ckpt-strictness log_all"
+    words = "--use-persistent-ckpt-worker --tp-comm-overlap --recompute-modules core_attn mlp --dist-ckpt-strictness log_all"
     listed = report_without_effect(parsed(words))
     assert all(word in listed for word in words.split() if word.startswith("--"))
     with pytest.raises(
-        ConfigError, match=r"4 problems(.|\n)*--async-save changes nothing here"
+        ConfigError,
+        match=r"4 problems(.|\n)*--use-persistent-ckpt-worker changes nothing here",
     ):
         parsed(f"{words} --strict-flags")
     assert parsed("--strict-flags").model.num_layers == 8

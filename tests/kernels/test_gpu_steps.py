@@ -90,6 +90,9 @@ class Run:
                 and "a test" not in wait
                 and "keep_gathered.py" not in wait
                 and "(_unlock)" not in wait  # of memory, at the end of a run
+                # of a kernel before its first use, once in a process
+                and "kernel_check.py" not in wait
+                and "kernel_table.py" not in wait
             )
             for order in self.orders
         ]

@@ -26,9 +26,9 @@ RUNTIME_FLAGS = table(
         "--zero-allgather-bucket-size --zero-contigious-gradients --zero-reduce-bucket-size "
         "--zero-reduce-scatter",
         "activations are sent in the parts that ranks hold": "--no-scatter-gather-tensors-in-pipeline",
-        "no effect yet: the gathers and the reductions of a group share its communicator": "--create-all-gather-group",
+        "on GPUs the gathers of ZeRO 3 always have a communicator of their own": "--create-all-gather-group",
         "groups of ranks are made while a run is built": "--lazy-mpu-init",
-        "no effect yet: NCCL reads its limits from its own variables, such as NCCL_MAX_CTAS": "--nccl-communicator-config-path",
+        "--nccl-max-ctas limits NCCL's blocks by group": "--nccl-communicator-config-path",
         "pipelines send by NCCL on GPUs, by gloo on CPUs": "--pipeline-model-parallel-comm-backend",
         "memory only: what is kept or recomputed changes no number": "--checkpoint-num-layers --contigious-checkpointing --memory-centric-tiled-linear "
         "--no-clone-scatter-output-in-embedding "

@@ -634,7 +634,6 @@ class CheckpointConfig:
     )
     async_save: bool = option(
         False,
-        needs=need("checkpoint.save"),
         help="Write checkpoints while training goes on: steps wait only until the state is copied into host "
         "memory, which takes as much of it as the rank's part of a checkpoint. A checkpoint is visible when it is "
         "complete; one is under way at a time.",
