@@ -154,7 +154,10 @@ def test_values_for_tensorboard_are_also_for_weights_and_biases():
 
 
 def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
-    words = "--use-persistent-ckpt-worker --tp-comm-overlap --recompute-modules core_attn mlp --dist-ckpt-strictness log_all"
+    words = (
+        "--use-persistent-ckpt-worker --tp-comm-overlap --recompute-modules core_attn mlp "
+        "--dist-ckpt-strictness log_all"
+    )
     listed = report_without_effect(parsed(words))
     assert all(word in listed for word in words.split() if word.startswith("--"))
     with pytest.raises(
