@@ -155,7 +155,7 @@ class ParameterNorms:
         self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device
     ):
         self._groups = groups
-        self._device = device
+        self._device = torch.device(device)
         self.lists = 0  # of the last call
         self._position = {entry.spec.name: i for i, entry in enumerate(entries)}
         self._indices: dict[tuple[str, ...], torch.Tensor] = {}
