@@ -150,11 +150,11 @@ def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     recipe = tmp_path / "train.sh"
     recipe.write_text(
         f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --data-impl mmap "
-        "--mtp-num-layers 4 --num-layrs 3 --async-save"
+        "--mtp-num-layers 4 --num-layrs 3 --use-persistent-ckpt-worker"
     )
     assessed = assess(*read_recipe(recipe, {}), {})
     kinds = {verdict.name: verdict.kind for verdict in assessed.verdicts}
-    assert (kinds["--lr"], kinds["--save"], kinds["--async-save"]) == (
+    assert (kinds["--lr"], kinds["--save"], kinds["--use-persistent-ckpt-worker"]) == (
         Kind.DONE,
         Kind.DONE,
         Kind.ACCEPTED,
