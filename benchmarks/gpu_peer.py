@@ -25,7 +25,9 @@ from benchmarks.gpu_train import GPT, SMALL
 from megatron_ds.config import parse
 from megatron_ds.planning.flops import model_flops, peak_flops, utilization
 
-RATE, BETAS, CLIP = 1e-4, (0.9, 0.999), 1.0
+RATE = 1e-4
+BETAS = (0.9, 0.999)
+CLIP = 1.0
 
 
 @dataclass(frozen=True)

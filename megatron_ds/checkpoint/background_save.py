@@ -112,7 +112,14 @@ class BackgroundSave:
         self._reason: str | None = None
         self._error: BaseException | None = None
         saving.begin(pieces, run)
-        copied, self.copied = copies.take(saving.own(pieces))
+        # What a GPU still copies keeps its memory. An error of one rank is raised by `publish`, on all.
+        self._sources = saving.own(pieces)
+        self.copied = Mark()
+        copied: list[CopiedPiece] = []
+        try:
+            copied, self.copied = copies.take(self._sources)
+        except Exception as error:
+            self._error = error
         # It does not keep a process that fails from ending.
         self._thread = threading.Thread(
             target=self._write, args=(copied,), name="checkpoint", daemon=True
@@ -144,8 +151,11 @@ class BackgroundSave:
         return self._part, self._reason
 
     def _write(self, pieces: list[CopiedPiece]) -> None:
+        if self._error is not None:
+            return
         try:
             self.copied.synchronize()
+            self._sources = []
             self._reason = self._reason_against(pieces)
             if self._reason is None:
                 self._part = self._saving.write(pieces)

@@ -164,3 +164,21 @@ def test_a_reason_of_one_rank_drops_the_save_on_all(tmp_path):
     assert run_ranks(LAYOUT.world_size, main) == [expected] * LAYOUT.world_size
     assert latest(tmp_path) is None
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".iter")]
+
+
+def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path):
+    class NoMemory(Copies):
+        def take(self, pieces):
+            raise MemoryError("no memory is left")
+
+    def main(rank, world):
+        group = world.group("world", range(LAYOUT.world_size), rank)
+        copies = NoMemory() if rank == 1 else Copies()
+        pieces = pieces_of(LAYOUT, rank, 1)
+        coordinates = tp_coordinates(LAYOUT, rank)
+        pending = begun(tmp_path, 1, pieces, copies, coordinates, group)
+        with pytest.raises(CheckpointError, match=r"rank 1.*no memory is left"):
+            pending.publish()
+
+    run_ranks(LAYOUT.world_size, main)
+    assert latest(tmp_path) is None

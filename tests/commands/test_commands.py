@@ -75,7 +75,7 @@ def test_a_plan_is_a_training_that_does_not_run(capsys):
 
 
 def test_every_tool_of_the_checkout_is_a_command():
-    """Those of this project's own upkeep and tests are not."""
+    """Tools that only this project's upkeep and tests use are left out."""
     of_the_project = {
         "compare_layouts",
         "layout_comparison",

@@ -62,7 +62,7 @@ class Launcher:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of this process, in which ranks find this checkout."""
+    """The environment of this process, in which ranks find this checkout."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
 

@@ -37,13 +37,12 @@ def groups_of(grid, rank):
     """The ranks of each group of this rank that a run connects."""
     found = []
     for axes in GETTER_GROUPS:
-        lists = (
-            grid.embedding_groups()
-            if axes == ("embd",)
-            else grid.groups(
-                *(("tp", "cp", "dp", "pp") if axes == ("world",) else axes)
-            )
-        )
+        if axes == ("embd",):
+            lists = grid.embedding_groups()
+        elif axes == ("world",):
+            lists = grid.groups("tp", "cp", "dp", "pp")
+        else:
+            lists = grid.groups(*axes)
         found += [(axes, ranks) for ranks in lists if rank in ranks and len(ranks) > 1]
     return found
 
@@ -105,27 +104,27 @@ def messages(rank, world, seconds):
     """Objects of groups, messages of CPU tensors, and a rank that does not come."""
     control = new_lazy_group(timedelta(seconds=seconds))
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    told = {}
+    found = {}
     # A barrier of the transport, objects, and shapes, with lanes that must not be used.
     if rank < 2:
         transport = TorchTransport(pairs[0], "pp", [None] * 4, control)
         transport.barrier()
-        told["objects"] = transport.all_gather_object({"rank": rank})
+        found["objects"] = transport.all_gather_object({"rank": rank})
         shapes = torch.arange(5) * (rank + 1)
         sent = transport.isend(shapes, 1 - rank, 0)
         received = torch.empty_like(shapes)
         transport.irecv(received, 1 - rank, 0).wait()
         sent.wait()
-        told["shapes"] = received.tolist()
+        found["shapes"] = received.tolist()
     # Rank 2 does not come to the objects of ranks 1 and 2.
     if rank == 1:
         try:
             TorchTransport(pairs[1], "dp", (), control).all_gather_object("here")
         except CommunicationError as error:
-            told["error"] = str(error)
+            found["error"] = str(error)
     if rank == 2:
         time.sleep(2 * seconds)
-    return told
+    return found
 
 
 @pytest.mark.processes
