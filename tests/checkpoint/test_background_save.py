@@ -182,3 +182,18 @@ def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path):
 
     run_ranks(LAYOUT.world_size, main)
     assert latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_gpu_still_copies_keeps_its_memory(tmp_path, keeps, monkeypatch):
+    """Pieces may be made for a save alone: their memory must not serve the model before the copy has ended."""
+    monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
+    with fake_cuda(), FakeGpu() as gpu:
+        pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
+        pending = begun(tmp_path, 1, pieces)
+        if not keeps:
+            pending._sources = []
+        del pieces
+        pending.copied.wait()
+        problems = sorted(set(gpu.order.problems))
+    assert bool(problems) is not keeps, problems
