@@ -123,18 +123,11 @@ def measure(flags: str, layers: int, steps: int, device: torch.device) -> dict:
     )
     torch.manual_seed(1)
     model = Model(shape).to(device, torch.bfloat16)
-    masters, compiled = Masters(model), torch.compile(model)
     size = (shape.samples, shape.positions + 1)
     tokens = torch.randint(config.model.vocab_size, size, device=device)
-    seconds = []
-    for _ in range(steps):
-        synchronize(device)
-        start = time.perf_counter()
-        loss = compiled(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        masters.step()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
+
+    # the first third of the steps warms up, and compiles
+    seconds, loss = train(model, tokens, steps, device)
     step = statistics.median(seconds[steps // 3 :])
     per_step = model_flops(
         config.model, shape.samples, shape.positions, shape.vocabulary
@@ -148,9 +141,29 @@ def measure(flags: str, layers: int, steps: int, device: torch.device) -> dict:
         "tokens_per_s": shape.samples * shape.positions / step,
         "tflops": per_step / step / 1e12,
         "mfu": utilization(per_step / step, peak_flops(device, torch.bfloat16)),
-        "loss": loss.item(),
+        "loss": loss,
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
     }
+
+
+def train(
+    model: Model, tokens: torch.Tensor, steps: int, device: torch.device
+) -> tuple[list[float], float]:
+    """(seconds of each step, the last loss) of the compiled model."""
+    masters = Masters(model)
+    compiled = torch.compile(model)
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:]
+    seconds = []
+    for _ in range(steps):
+        synchronize(device)
+        start = time.perf_counter()
+        loss = compiled(inputs, labels)
+        loss.backward()
+        masters.step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds, loss.item()
 
 
 def synchronize(device: torch.device) -> None:

@@ -52,7 +52,7 @@ def test_kernels_train_like_torchs_operations(dtype):
 
 
 def test_deterministic_attention_repeats_its_gradients_to_the_bit():
-    """With many blocks of keys, whose parts of a gradient are otherwise added as they come."""
+    """Several blocks of keys add to one gradient; without the mode, in the order in which they end."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(4096, 1, 4, 128, generator=draw).to("cuda", torch.bfloat16)

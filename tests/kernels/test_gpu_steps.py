@@ -70,7 +70,7 @@ class Run:
         return [gpu.order for gpu in self.gpus]
 
     def page_locked(self, place: str) -> list[int]:
-        """Of each rank, the bytes of page-locked memory that were taken at a place in the package."""
+        """The bytes of page-locked memory that each rank took at a place in the package."""
         return [
             sum(block.taken for block in gpu.page_locked if place in block.place)
             for gpu in self.gpus
@@ -81,7 +81,7 @@ class Run:
         return sorted({problem for order in self.orders for problem in order.problems})
 
     def waits(self) -> list[Counter]:
-        """Of each rank, how often the host waited in training steps, by place."""
+        """How often the host of each rank waited in training steps, by place."""
         return [
             Counter(
                 wait
