@@ -139,7 +139,8 @@ def run_all(
 ) -> int:
     """Run a job; its exit code: 0, or that of the rank that failed first."""
     if not quiet:
-        _note(f"{job.world_size} ranks on {_hosts_text(job)}")
+        ranks = "rank" if job.world_size == 1 else "ranks"
+        _note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
     processes = Processes(job, runner, means)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: processes.request(number))
