@@ -38,5 +38,6 @@ def launch() -> None:
             ]
             for planned in adam_kernels.plan(rows):
                 table = planned.table.clone()
-                table[:, :5] -= memory.data_ptr()
+                addresses = table[:, : 4 if lows is None else 5]
+                addresses -= memory.data_ptr()
                 replace(planned, table=table).start(memory, RATES, *numbers)
