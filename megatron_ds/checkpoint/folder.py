@@ -258,7 +258,11 @@ def prune(
 
     The new checkpoint is already durable, so a failed deletion is a warning and training continues.
     """
-    ours = [step for step in steps_in(folder) if is_ours(folder / name_of(step))]
+    try:
+        ours = [step for step in steps_in(folder) if is_ours(folder / name_of(step))]
+    except OSError as error:
+        logger.warning("could not list the checkpoints of %s: %s", folder, error)
+        return
     for step in to_delete(ours, saved, limit, retain):
         try:
             delete(folder, step)

@@ -257,7 +257,7 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     saving = new_saving(engine, progress)
     saving.begin(pieces, run_values(engine, progress, description))
     parts = saving.collect(lambda: saving.write(saving.own(pieces)))
-    path = saving.publish(parts)
+    path = saving.complete(parts)
     if engine.mesh.rank == 0:
         log_saved(path, begin)
     return True

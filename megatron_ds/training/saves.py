@@ -1,9 +1,10 @@
 """`Saves`: the checkpoints of a run, written at once or, with --async-save, while training goes on.
 
 A save in the background has one stall, in which the state is copied into host memory. Ranks then train on; in the
-all-reduce of each step they count how many have written their file, so that all of them publish the checkpoint
-after the same step. One save is under way at a time: the next one waits for it, and so does the end of the run.
-An error of any rank's writer is raised on all ranks after the next step.
+all-reduce of each step they count how many have done their part, so that all of them take the next stage of the
+save after the same step (`background_save.py` lists the stages). One save is under way at a time: the next one
+waits for it, and so does the end of the run. An error of any rank's thread is raised on all ranks after the next
+step.
 """
 
 import time
@@ -60,38 +61,47 @@ class Saves:
             self.step = progress.step
 
     @property
-    def is_written(self) -> bool:
-        """Whether this rank has written its file of the save under way."""
-        return self._pending is not None and self._pending.save.is_written
+    def is_ready(self) -> bool:
+        """Whether this rank's thread has done its part of the save under way."""
+        return self._pending is not None and self._pending.save.is_ready
 
     def before_update(self) -> None:
         """Called before state changes: a GPU first completes the copies of the save that has begun."""
         if self._pending is not None:
             self._pending.save.copied.wait()
 
-    def after_step(self, written: int) -> None:
-        """Publish the save under way when all ranks have written. written: the ranks that have. Collective."""
-        if written == self._engine.mesh.group("world").size:
-            self.finish()
+    def after_step(self, ready: int) -> None:
+        """Go on with the save under way when all ranks are ready. ready: the ranks that are. Collective."""
+        if ready == self._engine.mesh.group("world").size:
+            self._advance()
 
     def finish(self) -> None:
-        """Wait for the save under way, if any, and publish it. Collective over the world.
+        """Wait for the save under way, if any, until its end. Collective over the world.
 
         Raises CheckpointError on all ranks when any rank failed.
         """
+        while self._pending is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Take the next step of the save under way, and report what it brought."""
         pending = self._pending
-        if pending is None:
-            return
         # After an error there is nothing to wait for.
         self._pending = None
-        wait = time.perf_counter()
-        path, found = pending.save.publish()
-        if not is_finite(found, pending.progress, self._engine):
+        begin = time.perf_counter()
+        has_ended = pending.save.advance()
+        pending.stall += time.perf_counter() - begin
+        if not has_ended:
+            self._pending = pending
+        if not is_finite(pending.save.reasons, pending.progress, self._engine):
             return
+        if pending.save.path is not None and self.step != pending.save.step:
+            self._report(pending)
+
+    def _report(self, pending: _Pending) -> None:
         self.step = pending.save.step
         if self._engine.mesh.rank == 0:
-            stall = pending.stall + time.perf_counter() - wait
-            log_saved(path, pending.begin, stall)
+            log_saved(pending.save.path, pending.begin, pending.stall)
 
     def _begin(self, progress: Progress) -> None:
         begin = time.perf_counter()

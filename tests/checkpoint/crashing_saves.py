@@ -46,7 +46,7 @@ def save_behind(folder: Path, step: int, seed: int, limit: int | None = None) ->
     """The same in the background, published at once."""
     pieces = pieces_of(Layout(), 0, seed)
     saving = Saving(folder, step, {}, solo(), limit)
-    BackgroundSave(saving, pieces, {"seed": seed}, Copies()).publish()
+    BackgroundSave(saving, pieces, {"seed": seed}, Copies()).finish()
 
 
 def loaded_seed(folder: Path) -> int:

@@ -53,7 +53,7 @@ def test_the_files_are_those_of_a_save_at_the_moment_of_its_beginning(tmp_path):
             save(both[0], step, pieces, run={"seed": step}, **own)
             pending = begun(both[1], step, pieces, copies, coordinates, group, step)
             spoil(pieces)
-            pending.publish()
+            pending.finish()
         return copies.nbytes
 
     assert all(run_ranks(LAYOUT.world_size, main))
@@ -74,9 +74,11 @@ def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
     save(tmp_path, 1, pieces_of(Layout(), 0, 1), coordinates={}, world=solo(), run={})
     monkeypatch.setattr(Saving, "write", held)
     pending = begun(tmp_path, 2, pieces_of(Layout(), 0, 2))
-    assert not pending.is_written and latest(tmp_path) == 1
+    assert not pending.is_ready and latest(tmp_path) == 1
     gate.set()
-    path, _ = pending.publish()
+    pending.advance()
+    assert latest(tmp_path) == 1
+    path = pending.finish()
     assert path.name == "iter_0000002" and latest(tmp_path) == 2
     pieces = pieces_of(Layout(), 0, seed=None)
     load(tmp_path, 2, pieces, coordinates={}, world=solo())
@@ -101,7 +103,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, monkeypa
             tmp_path, 1, pieces, coordinates=tp_coordinates(LAYOUT, rank), world=group
         )
         with pytest.raises(CheckpointError, match=r"rank 2.*No space left"):
-            pending.publish()
+            pending.finish()
 
     run_ranks(LAYOUT.world_size, main)
     assert latest(tmp_path) is None
@@ -138,8 +140,8 @@ def test_a_gpu_copies_beside_the_model_and_before_the_update(
 class AtOnce:
     """A thread that runs when it is started, for a recording in one thread."""
 
-    def __init__(self, target, args, **_):
-        self._run = lambda: target(*args)
+    def __init__(self, target, **_):
+        self._run = target
 
     def start(self):
         pass
@@ -158,7 +160,7 @@ def test_a_reason_of_one_rank_drops_the_save_on_all(tmp_path):
         refuse = lambda pieces: "a bad value" if rank == 3 else None
         pieces = pieces_of(LAYOUT, rank, 1)
         pending = BackgroundSave(saving, pieces, {}, Copies(), refuse)
-        return pending.publish()
+        return pending.finish(), pending.reasons
 
     expected = (None, [None, None, None, "a bad value"])
     assert run_ranks(LAYOUT.world_size, main) == [expected] * LAYOUT.world_size
@@ -178,7 +180,7 @@ def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path):
         coordinates = tp_coordinates(LAYOUT, rank)
         pending = begun(tmp_path, 1, pieces, copies, coordinates, group)
         with pytest.raises(CheckpointError, match=r"rank 1.*no memory is left"):
-            pending.publish()
+            pending.finish()
 
     run_ranks(LAYOUT.world_size, main)
     assert latest(tmp_path) is None
