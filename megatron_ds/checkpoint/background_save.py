@@ -14,13 +14,14 @@ after a crash.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..host.pace import Pace
 from ..host.page_locked import page_locked
 from ..host.side_streams import Mark, side_stream
 from ..mpu.param_spec import ParamSpec
@@ -91,7 +92,7 @@ def _host_memory(source: torch.Tensor) -> torch.Tensor:
     return torch.empty(source.shape, dtype=source.dtype)
 
 
-class Work:
+class ThreadedCall:
     """A function that runs in a thread of its own.
 
     It does not keep a process that fails from ending.
@@ -140,10 +141,12 @@ class BackgroundSave:
         run: Mapping,
         copies: Copies,
         reason_against: Callable[[Iterable[Piece]], str | None] = lambda pieces: None,
+        pace: Pace | None = None,
     ):
         """Begin it: the pieces may change behind `copied`. Collective over the world.
 
         reason_against: called by the thread with the copies; a reason drops the save, without an error
+        pace: of the thread that writes, as long as nothing waits for it
         Raises CheckpointError on all ranks when the save cannot begin.
         """
         pieces = list(pieces)
@@ -152,6 +155,7 @@ class BackgroundSave:
         self.reasons: list[str | None] = []
         self._saving = saving
         self._reason_against = reason_against
+        self._pace = pace or Pace()
         saving.begin(pieces, run)
 
         # What a GPU still copies keeps its memory. An error of one rank is raised by `advance`, on all.
@@ -163,7 +167,9 @@ class BackgroundSave:
             copied, self.copied = copies.take(self._sources)
         except Exception as error:
             failed = error
-        self._work: Work | None = Work(lambda: self._write(copied, failed))
+        self._work: ThreadedCall | None = ThreadedCall(
+            lambda: self._write(copied, failed)
+        )
         self._next = [self._index, self._publish, self._end]
 
     @property
@@ -174,9 +180,11 @@ class BackgroundSave:
     def advance(self) -> bool:
         """Take the next step of all ranks, and start the thread behind it. Collective.
 
-        Waits for threads that have not ended. Returns whether the save has ended.
+        Waits for threads that have not ended; they then write at full speed. Returns whether the save has ended.
         Raises CheckpointError on all ranks when any rank failed; the previous checkpoint is unchanged.
         """
+        if not self.is_ready:
+            self._pace.hurry()
         self._next.pop(0)()
         return not self._next
 
@@ -194,9 +202,14 @@ class BackgroundSave:
             raise failed
         self.copied.synchronize()
         self._sources = []
-        reason = self._reason_against(pieces)
-        part = self._saving.write(pieces) if reason is None else None
+        reason = self._reason_against(self._paced(pieces))
+        part = self._saving.write(pieces, self._pace) if reason is None else None
         return part, reason
+
+    def _paced(self, pieces: list[CopiedPiece]) -> Iterator[CopiedPiece]:
+        for piece in pieces:
+            self._pace.pause()
+            yield piece
 
     def _index(self) -> None:
         found = self._saving.collect(self._work.result)
@@ -217,5 +230,5 @@ class BackgroundSave:
             self._work.result()
         self._saving.close()
 
-    def _on_rank_0(self, function: Callable[[], Any]) -> Work | None:
-        return Work(function) if self._saving.is_first_rank else None
+    def _on_rank_0(self, function: Callable[[], Any]) -> ThreadedCall | None:
+        return ThreadedCall(function) if self._saving.is_first_rank else None

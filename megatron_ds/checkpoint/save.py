@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from ..host.pace import Pace
 from ..mpu.agree import gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
@@ -121,13 +122,20 @@ class Saving:
         _, free, self._writing = begun[0]
         self._numbers = (needed, free, share)
 
-    def write(self, pieces: Iterable[Piece]) -> Any:
-        """Write and sync this rank's own pieces; its part of the index. Not collective."""
+    def write(self, pieces: Iterable[Piece], pace: Pace | None = None) -> Any:
+        """Write and sync this rank's own pieces; its part of the index. Not collective.
+
+        pace: of a thread that writes beside a computation
+        """
         # The import takes 0.8 s; only processes that save need it.
         from .storage import write_pieces
 
         write = lambda: write_pieces(
-            self._writing, pieces, self._coordinates, self._world.rank
+            self._writing,
+            pieces,
+            self._coordinates,
+            self._world.rank,
+            pace or Pace(),
         )
         return self._guarded(write)
 

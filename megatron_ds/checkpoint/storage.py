@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
+from ..host.pace import Pace
 from ..host.reused_pages import reused_pages
 from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32, write_chunk
@@ -49,20 +50,27 @@ LISTED = 20  # how many tensors an error message names
 
 
 def write_pieces(
-    path: Path, pieces: Iterable[Piece], coordinates: Coordinates, rank: int
+    path: Path,
+    pieces: Iterable[Piece],
+    coordinates: Coordinates,
+    rank: int,
+    pace: Pace,
 ) -> tuple[SavePlan, list[WriteResult]]:
     """Write and sync this rank's file. Returns its part of the index, for `write_index`. Not collective."""
     chunks = list(chunks_of(pieces, coordinates))
     plan = SavePlan([chunk.item for chunk in chunks])
-    return plan, _write_file(path / f"__{rank}_0.distcp", chunks) if chunks else []
+    if not chunks:
+        return plan, []
+    return plan, _write_file(path / f"__{rank}_0.distcp", chunks, pace)
 
 
-def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
+def _write_file(path: Path, chunks: Sequence["Chunk"], pace: Pace) -> list[WriteResult]:
     """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
     files = ChecksummedFiles()
     places = []
     with files.create_stream(path, "wb") as file:
         for chunk in chunks:
+            pace.pause()
             values = values_of(chunk.piece, chunk.view).detach().cpu()
             places.append(write_chunk(file, path.name, values, chunk.view.tensor.dtype))
         file.flush()

@@ -7,10 +7,14 @@ waits for it, and so does the end of the run. An error of any rank's thread is r
 step.
 """
 
+import importlib
 import time
 from dataclasses import dataclass
 
+import torch
+
 from ..checkpoint.background_save import BackgroundSave, Copies
+from ..host.pace import Pace
 from ..progress.ramps import Progress
 from .build import Replica
 from .run_checkpoint import (
@@ -22,6 +26,9 @@ from .run_checkpoint import (
     save_run,
     saved_pieces,
 )
+
+# Of the processors that a model on a CPU computes with, the share that a thread takes which writes beside it.
+WRITERS_SHARE = 0.02
 
 
 @dataclass
@@ -50,6 +57,8 @@ class Saves:
         self._pending: _Pending | None = None
         if engine.config.checkpoint.async_save:
             engine.saving = self
+            # The import takes 0.8 s, for which the thread would slow the first steps.
+            importlib.import_module("..checkpoint.storage", __package__)
 
     def save(self, progress: Progress, is_last: bool = False) -> None:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""
@@ -111,6 +120,13 @@ class Saves:
             run_values(self._engine, progress, self._description),
             self._copies,
             not_finite,
+            self._pace(),
         )
         stall = time.perf_counter() - begin
         self._pending = _Pending(save, progress, begin, stall)
+
+    def _pace(self) -> Pace:
+        """A GPU does not compute with the processors of the thread: it writes without pauses then."""
+        if self._engine.mesh.device.type != "cpu":
+            return Pace()
+        return Pace(min(1.0, WRITERS_SHARE * torch.get_num_threads()))

@@ -67,9 +67,9 @@ def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
     gate = threading.Event()
     write = Saving.write
 
-    def held(saving, pieces):
+    def held(saving, pieces, pace):
         assert gate.wait(60)
-        return write(saving, pieces)
+        return write(saving, pieces, pace)
 
     save(tmp_path, 1, pieces_of(Layout(), 0, 1), coordinates={}, world=solo(), run={})
     monkeypatch.setattr(Saving, "write", held)
@@ -89,10 +89,10 @@ def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
     write = Saving.write
 
-    def failing(saving, pieces):
+    def failing(saving, pieces, pace):
         if saving._world.rank == 2:
             raise OSError(28, "No space left on device")
-        return write(saving, pieces)
+        return write(saving, pieces, pace)
 
     monkeypatch.setattr(Saving, "write", failing)
 
@@ -124,7 +124,9 @@ def test_a_gpu_copies_beside_the_model_and_before_the_update(
 ):
     """The update changes the state behind the mark; without the wait the copy races with it."""
     written = []
-    monkeypatch.setattr(Saving, "write", lambda saving, pieces: written.append(pieces))
+    monkeypatch.setattr(
+        Saving, "write", lambda saving, pieces, pace: written.append(pieces)
+    )
     monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
     with fake_cuda(), FakeGpu() as gpu:
         pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
