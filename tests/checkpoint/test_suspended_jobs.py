@@ -229,16 +229,10 @@ def test_a_run_that_lost_its_folder_stops_at_the_next_step_with_code_2_and_saves
         code = pretrain(
             [
                 *MOCK,
-                "--global-batch-size",
-                "1",
-                "--train-iters",
-                "9",
+                *"--global-batch-size 1 --train-iters 9".split(),
                 "--save",
                 str(tmp_path),
-                "--save-interval",
-                "2",
-                "--lr-warmup-iters",
-                "0",
+                *"--save-interval 2 --lr-warmup-iters 0".split(),
             ]
         )
     shown = capsys.readouterr()

@@ -51,10 +51,7 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     """
     job = [
         *tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, FP16_STEPS),
-        "--hysteresis",
-        "1",
-        "--loss-scale-window",
-        "2",
+        *"--hysteresis 1 --loss-scale-window 2".split(),
     ]
     job[job.index("--initial-loss-scale") + 1] = str(scale)
     difference, run = stray(job, layout, FP16_STEPS)

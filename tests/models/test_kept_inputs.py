@@ -92,12 +92,7 @@ def test_on_a_cpu_parts_are_kept_as_planned_and_the_rest_as_without(
     job = [
         *STYLES[style],
         *flags.split(),
-        "--recompute-granularity",
-        "full",
-        "--seq-length",
-        "24",
-        "--micro-batch-size",
-        "3",
+        *"--recompute-granularity full --seq-length 24 --micro-batch-size 3".split(),
     ]
     measured, said, planned = kept(job, 2, slice(0, 6))
     blocks = 3 * 24 * 3 * 64 * 4
@@ -252,12 +247,7 @@ def test_a_deepspeed_json_sets_how_inputs_are_kept_if_layers_are_recomputed(
             *flags,
             "--deepspeed_config",
             str(path),
-            "--seq-length",
-            "32",
-            "--micro-batch-size",
-            "1",
-            "--tensor-model-parallel-size",
-            str(ranks),
+            *f"--seq-length 32 --micro-batch-size 1 --tensor-model-parallel-size {ranks}".split(),
         ],
         world_size=ranks,
     )
@@ -274,21 +264,10 @@ def test_a_deepspeed_json_sets_how_inputs_are_kept_if_layers_are_recomputed(
 def plan(device: str, *more: str, ranks: int = 1):
     job = [
         *JOB,
-        "--seq-length",
-        "256",
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "2",
-        "--bf16",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--recompute-granularity",
-        "full",
+        *(
+            "--seq-length 256 --micro-batch-size 2 --global-batch-size 2 --bf16 --hidden-dropout 0 "
+            "--attention-dropout 0 --tokenizer-type NullTokenizer --recompute-granularity full"
+        ).split(),
         *more,
     ]
     return plan_world(parse(job, world_size=ranks), 0, device).rank_plan(0)

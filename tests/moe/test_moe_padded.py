@@ -22,15 +22,10 @@ from tests.planning.test_rank_plan import BATCH, LAYERS, STEPS, check
 pytestmark = pytest.mark.threads
 
 PAD = "--moe-pad-expert-input-to-capacity"
-MOE = [
-    "--num-experts",
-    "4",
-    "--moe-router-dtype",
-    "fp64",
-    "--moe-aux-loss-coeff",
-    "0.01",
-    "--moe-expert-capacity-factor",
-]
+MOE = (
+    "--num-experts 4 --moe-router-dtype fp64 --moe-aux-loss-coeff 0.01 "
+    "--moe-expert-capacity-factor"
+).split()
 FEW = 4
 
 
@@ -171,13 +166,10 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
         *MOE,
         "1.2",
         PAD,
-        "--moe-layer-freq",
-        "[0,1,1,1]",
-        "--moe-shared-expert-intermediate-size",
-        "24",
-        "--moe-router-score-function",
-        "sigmoid",
-        "--moe-router-enable-expert-bias",
+        *(
+            "--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 24 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+        ).split(),
     ]
     planned = check(job, layout)
     assert not any(

@@ -36,17 +36,10 @@ FLAGS = {
     "lamb": ["--lamb-min-coeff", "0", "--lr", "1e-2", "--lr-warmup-iters", "0"],
     "adam": ["--amsgrad"],
     "lion": ["--weight-decay", "0.3"],
-    "muon": [
-        "--muon-scale-mode",
-        "match_rms_adamw",
-        "--muon-use-nesterov",
-        "--lr",
-        "1e-2",
-        "--muon-scalar-lr",
-        "1e-3",
-        "--lr-warmup-iters",
-        "0",
-    ],
+    "muon": (
+        "--muon-scale-mode match_rms_adamw --muon-use-nesterov --lr 1e-2 --muon-scalar-lr 1e-3 "
+        "--lr-warmup-iters 0"
+    ).split(),
 }
 FLAGS |= {"onebit_adam": ["--freeze-step", "1"], "onebit_lamb": ["--freeze-step", "1"]}
 

@@ -17,31 +17,11 @@ from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.plan
 
-BASE = [
-    "--model",
-    "bert",
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "16",
-    "--vocab-size",
-    "130",
-    "--mock-data",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--make-vocab-size-divisible-by",
-    "8",
-]
+BASE = (
+    "--model bert --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --global-batch-size 16 --vocab-size 130 --mock-data --lr 1 "
+    "--train-iters 1 --make-vocab-size-divisible-by 8"
+).split()
 
 
 def layer_flops(model, kind, seq_length, vocab_size):
@@ -77,21 +57,8 @@ def test_flops_are_the_matrix_products_counted_by_hand():
     "flags",
     [
         [],
-        [
-            "--tensor-model-parallel-size",
-            "2",
-            "--sequence-parallel",
-            "--pipeline-model-parallel-size",
-            "2",
-        ],
-        [
-            "--pipeline-model-parallel-size",
-            "4",
-            "--zero-stage",
-            "3",
-            "--pipeline-schedule",
-            "zb-h1",
-        ],
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2".split(),
+        "--pipeline-model-parallel-size 4 --zero-stage 3 --pipeline-schedule zb-h1".split(),
     ],
     ids=" ".join,
 )
@@ -133,29 +100,11 @@ def test_layers_are_timed_with_what_a_bert_reads():
 
 
 def test_the_entry_script_plans_a_bert():
-    large = [
-        "--num-layers",
-        "24",
-        "--hidden-size",
-        "1024",
-        "--num-attention-heads",
-        "16",
-        "--seq-length",
-        "512",
-        "--lr",
-        "1e-4",
-        "--micro-batch-size",
-        "4",
-        "--global-batch-size",
-        "1024",
-        "--train-iters",
-        "10",
-        "--vocab-size",
-        "30522",
-        "--world-size",
-        "64",
-        "--dry-run",
-    ]
+    large = (
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --lr 1e-4 "
+        "--micro-batch-size 4 --global-batch-size 1024 --train-iters 10 --vocab-size 30522 "
+        "--world-size 64 --dry-run"
+    ).split()
     command = [warm_python(), str(ROOT / "pretrain_bert.py"), *large]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -111,15 +111,7 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
     check(tiny_job(*style, layers, BATCH, STEPS), layout)
 
 
-DROP = [
-    "--random-ltd",
-    "--random-ltd-min-tokens",
-    "12",
-    "--random-ltd-max-tokens",
-    "12",
-    "--random-ltd-steps",
-    "1",
-]
+DROP = "--random-ltd --random-ltd-min-tokens 12 --random-ltd-max-tokens 12 --random-ltd-steps 1".split()
 
 
 def test_context_ranks_that_drop_tokens_send_what_was_planned():
@@ -161,10 +153,7 @@ def test_matrices_that_an_optimizer_gathers_are_planned(layout):
     check(
         [
             *tiny_job("llama", "fp32", True, 0.0, 2, BATCH, STEPS),
-            "--optimizer",
-            "muon",
-            "--lr-warmup-iters",
-            "0",
+            *"--optimizer muon --lr-warmup-iters 0".split(),
         ],
         layout,
     )
