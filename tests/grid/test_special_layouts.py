@@ -142,7 +142,7 @@ def test_gradients_in_sixteen_bits_stray_no_further_than_sixteen_bits_may():
     run = check(job, "dp=2,tp=2,pp=2,zero=3,grads=bf16", TOLERANCE["bf16"])
     held, elements = (
         sum(getattr(s, name) for s in run.seen)
-        for name in ("gradient_bytes", "parameter_elements")
+        for name in ("gradient_bytes", "dense_elements")
     )
     # half of the elements each, two bytes an element
     assert held == pytest.approx(elements / 2 * 2, rel=0.25)

@@ -28,14 +28,25 @@ MUON = {
     "--muon-scalar-lr": "1e-3",
     "--lr-warmup-iters": 0,
 }
+# A second moment that falls within a few steps; the rate and the first beta change at each step.
+AMSGRAD = {
+    "--amsgrad": "",
+    "--adam-beta2": 0.5,
+    "--lr-warmup-iters": 0,
+    "--lr-decay-style": "OneCycle",
+    "--cycle-first-step-size": 2,
+    "--cycle-second-step-size": 1,
+    "--decay-step-size": 2,
+    "--decay-lr-rate": 0.5,
+    "--cycle-min-mom": 0.5,
+}
 
 AXES = (
     Axis(
         "optimizer",
         {
             "adam": {},
-            # with a second moment that falls within a few steps
-            "amsgrad": {"--amsgrad": "", "--adam-beta2": "0.5"},
+            "amsgrad": AMSGRAD,
             "uncorrected": {"--no-adam-bias-correction": ""},
             "adagrad": {"--optimizer": "adagrad"},
             "lamb": LAMB,
