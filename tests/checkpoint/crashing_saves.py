@@ -20,24 +20,11 @@ import torch.distributed.checkpoint  # noqa: F401  before the forks
 
 from megatron_ds.checkpoint.folder import steps_in
 from megatron_ds.checkpoint.load import latest, load, read_run
-from megatron_ds.checkpoint.save import save
 from megatron_ds.mpu.group import solo
 from tests.harness.deaths import die_at_change, forked, survived
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import Layout, pieces_of, save_step
 
 MOST_CHANGES = 200
-
-
-def save_seed(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
-    save(
-        folder,
-        step,
-        pieces_of(Layout(), 0, seed),
-        coordinates={},
-        world=solo(),
-        run={"seed": seed},
-        limit=limit,
-    )
 
 
 def loaded_seed(folder: Path) -> int:
@@ -61,7 +48,7 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
             forked(
                 lambda: (
                     die_at_change(n),  # noqa: B023
-                    save_seed(folder, step, seed=99, limit=limit),  # noqa: B023
+                    save_step(folder, step, seed=99, limit=limit),  # noqa: B023
                 )
             )
         )
@@ -69,7 +56,7 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
         assert found == 99 if done else found in (20, 99), (
             f"death at change {n}: loaded {found}"
         )
-        save_seed(folder, 40, seed=40, limit=limit)
+        save_step(folder, 40, seed=40, limit=limit)
         assert loaded_seed(folder) == 40
         assert not [p for p in folder.iterdir() if p.name.startswith(".iter")], (
             "a leftover stays"
@@ -90,14 +77,14 @@ def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
     saves too.
     """
     seed, begin = 1, time.monotonic()
-    save_seed(folder, 1, seed=1)
+    save_step(folder, 1, seed=1)
     seconds = time.monotonic() - begin
     for _ in range(times):
         report, told = os.pipe()
 
         def save_on():
             for k in range(seed + 1, seed + 1000):  # noqa: B023
-                save_seed(folder, k, seed=k, limit=3)
+                save_step(folder, k, seed=k, limit=3)
                 os.write(told, b".")  # noqa: B023
 
         process = forked(save_on)
@@ -117,7 +104,7 @@ def main() -> None:
     base, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
     torch.set_num_threads(1)
     for seed in (10, 20):
-        save_seed(base / "start", seed, seed=seed)
+        save_step(base / "start", seed, seed=seed)
     new, again = die_everywhere(base, 30, limit=2), die_everywhere(base, 20, limit=None)
     print(new, again, die_sometime(base / "random", draw, times=12))
 

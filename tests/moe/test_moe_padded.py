@@ -15,7 +15,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
-from tests.planning.test_rank_plan import BATCH, STEPS, check
+from tests.planning.test_rank_plan import BATCH, LAYERS, STEPS, check
 
 pytestmark = pytest.mark.threads
 
@@ -125,15 +125,17 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("number, layout", list(enumerate(LAYOUTS)), ids=str)
 def test_every_rank_sends_and_holds_what_was_planned(number, layout):
-    """To the call and to the byte, with a dense block, shared experts and a bias of the routers."""
+    """To the call and to the byte, with a dense block, shared experts and a bias of the routers. Plans of
+    these layers are long: one layout has several with experts."""
+    layers = 2 if number else LAYERS
     style = ("llama", "bf16", True, 0.0) if number % 2 else ("gpt2", "fp32", False, 0.1)
     job = [
-        *tiny_job(*style, 2, BATCH, STEPS),
+        *tiny_job(*style, layers, BATCH, STEPS),
         *MOE,
         "1.2",
         PAD,
         *(
-            "--moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 24 "
+            f"--moe-layer-freq [0]+[1]*{layers - 1} --moe-shared-expert-intermediate-size 24 "
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
         ).split(),
     ]

@@ -7,13 +7,14 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.models import MODELS
-from megatron_ds.planning.flops import layers_of, model_flops
+from megatron_ds.planning.flops import model_flops
 from megatron_ds.planning.layer_costs import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 from tests.harness.model_runs import context_of
 from tests.harness.operation_clock import layers_timed_by_operations
 from tests.harness.warm import warm_python
+from tests.planning.test_flops import layer_flops
 
 pytestmark = pytest.mark.plan
 
@@ -22,14 +23,6 @@ BASE = (
     "--micro-batch-size 2 --global-batch-size 16 --vocab-size 130 --mock-data --lr 1 "
     "--train-iters 1 --make-vocab-size-divisible-by 8"
 ).split()
-
-
-def layer_flops(model, kind, seq_length, vocab_size):
-    return (
-        next(layer for layer in layers_of(model) if layer.kind == kind)
-        .flops(seq_length, vocab_size)
-        .total
-    )
 
 
 def test_flops_are_the_matrix_products_counted_by_hand():
