@@ -51,10 +51,7 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     """
     job = [
         *tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, FP16_STEPS),
-        "--hysteresis",
-        "1",
-        "--loss-scale-window",
-        "2",
+        *"--hysteresis 1 --loss-scale-window 2".split(),
     ]
     job[job.index("--initial-loss-scale") + 1] = str(scale)
     difference, run = stray(job, layout, FP16_STEPS)
@@ -145,7 +142,7 @@ def test_gradients_in_sixteen_bits_stray_no_further_than_sixteen_bits_may():
     run = check(job, "dp=2,tp=2,pp=2,zero=3,grads=bf16", TOLERANCE["bf16"])
     held, elements = (
         sum(getattr(s, name) for s in run.seen)
-        for name in ("gradient_bytes", "parameter_elements")
+        for name in ("gradient_bytes", "dense_elements")
     )
     # half of the elements each, two bytes an element
     assert held == pytest.approx(elements / 2 * 2, rel=0.25)

@@ -7,67 +7,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import DATA_AXES
 from megatron_ds.planning import keep_gathered, replica_plan
-from megatron_ds.progress.ramps import Progress
 from megatron_ds.training import build
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.step import evaluate, train_step
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
+from megatron_ds.training.step import evaluate
+from tests.harness.engines import BATCH, load_state, save_state, train
+from tests.harness.engines import config_of as config_of_job
+from tests.harness.engines import on_engines as run
+from tests.harness.layout_comparison import global_batch_share, random_samples
 from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 
-BATCH = 4
-
 
 def config_of(layout, style="gpt2", dtype="fp32", untie=False, dropout=0.0, layers=3):
-    request = parse_layout(layout, mbs="1")
-    return parse(
-        [*tiny_job(style, dtype, untie, dropout, layers, BATCH, 8), *request.flags],
-        world_size=request.world_size,
+    return config_of_job(
+        tiny_job(style, dtype, untie, dropout, layers, BATCH, 8), layout
     )
-
-
-def run(config, main):
-    """main(engine) on every rank."""
-    p = config.parallel
-    grid = Grid.fit(
-        config.world_size,
-        tp=p.tensor_model_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        order=p.rank_order,
-    )
-    return run_ranks(
-        config.world_size,
-        lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))),
-    )
-
-
-def train(engine, steps):
-    """Losses of steps number `steps`."""
-    samples, losses = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
-    for step in steps:
-        batch = global_batch_share(
-            samples, step * BATCH, BATCH, engine.config, engine.mesh
-        )
-        losses.append(
-            train_step(
-                engine, batch, Progress(step=step), learning_rate=1e-3, weight_decay=0.1
-            ).loss
-        )
-    return losses
 
 
 def units_of(engine):
@@ -433,30 +393,15 @@ CONTINUED = [
 @pytest.mark.parametrize("layouts, dtype", in_turns(CONTINUED, ["fp32", "bf16"]))
 def test_a_run_saved_at_one_stage_goes_on_at_another(layouts, dtype, tmp_path):
     before, after = layouts
-    groups = lambda engine: {
-        "coordinates": engine.mesh.coordinates,
-        "world": engine.mesh.group("world"),
-    }
 
     def first(engine):
-        losses = train(engine, range(3))
-        save(
-            tmp_path,
-            3,
-            list(engine.optimizer.pieces()),
-            run={"extra": engine.optimizer.extra_state()},
-            **groups(engine),
-        )
-        return losses, engine.optimizer.extra_state()
-
-    results = run(config_of(before, dtype=dtype, layers=4), first)
+        return train(engine, range(3)), save_state(engine, tmp_path, 3)
 
     def second(engine):
-        load(tmp_path, 3, list(engine.optimizer.pieces()), **groups(engine))
-        engine.optimizer.load_extra_state(results[0][1])
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path, 3, numbers)
         return train(engine, range(3, 6))
 
+    losses_before, numbers = run(config_of(before, dtype=dtype, layers=4), first)[0]
     [expected] = run(
         config_of("dp=1", dtype=dtype, layers=4), lambda engine: train(engine, range(6))
     )
@@ -464,25 +409,21 @@ def test_a_run_saved_at_one_stage_goes_on_at_another(layouts, dtype, tmp_path):
         1e-6 if dtype == "fp32" else 2e-4
     )  # in 16 bits each order of summation rounds differently
     for losses in run(config_of(after, dtype=dtype, layers=4), second):
-        assert results[0][0] + losses == pytest.approx(expected, rel=tolerance)
+        assert losses_before + losses == pytest.approx(expected, rel=tolerance)
 
 
 def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_saves_it(
     tmp_path,
 ):
+    numbers = {}
+
     def copy(source, target):
         def main(engine):
-            pieces = list(engine.optimizer.pieces())
-            to = {
-                "coordinates": engine.mesh.coordinates,
-                "world": engine.mesh.group("world"),
-            }
             if source is None:
                 train(engine, range(2))
             else:
-                load(tmp_path / source, 1, pieces, **to)
-                engine.optimizer.after_load()
-            save(tmp_path / target, 1, pieces, run={}, **to)
+                load_state(engine, tmp_path / source, 1, numbers[source])
+            numbers[target] = save_state(engine, tmp_path / target, 1)
 
         return main
 

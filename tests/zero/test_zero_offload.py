@@ -5,66 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.progress.ramps import Progress
-from megatron_ds.training import build
-from megatron_ds.training.step import train_step
 from megatron_ds.zero import optimizer
 from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
-from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
+from tests.harness.engines import BATCH, load_state, save_state, train
+from tests.harness.engines import config_of as config_of_job
+from tests.harness.engines import on_engines as run
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 
-BATCH = 4
-
 
 def config_of(layout, dtype="fp32", style="gpt2"):
-    request = parse_layout(layout, mbs="1")
-    return parse(
-        [*tiny_job(style, dtype, False, 0.0, 3, BATCH, 8), *request.flags],
-        world_size=request.world_size,
-    )
-
-
-def run(config, main):
-    """main(engine) on every rank."""
-    p = config.parallel
-    grid = Grid.fit(
-        config.world_size,
-        tp=p.tensor_model_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        order=p.rank_order,
-    )
-    return run_ranks(
-        config.world_size,
-        lambda rank, world: main(
-            build.build_engine(config, Mesh(grid, rank, world.connect))
-        ),
-    )
-
-
-def train(engine, steps):
-    samples, losses = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
-    for step in steps:
-        batch = global_batch_share(
-            samples, step * BATCH, BATCH, engine.config, engine.mesh
-        )
-        losses.append(
-            train_step(
-                engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1
-            ).loss
-        )
-    return losses
+    return config_of_job(tiny_job(style, dtype, False, 0.0, 3, BATCH, 8), layout)
 
 
 def state_of(engine):
@@ -258,28 +210,10 @@ def test_a_run_goes_on_from_offloaded_state_and_to_it(before, after, dtype, tmp_
 
     def first(engine):
         train(engine, range(3))
-        save(
-            tmp_path / "run",
-            3,
-            list(engine.optimizer.pieces()),
-            coordinates=engine.mesh.coordinates,
-            world=engine.mesh.group("world"),
-            run={"optimizer": engine.optimizer.extra_state()},
-            limit=None,
-        )
-        return engine.optimizer.extra_state()
+        return save_state(engine, tmp_path / "run", 3)
 
     def second(engine):
-        load(
-            tmp_path / "run",
-            3,
-            list(engine.optimizer.pieces()),
-            coordinates=engine.mesh.coordinates,
-            world=engine.mesh.group("world"),
-            kinds=None,
-        )
-        engine.optimizer.load_extra_state(numbers)
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path / "run", 3, numbers)
         return train(engine, range(3, 6))
 
     numbers = run(config_of(full(before), dtype), first)[0]
