@@ -1,6 +1,7 @@
 """A busy machine makes a test slow, not wrong: random cases have no deadlines of their own, only pytest's
 time limit."""
 
+import gc
 import logging
 import sys
 
@@ -60,3 +61,9 @@ def pytest_collection_modifyitems(items):
                 f"{item.nodeid} is named by a set, whose order differs between "
                 "processes; use a tuple"
             )
+
+
+def pytest_collection_finish():
+    """Thousands of tests are there until the end: collections of garbage leave them out."""
+    gc.collect()
+    gc.freeze()

@@ -150,6 +150,8 @@ WINDOW, DOCUMENTS = (
     ("--window-size", "5,0"),
     ("--reset-position-ids", "--reset-attention-mask"),
 )
+# A ring has many small operations: two layers and two micro-batches have each of their kinds.
+FEW = ("--num-layers", "2", "--global-batch-size", "2")
 ALIBI, MUON = ("--position-embedding-type", "alibi"), ("--optimizer", "muon")
 CASES = [
     ("zero=0,dp=2", "fp32", 1),
@@ -164,18 +166,21 @@ CASES = [
     ("pp=2", "fp32", 1),
     ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1),
     ("tp=2,sp=1", "fp32", 1),
-    ("cp=3", "bf16", 1),
-    ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
-    ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS),
-    ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
-    ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS),
-    ("cp=2", "fp32", 1, ALIBI),
-    ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS),
-    ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
-    ("tp=2,sp=1,tiles=3", "bf16", 1),
+    ("cp=3", "bf16", 1, FEW),
+    ("cp=2,comm_type=all_gather", "fp32", 1, (*FEW, *WINDOW)),
+    ("cp=2,comm_type=a2a", "fp32", 1, (*FEW, *DOCUMENTS)),
+    ("cp=2", "fp32", 1, (*FEW, *WINDOW, *DOCUMENTS)),
+    ("cp=2,comm_type=all_gather", "bf16", 1, (*FEW, *DOCUMENTS)),
+    ("cp=2", "fp32", 1, (*FEW, *ALIBI)),
+    ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, (*FEW, *DOCUMENTS)),
+    ("cp=2,tp=2,sp=1", "fp32", 1, (*FEW, *WINDOW)),
+    ("tp=2,sp=1,tiles=3", "bf16", 1, FEW),
     ("zero=2,dp=2,tp=2", "fp32", 1, MUON),
 ]
-NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
+NAMES = [
+    "-".join((layout, dtype, *sum(more, ()))).replace("-".join(FEW), "few")
+    for layout, dtype, _, *more in CASES
+]
 # Further features: (layout, dtype, flags).
 FEATURES = {
     "onebit adam": ("dp=2", "fp32", "--optimizer onebit_adam --freeze-step 1"),
@@ -340,7 +345,7 @@ def test_documents_save_the_same_tiles_on_a_gpu_as_on_a_cpu(layout, monkeypatch)
             return iter(made)
 
         monkeypatch.setattr(partial_attention, "tiles", recorded)
-        assert not train(layout, device, more=DOCUMENTS).problems
+        assert not train(layout, device, more=(*FEW, *DOCUMENTS)).problems
     assert found["cuda"] == found["cpu"]
     assert any(boundaries[0] for boundaries, *_ in found["cuda"])
 
@@ -395,8 +400,9 @@ FAULTY = [
 
 @pytest.mark.parametrize("fault, layout, dtype", FAULTY)
 def test_a_wait_that_is_left_out_is_found(fault, layout, dtype):
+    few = FEW if layout.startswith("cp") else ()
     with patch.object(*FAULTS[fault]):
-        assert train(layout, "cuda", dtype).problems
+        assert train(layout, "cuda", dtype, few).problems
 
 
 class Unnoticed(dict):
