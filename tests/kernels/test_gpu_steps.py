@@ -150,7 +150,7 @@ WINDOW, DOCUMENTS = (
     ("--window-size", "5,0"),
     ("--reset-position-ids", "--reset-attention-mask"),
 )
-# A ring has many small operations: two layers and two micro-batches have each of their kinds.
+# Two layers and two micro-batches have each kind of operation.
 FEW = ("--num-layers", "2", "--global-batch-size", "2")
 ALIBI, MUON = ("--position-embedding-type", "alibi"), ("--optimizer", "muon")
 CASES = [
@@ -166,21 +166,18 @@ CASES = [
     ("pp=2", "fp32", 1),
     ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1),
     ("tp=2,sp=1", "fp32", 1),
-    ("cp=3", "bf16", 1, FEW),
-    ("cp=2,comm_type=all_gather", "fp32", 1, (*FEW, *WINDOW)),
-    ("cp=2,comm_type=a2a", "fp32", 1, (*FEW, *DOCUMENTS)),
-    ("cp=2", "fp32", 1, (*FEW, *WINDOW, *DOCUMENTS)),
-    ("cp=2,comm_type=all_gather", "bf16", 1, (*FEW, *DOCUMENTS)),
-    ("cp=2", "fp32", 1, (*FEW, *ALIBI)),
-    ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, (*FEW, *DOCUMENTS)),
-    ("cp=2,tp=2,sp=1", "fp32", 1, (*FEW, *WINDOW)),
-    ("tp=2,sp=1,tiles=3", "bf16", 1, FEW),
+    ("cp=3", "bf16", 1),
+    ("cp=2,comm_type=all_gather", "fp32", 1, WINDOW),
+    ("cp=2,comm_type=a2a", "fp32", 1, DOCUMENTS),
+    ("cp=2", "fp32", 1, (*WINDOW, *DOCUMENTS)),
+    ("cp=2,comm_type=all_gather", "bf16", 1, DOCUMENTS),
+    ("cp=2", "fp32", 1, ALIBI),
+    ("cp=4,comm_type=a2a+p2p,hcp=2 2", "bf16", 1, DOCUMENTS),
+    ("cp=2,tp=2,sp=1", "fp32", 1, WINDOW),
+    ("tp=2,sp=1,tiles=3", "bf16", 1),
     ("zero=2,dp=2,tp=2", "fp32", 1, MUON),
 ]
-NAMES = [
-    "-".join((layout, dtype, *sum(more, ()))).replace("-".join(FEW), "few")
-    for layout, dtype, _, *more in CASES
-]
+NAMES = ["-".join((layout, dtype, *sum(more, ()))) for layout, dtype, _, *more in CASES]
 # Further features: (layout, dtype, flags).
 FEATURES = {
     "onebit adam": ("dp=2", "fp32", "--optimizer onebit_adam --freeze-step 1"),
@@ -223,11 +220,19 @@ EXPERTS = {
 def test_a_step_on_a_gpu_is_ordered_waits_once_and_trains_like_the_cpu(
     layout, dtype, waits, more
 ):
+    more = (*few_of(layout), *more)
     on_gpu = train(layout, "cuda", dtype, more)
     check_like_the_cpu(on_gpu, layout, dtype, more)
     if waits is not None:
         check_waits(on_gpu, waits * STEPS)
         assert all(THE_WAIT in place for of in on_gpu.waits() for place in of)
+
+
+def few_of(layout: str) -> tuple[str, ...]:
+    """Flags of a smaller run: not where ranks divide four samples or the layers, nor where sums of fp16 round,
+    which is more of a smaller sum."""
+    large = ("dp=4", "pp=", "comm=fp16")
+    return () if any(part in layout for part in large) else FEW
 
 
 def test_weights_in_host_memory_are_written_with_one_wait():
@@ -258,19 +263,21 @@ def check_waits(run: Run, expected: int) -> None:
 def test_each_feature_runs_ordered_with_one_wait_and_trains_like_the_cpu(
     layout, dtype, flags
 ):
-    on_gpu = train(layout, "cuda", dtype, flags.split())
-    check_like_the_cpu(on_gpu, layout, dtype, flags.split())
+    more = (*FEW, *flags.split())
+    on_gpu = train(layout, "cuda", dtype, more)
+    check_like_the_cpu(on_gpu, layout, dtype, more)
     check_waits(on_gpu, STEPS)
 
 
 @pytest.mark.parametrize("layout, flags", EXPERTS.values(), ids=EXPERTS)
 def test_each_feature_of_experts_runs_ordered_and_trains_like_the_cpu(layout, flags):
     """The host waits for the numbers of rows, unless their places are fixed."""
-    more = (*MOE, *flags.split())
+    layers = 2
+    more = (*MOE, "--num-layers", str(layers), *flags.split())
     on_gpu = train(layout, "cuda", more=more)
     check_like_the_cpu(on_gpu, layout, "fp32", more)
     data = parse_layout(layout).world_size if "dp" in layout else 1
-    dispatches = 0 if "--moe-pad-expert-input-to-capacity" in more else LAYERS * BATCH
+    dispatches = 0 if "--moe-pad-expert-input-to-capacity" in more else layers * BATCH
     check_waits(on_gpu, STEPS * (1 + dispatches // data))
 
 

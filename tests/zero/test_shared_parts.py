@@ -23,6 +23,7 @@ from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.tiers import DiskTier
 from tests.harness.engines import BATCH, config_of, on_engines
 from tests.harness.engines import train as train_engine
+from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 
@@ -241,18 +242,17 @@ def train(layout: str, dtype: str, shares_memory: bool):
     return on_engines(config, main, shares_memory)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,zero=3",
-        "dp=4,zero=3,pin=1",
-        "dp=4,zero=3,hpz=2",
-        "dp=2,pp=2,zero=3,schedule=zb-h1",
-        "dp=2,tp=2,zero=3,recompute=full",
-        "dp=2,zero=3,offload=cpu,offload_param=cpu",
-    ],
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+LAYOUTS = [
+    "dp=2,zero=3",
+    "dp=4,zero=3,pin=1",
+    "dp=4,zero=3,hpz=2",
+    "dp=2,pp=2,zero=3,schedule=zb-h1",
+    "dp=2,tp=2,zero=3,recompute=full",
+    "dp=2,zero=3,offload=cpu,offload_param=cpu",
+]
+
+
+@pytest.mark.parametrize("layout, dtype", in_turns(LAYOUTS, ["fp32", "bf16"]))
 def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
     for seen, sent in zip(train(layout, dtype, True), train(layout, dtype, False)):
         assert seen[3] == {MappedUnit} and MappedUnit not in sent[3]

@@ -10,6 +10,7 @@ from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
 from tests.harness.engines import BATCH, load_state, save_state, train
 from tests.harness.engines import config_of as config_of_job
 from tests.harness.engines import on_engines as run
+from tests.harness.samples import in_turns
 from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
@@ -93,22 +94,23 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, dtype", in_turns(LAYOUTS, ["fp32", "bf16", "fp16"]))
 def test_offloaded_state_has_the_bits_of_state_that_stays(layout, dtype, far):
     layout = layout.replace("dp=3", "dp=2,tp=2")
     assert_same(trained(layout + ",offload=cpu", dtype), trained(layout, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "what",
-    [
-        "offload_param=cpu",
-        "offload=cpu,offload_param=cpu",
-        "offload=cpu,offload_param=cpu,pin=1",
-        "offload=cpu,offload_param=cpu,prefetch=0",
-    ],
+    "what, dtype",
+    in_turns(
+        [
+            "offload_param=cpu",
+            "offload=cpu,offload_param=cpu",
+            "offload=cpu,offload_param=cpu,pin=1",
+            "offload=cpu,offload_param=cpu,prefetch=0",
+        ],
+        ["fp32", "bf16"],
+    ),
 )
 def test_offloaded_weights_have_the_bits_of_weights_that_stay(what, dtype, far):
     assert_same(
@@ -152,15 +154,17 @@ def test_a_single_rank_offloads_its_weights_too(dtype, far):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,zero=1,offload=nvme",
-        "dp=2,zero=3,offload=nvme,offload_param=nvme",
-        "dp=2,zero=3,offload=cpu,offload_param=nvme",
-        "dp=2,zero=2,offload=nvme,ratio=0.4",
-    ],
+    "layout, dtype",
+    in_turns(
+        [
+            "dp=2,zero=1,offload=nvme",
+            "dp=2,zero=3,offload=nvme,offload_param=nvme",
+            "dp=2,zero=3,offload=cpu,offload_param=nvme",
+            "dp=2,zero=2,offload=nvme,ratio=0.4",
+        ],
+        ["bf16", "fp32"],
+    ),
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_disk_gives_the_bits_of_memory(layout, dtype, tmp_path):
     stays = ",".join(
         item for item in layout.split(",") if not item.startswith(("offload", "ratio"))
@@ -188,19 +192,20 @@ def test_a_part_of_the_state_can_stay(ratio, far):
         assert ratio <= share <= ratio + 0.15  # whole pages
 
 
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("dp=2,zero=1,offload=nvme", "dp=1,tp=2,zero=0"),
-        ("dp=1,tp=2,zero=0", "dp=2,zero=3,offload=nvme,offload_param=nvme"),
-        (
-            "dp=2,pp=2,zero=3,offload=cpu,offload_param=cpu",
-            "dp=4,zero=2,offload=nvme,ratio=0.5",
-        ),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_goes_on_from_offloaded_state_and_to_it(before, after, dtype, tmp_path):
+# before, after
+CONTINUED = [
+    ("dp=2,zero=1,offload=nvme", "dp=1,tp=2,zero=0"),
+    ("dp=1,tp=2,zero=0", "dp=2,zero=3,offload=nvme,offload_param=nvme"),
+    (
+        "dp=2,pp=2,zero=3,offload=cpu,offload_param=cpu",
+        "dp=4,zero=2,offload=nvme,ratio=0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize("layouts, dtype", in_turns(CONTINUED, ["fp32", "bf16"]))
+def test_a_run_goes_on_from_offloaded_state_and_to_it(layouts, dtype, tmp_path):
+    before, after = layouts
     disk = tmp_path / "disk"
     disk.mkdir()
     full = lambda layout: f"{layout},nvme={disk}" if "nvme" in layout else layout
