@@ -13,26 +13,14 @@ import pytest
 
 from megatron_ds.checkpoint import lock as locks
 from megatron_ds.checkpoint.lock import LOCK, SaveLock, _read, locked, this_process
-from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.deaths import forked
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import save_step
 
 pytestmark = pytest.mark.plan
 
 SOON, LATE = 0.05, 3600.0  # seconds
-
-
-def save_step(folder, step, seed):
-    return save(
-        folder,
-        step,
-        pieces_of(Layout(), 0, seed),
-        coordinates={},
-        world=solo(),
-        run={"seed": seed},
-    )
 
 
 def left_behind(folder: Path, **changes) -> Path:
