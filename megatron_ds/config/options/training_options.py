@@ -591,8 +591,8 @@ class CheckpointConfig:
     )
     load: str | None = option(
         None,
-        help="Directory to resume from, or a place in a store. When it is also --save and holds no checkpoint yet, training starts "
-        "from scratch; otherwise a directory without a checkpoint is an error.",
+        help="Directory to resume from, or a place in a store. When it is also --save and holds no checkpoint yet, "
+        "training starts from scratch; otherwise a directory without a checkpoint is an error.",
     )
     load_format: str | None = option(
         None,
