@@ -15,7 +15,6 @@ communicate, so another thread may do them while training goes on (`background_s
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from .disk_space import bytes_written_here, explained, free_bytes
 from .folder import prune
 from .lock import locked
 from .pieces import Piece, written_here
+from .place import place_of
 from .run_file import plain, write_run_file
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Saving:
         limit: int | None = None,
         retain: int | None = None,
     ):
-        self.folder = Path(directory)
+        self.folder = place_of(directory)
         self.step = step
         self._coordinates = coordinates
         self._world = world
@@ -166,9 +166,9 @@ class Saving:
 
         indexed: called on rank 0, it waits for `index`, and raises its error
         """
+        publish = lambda: self._publish(indexed)
         with self._abandoned_on_error():
-            on_one_rank(self._world, lambda: self._publish(indexed), **self._failing)
-        return self.folder / folders.name_of(self.step)
+            return on_one_rank(self._world, publish, **self._failing)
 
     def prune(self) -> None:
         """Rank 0: delete old checkpoints. Not collective."""
@@ -189,7 +189,7 @@ class Saving:
     def abandon(self) -> None:
         """Remove the hidden directory, and release the folder. Not collective; for all ranks."""
         if self.is_first_rank:
-            shutil.rmtree(self._writing, ignore_errors=True)
+            folders.remove(self._writing)
         self.close()
 
     @contextmanager
@@ -200,12 +200,13 @@ class Saving:
             self.abandon()
             raise
 
-    def _publish(self, indexed: Callable[[], Any]) -> None:
+    def _publish(self, indexed: Callable[[], Any]) -> Path:
         indexed()
         self._lock.check()
         publish = lambda: folders.publish(self.folder, self.step, self._writing)
-        self._guarded(publish)
+        path = self._guarded(publish)
         self._lock.saves.look(self.folder)
+        return path
 
     def _guarded(self, action: Callable[[], T]) -> T:
         """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""

@@ -16,7 +16,8 @@ import megatron_ds
 from megatron_ds.checkpoint import lock as locks
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.known_saves import KnownSaves
-from megatron_ds.checkpoint.lock import LOCK, locked
+from megatron_ds.checkpoint.lock import locked
+from megatron_ds.checkpoint.lock_file import LOCK
 from megatron_ds.compat.engine import known_tags
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.grid import Grid
