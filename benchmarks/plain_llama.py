@@ -107,7 +107,10 @@ class Stacked(nn.Module):
 
     def forward(self, rows, ends):
         # torch.autocast does not reach grouped products.
-        return F.grouped_mm(rows, self.weight.to(rows.dtype).transpose(1, 2), offs=ends)
+        is_autocast = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if is_autocast else rows.dtype
+        matrices = self.weight.to(dtype).transpose(1, 2)
+        return F.grouped_mm(rows.to(dtype), matrices, offs=ends)
 
 
 def gated(x):
