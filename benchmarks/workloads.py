@@ -3,7 +3,7 @@ losses must agree.
 
 S is a small GPT (14 M parameters), SV the same with GPT-2's vocabulary, M a GPT-2-small-like one (111 M), T a
 tiny one, to see whether a contestant runs. L8K, L16K and L32K are S with one long sequence, a vocabulary of
-4,096 and rotary positions; of ours alone. Llama (13 M) and Mixtral (16 M) have RMSNorm, rotary positions,
+4,096 and rotary positions; of ours alone. Llama (13 M) and Mixtral (15 M) have RMSNorm, rotary positions,
 SwiGLU and grouped keys; peers of these two are eager, compile, ddp and ddp-compile. Tokens follow Zipf's law.
 AdamW, betas .9/.95, weight decay .1 on matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
 """
