@@ -70,8 +70,10 @@ else:
         "-Wno-maybe-uninitialized",
     ]
     flags = [] if sys.platform == "win32" else flags
-    # Without traps: loops with choices vectorize, since comparisons need not signal.
+    # Without traps: loops with choices vectorize, since comparisons need not signal. Without jump threading:
+    # it makes paths of choices that follow one another, and a vectorized loop computes all of them.
     choices = "-fno-trapping-math"
+    straight = "-fno-thread-jumps"
     extensions = [
         extension("host/crc32", flags),
         extension("data/bpe", flags),
@@ -79,7 +81,9 @@ else:
         extension("attention/attention", flags),
         extension("products/product", flags),
         extension("products/accumulate", flags, choices),
-        extension("elementwise/gelu", flags, choices),
+        extension("elementwise/gelu", flags, choices, straight),
+        extension("elementwise/gated", flags, choices, straight),
+        extension("elementwise/rotary", flags, choices),
         extension("elementwise/norms", flags, choices, "-Wno-psabi"),
         extension("elementwise/cross_entropy", flags, choices, "-Wno-psabi"),
         extension("elementwise/quantize", flags, choices),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from plain_llama import PlainLlama
 from torch import nn
 from workloads import (
     BETAS,
@@ -67,16 +68,7 @@ class PlainGPT(nn.Module):
             PlainBlock(w.hidden, w.heads) for _ in range(w.layers)
         )
         self.lnf = nn.LayerNorm(w.hidden)
-        values = initial_weights(w)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                key = name.removeprefix("blocks.")
-                key = (
-                    key[:3]
-                    if key[:3] in ("wte", "wpe")
-                    else key.replace("weight", "w").replace("bias", "b")
-                )
-                parameter.copy_(torch.from_numpy(values[key]))
+        fill(self, w)
 
     def forward(self, tokens, labels):
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
@@ -84,6 +76,29 @@ class PlainGPT(nn.Module):
             x = block(x)
         logits = F.linear(self.lnf(x), self.wte.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def fill(model: nn.Module, w: Workload) -> None:
+    """Copies the initial weights of a workload to a plain model."""
+    values = initial_weights(w)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            key = name.removeprefix("blocks.")
+            key = (
+                key[:3]
+                if key[:3] in ("wte", "wpe")
+                else key.replace("weight", "w").replace("bias", "b")
+            )
+            parameter.copy_(torch.from_numpy(values[key]))
+
+
+def plain_model(w: Workload) -> nn.Module:
+    """The plain model of a workload with its initial weights."""
+    if not w.ffn:
+        return PlainGPT(w)
+    model = PlainLlama(w)
+    fill(model, w)
+    return model
 
 
 def adamw_groups(model: nn.Module) -> list[dict]:
@@ -142,7 +157,7 @@ def plain(
     mixed: bool = False,
 ) -> Step:
     """Under DistributedDataParallel when there are several ranks. mixed: bf16 weights with fp32 masters."""
-    net = model = PlainGPT(w)
+    net = model = plain_model(w)
     optimizer = MasterAdamW(model) if mixed else plain_adamw(model)
     if mixed:
         model.to(torch.bfloat16)
@@ -247,8 +262,19 @@ def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
         "--tokenizer-type",
         "NullTokenizer",
         *(["--bf16"] if dtype == "bf16" else []),
-        *(["--position-embedding-type", "rope"] if w.rotary else []),
+        *(["--position-embedding-type", "rope"] if w.rotary or w.ffn else []),
+        *(llama_flags(w) if w.ffn else []),
         *layout,
+    ]
+
+
+def llama_flags(w: Workload) -> list[str]:
+    experts = ["--num-experts", str(w.experts), "--moe-router-topk", str(w.k)]
+    return [
+        *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+        *("--group-query-attention", "--num-query-groups", str(w.groups)),
+        *("--ffn-hidden-size", str(w.ffn)),
+        *(experts if w.experts else []),
     ]
 
 
@@ -308,6 +334,9 @@ SHORT_NAMES = {
     "pre_mlp_layernorm": "ln2",
     "mlp.linear_fc1": "fc1",
     "mlp.linear_fc2": "fc2",
+    "mlp.router": "router",
+    "mlp.experts.linear_fc1": "fc1",
+    "mlp.experts.linear_fc2": "fc2",
 }
 
 
@@ -320,10 +349,20 @@ def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.n
     _, _, layer, rest = name.split(".", 3)
     module, leaf = rest.rsplit(".", 1)
     value = values[f"{layer}.{SHORT_NAMES[module]}.{leaf[0]}"]
-    if SHORT_NAMES[module] == "qkv":  # [q; k; v] → per head [q, k, v]
-        d = w.hidden // w.heads
-        value = np.swapaxes(value.reshape(3, w.heads, d, -1), 0, 1).reshape(value.shape)
+    if SHORT_NAMES[module] == "qkv":
+        value = packed_heads(value, w)
     return np.ascontiguousarray(value)
+
+
+def packed_heads(value: np.ndarray, w: Workload) -> np.ndarray:
+    """Rows of all queries, keys and values → by group its queries, its key, its value."""
+    groups = w.groups or w.heads
+    d = w.hidden // w.heads
+    rows = value.reshape(w.heads + 2 * groups, d, -1)
+    queries, keys, values = np.split(rows, (w.heads, w.heads + groups))
+    queries = queries.reshape(groups, w.heads // groups, d, -1)
+    parts = (queries, keys[:, None], values[:, None])
+    return np.concatenate(parts, axis=1).reshape(value.shape)
 
 
 def _load(engine, values: dict[str, np.ndarray], w: Workload) -> None:

@@ -3,8 +3,9 @@ losses must agree.
 
 S is a small GPT (14 M parameters), SV the same with GPT-2's vocabulary, M a GPT-2-small-like one (111 M), T a
 tiny one, to see whether a contestant runs. L8K, L16K and L32K are S with one long sequence, a vocabulary of
-4,096 and rotary positions; of ours alone. Tokens follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on
-matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
+4,096 and rotary positions; of ours alone. Llama (13 M) and Mixtral (15 M) have RMSNorm, rotary positions,
+SwiGLU and grouped keys; peers of these two are eager, compile, ddp and ddp-compile. Tokens follow Zipf's law.
+AdamW, betas .9/.95, weight decay .1 on matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
 """
 
 import math
@@ -26,6 +27,12 @@ class Workload:
     warmup: int  # steps before the clock starts
     steps: int  # measured steps
     rotary: bool = False  # rotary positions in place of learned ones
+    # Llama's layers in place of GPT's: groups of heads that share a key, and the width of SwiGLU; of Mixtral
+    # also the number of experts, and of those of a token
+    groups: int = 0
+    ffn: int = 0
+    experts: int = 0
+    k: int = 2
 
 
 WORKLOADS = {
@@ -79,6 +86,35 @@ WORKLOADS = {
             warmup=1,
             steps=3,
         ),
+        Workload(
+            "Llama",
+            layers=6,
+            hidden=384,
+            heads=6,
+            groups=2,
+            ffn=1024,
+            seq=256,
+            vocab=8192,
+            global_batch=16,
+            micro_batch=4,
+            warmup=2,
+            steps=8,
+        ),
+        Workload(
+            "Mixtral",
+            layers=4,
+            hidden=256,
+            heads=8,
+            groups=4,
+            ffn=512,
+            experts=8,
+            seq=256,
+            vocab=8192,
+            global_batch=16,
+            micro_batch=4,
+            warmup=2,
+            steps=8,
+        ),
         *(
             Workload(
                 f"L{thousands}K",
@@ -121,8 +157,11 @@ def token_batches(w: Workload) -> np.ndarray:
 def initial_weights(w: Workload) -> dict[str, np.ndarray]:
     """fp32 arrays by short name.
 
-    Linears are [out, in]; the rows of `qkv` are all queries, then keys, then values.
+    Linears are [out, in]; the rows of `qkv` are all queries, then keys, then values, those of a gated `fc1` all gates,
+    then what they multiply. Of experts they are [experts, out, in].
     """
+    if w.ffn:
+        return llama_weights(w)
     rng = np.random.Generator(np.random.PCG64(SEED + 1))
     h = w.hidden
     draw = lambda *shape, std=0.02: (
@@ -149,3 +188,29 @@ def initial_weights(w: Workload) -> dict[str, np.ndarray]:
         }
         weights |= {f"{i}.{k}": v for k, v in layer.items()}
     return weights | {"lnf.w": ones(h), "lnf.b": zeros(h)}
+
+
+def llama_weights(w: Workload) -> dict[str, np.ndarray]:
+    """`initial_weights` of a workload with Llama's layers."""
+    rng = np.random.Generator(np.random.PCG64(SEED + 1))
+    h = w.hidden
+    draw = lambda *shape, std=0.02: (
+        rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
+    )
+    small = 0.02 / math.sqrt(2 * w.layers)
+    rows = (w.heads + 2 * w.groups) * (h // w.heads)
+    stacked = (w.experts,) if w.experts else ()
+    weights = {"wte": draw(w.vocab, h)}
+    for i in range(w.layers):
+        layer = {
+            "ln1.w": np.ones(h, np.float32),
+            "qkv.w": draw(rows, h),
+            "proj.w": draw(h, h, std=small),
+            "ln2.w": np.ones(h, np.float32),
+            "fc1.w": draw(*stacked, 2 * w.ffn, h),
+            "fc2.w": draw(*stacked, h, w.ffn, std=small),
+        }
+        if w.experts:
+            layer["router.w"] = draw(w.experts, h)
+        weights |= {f"{i}.{k}": v for k, v in layer.items()}
+    return weights | {"lnf.w": np.ones(h, np.float32)}

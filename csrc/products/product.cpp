@@ -7,6 +7,9 @@
 // Bits: an element is the same sum in the same order however the work is divided, on any number of threads; it depends on the
 // length of the sum alone.
 //
+// Several products, as those of experts, are one call. Threads take whole products in turn where these are many and of similar
+// sizes, each with packed copies of its own: then they wait for one another once. Otherwise all threads share one after the other.
+//
 // Memory: that of packed copies is one piece, which Python allocates: torch counts it so, and plans do.
 //
 // Limits: types, sizes and strides are checked in Python, which knows tensors.
@@ -17,6 +20,8 @@
 #include <array>
 #include <atomic>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "../common/pool.h"
 #include "../common/bf16_vectors.h"
@@ -143,8 +148,7 @@ void multiply(const Call<N>& call, const Work<typename N::Packed>& w, Range rows
 }
 
 template <typename N>
-void run(const Call<N>& call, uintptr_t memory) {
-    py::gil_scoped_release released;
+void compute(const Call<N>& call, uintptr_t memory) {
     const auto [all_rows, all_columns, length] = call.sizes;
     Work<typename N::Packed> w{};
     arrange<N>(w, call.sizes, call.wide, reinterpret_cast<char*>(rounded_up(int64_t(memory), 64)));
@@ -156,6 +160,33 @@ void run(const Call<N>& call, uintptr_t memory) {
                 pack(call, w, rows, columns, range_of(k, length, sum));
                 multiply(call, w, rows, columns, range_of(k, length, sum));
             }
+}
+
+template <typename N>
+void run(const Call<N>& call, uintptr_t memory) {
+    py::gil_scoped_release released;
+    compute(call, memory);
+}
+
+constexpr int64_t FOR_A_THREAD = 2;      // products, at least, that it takes whole
+
+// bytes: of memory for one product. There are as many pieces as threads.
+template <typename N>
+void run_all(std::vector<Call<N>>& calls, uintptr_t memory, int64_t bytes, int threads) {
+    int64_t all = 0, largest = 0;
+    for (const auto& call : calls) {
+        const int64_t size = call.sizes[0] * call.sizes[1] * call.sizes[2];
+        all += size;
+        largest = std::max(largest, size);
+    }
+    const bool are_apart = threads > 1 && largest * threads * FOR_A_THREAD <= all;
+    for (auto& call : calls) call.threads = are_apart ? 1 : threads;
+    std::atomic<int64_t> next{0}, piece{0};
+    const std::function<void()> job = [&] {
+        const uintptr_t own = memory + uintptr_t(piece.fetch_add(1) * bytes);
+        for (int64_t i; (i = next.fetch_add(1)) < int64_t(calls.size());) compute(calls[size_t(i)], own);
+    };
+    run_on_threads(are_apart ? threads : 1, job);
 }
 
 template <typename T>
@@ -179,6 +210,21 @@ void wide_product(const Sizes& sizes, const Place& a, const Place& b, uintptr_t 
     using Number = typename N::Number;
     run<N>({sizes, matrix_of<Number>(a), matrix_of<Number>(b), nullptr, nullptr, pointer<float>(out), is_added, row, threads},
            memory);
+}
+
+// Sizes, A, B, bias or 0, C.
+using Product = std::tuple<Sizes, Place, Place, uintptr_t, uintptr_t>;
+
+// is_wide: C is in fp32.
+template <typename N>
+void products(const std::vector<Product>& all, int64_t row, bool is_wide, bool is_added, uintptr_t memory, int64_t bytes, int threads) {
+    using Number = typename N::Number;
+    std::vector<Call<N>> calls;
+    for (const auto& [sizes, a, b, bias, out] : all)
+        calls.push_back({sizes, matrix_of<Number>(a), matrix_of<Number>(b), pointer<const Number>(bias),
+                         pointer<uint16_t>(is_wide ? 0 : out), pointer<float>(is_wide ? out : 0), is_added, row, threads});
+    py::gil_scoped_release released;
+    run_all(calls, memory, bytes, threads);
 }
 
 template <typename N>
@@ -212,6 +258,9 @@ void define(py::module_& module, const std::string& dtype) {
     for (const auto& [name, function] : {std::pair("add_product_", &wide_product<N, true>), {"write_product_", &wide_product<N, false>}})
         module.def((name + dtype).c_str(), function, py::arg("sizes"), py::arg("a"), py::arg("b"), py::arg("out"), py::arg("row"),
                    py::arg("memory"), py::arg("threads"));
+    module.def(("products_" + dtype).c_str(), &products<N>, py::arg("products"), py::arg("row"), py::arg("is_wide"),
+               py::arg("is_added"), py::arg("memory"), py::arg("bytes"), py::arg("threads"),
+               "Each product: sizes, A, B, address of a bias or 0, address of C. bytes: of memory, for each thread.");
 }
 #endif
 

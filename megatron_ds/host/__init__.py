@@ -16,6 +16,8 @@ COMPILED = {
     "_attention": "attention",
     "_norms": "norms",
     "_gelu": "GELU",
+    "_gated": "SwiGLU",
+    "_rotary": "rotary positions",
     "_cross_entropy": "cross entropy",
     "_accumulate": "sums of gradients",
     "_quantize": "quantization",

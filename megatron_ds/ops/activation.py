@@ -3,9 +3,9 @@
 A gated activation takes [.., 2f], the halves being [gate; up], and returns [.., f].
 `gelu` is the tanh approximation, as in Megatron's fused kernel and GPT-2; `gelu_exact` the one with erf.
 
-Implementations: `gelu` on a CPU is compiled (cpu/compiled_gelu.py). `squared_relu` and `swiglu` are one
-launch each on GPUs (gpu/gated_kernels.py), else torch's operations with a backward of our own, which keeps
-less.
+Implementations: `gelu` and `swiglu` on a CPU are compiled (cpu/compiled_gelu.py, cpu/compiled_gated.py).
+`squared_relu` and `swiglu` are one launch each on GPUs (gpu/gated_kernels.py), else torch's operations with a
+backward of our own, which keeps less.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .cpu import compiled_gelu
+from .cpu import compiled_gated, compiled_gelu
 from .gpu import gated_kernels
 from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
 from .meta_tensors import has_memory
@@ -87,6 +87,12 @@ squared_relu.implementation(
 swiglu.implementation(
     "cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_gated
 )(gated_kernels.swiglu)
+swiglu.implementation(
+    "c++",
+    devices=CPU,
+    dtypes=compiled_gated.DTYPES,
+    available=lambda: "" if compiled_gated.extension() else "not compiled",
+)(compiled_gated.swiglu)
 
 ACTIVATIONS = {
     "gelu": Activation(gelu),

@@ -169,8 +169,7 @@ class Operation:
                 continue
             reason = "" if entry.fits is _all else entry.fits(x, *arguments, **named)
             if not reason:
-                for ran in _RAN:
-                    ran.setdefault(self.name, set()).add(entry.name)
+                choice_recorded(self.name, entry.name)
                 return entry.function
             _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
@@ -262,6 +261,12 @@ def calls_recorded() -> Iterator[Calls]:
         CHOICES.change()
 
 
+def choice_recorded(operation: str, implementation: str) -> None:
+    """Add an implementation that runs to what `implementations_recorded` collects."""
+    for ran in _RAN:
+        ran.setdefault(operation, set()).add(implementation)
+
+
 @contextmanager
 def implementations_recorded() -> Iterator[Ran]:
     """Collects which implementations of which operations run within the context, in all threads."""
@@ -289,6 +294,11 @@ def select(mode: str) -> None:
         raise ConfigError(f"--kernels {mode} is not known: use {' or '.join(MODES)}.")
     _MODE[0] = mode
     CHOICES.change()
+
+
+def is_selected(mode: str) -> bool:
+    """Whether these are the kernels of this process."""
+    return _MODE[0] == mode
 
 
 @contextmanager

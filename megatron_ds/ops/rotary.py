@@ -6,16 +6,17 @@ frequencies are scaled (rotary_scaling.py). Interleaved, pair i are the neighbou
 
 Packed heads, [s, b, g, n/g + 2, d], are g groups of n/g heads of q, one of k and one of v.
 
-Implementations: on GPUs one launch (gpu/rotary_kernels.py), but for interleaved pairs; else torch's
-operations in fp32, with a backward of our own that keeps nothing of x.
+Implementations: on GPUs one launch (gpu/rotary_kernels.py), but for interleaved pairs; on a CPU a compiled one
+(cpu/compiled_rotary.py); else torch's operations in fp32, with a backward of our own that keeps nothing of x.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from .cpu import compiled_rotary
 from .gpu import rotary_kernels
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 from .rotary_scaling import Scaling
 
 
@@ -59,6 +60,14 @@ def rotary_tables(
     return cos * amplitude, sin * amplitude
 
 
+_ON_CPU = {
+    "devices": CPU,
+    "dtypes": compiled_rotary.DTYPES,
+    "suits": compiled_rotary.suits,
+    "available": lambda: "" if compiled_rotary.extension() else "not compiled",
+}
+
+
 @Operation
 def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
@@ -72,6 +81,7 @@ def apply_rotary(
 apply_rotary.implementation(
     "cuda", devices=GPU, dtypes=FLOATS, fits=rotary_kernels.fits
 )(rotary_kernels.rotary)
+apply_rotary.implementation("c++", **_ON_CPU)(compiled_rotary.rotary)
 
 
 # six heads: so many positions that no cache has them
@@ -114,6 +124,7 @@ def split_rotary(
 split_rotary.implementation(
     "cuda", devices=GPU, dtypes=FLOATS, fits=rotary_kernels.fits
 )(rotary_kernels.split_rotary)
+split_rotary.implementation("c++", **_ON_CPU)(compiled_rotary.split_rotary)
 
 
 split_rotary.benchmark_sizes = ((16384, 128),)  # 24 heads

@@ -30,7 +30,11 @@ import torch
 
 from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.cpu import compiled_attention, compiled_norms
+from megatron_ds.ops.cpu import (
+    compiled_attention,
+    compiled_norms,
+    compiled_rotary,
+)
 from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
@@ -334,11 +338,22 @@ def _into_activation(work: Workload) -> int:
 
 def _arguments(work: Workload) -> int:
     """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
-    groups are put together. On GPUs turning copies values too, so that nothing of the projection is kept."""
+    groups are put together."""
     q, k = work.query_bytes, work.key_bytes
     if work.model.is_rotary or work.model.qk_layernorm:
-        return (q + 2 * k) + (q + k if work.device == "cpu" else 0) + _head_norms(work)
+        turned = 0 if _copies_values(work) else q + k
+        return (q + 2 * k) + turned + _head_norms(work)
     return (q + 2 * k) + _queries_together(work)
+
+
+def _copies_values(work: Workload) -> bool:
+    """Whether turning queries and keys copies values, too, so that nothing of the projection is kept."""
+    if work.device != "cpu":
+        return True
+    is_compiled = (
+        work.dtype in compiled_rotary.DTYPES and compiled_rotary.extension() is not None
+    )
+    return is_compiled and not work.model.qk_layernorm
 
 
 def _core(work: Workload) -> int:
@@ -388,5 +403,5 @@ def _unfused_arguments(work: Workload, own: int | None) -> int:
     if own:
         return q + 2 * k
     if work.model.is_rotary:
-        return q + k + (q + 2 * k if work.device == "cpu" else k)
+        return q + k + (k if _copies_values(work) else q + 2 * k)
     return q + (q + 2 * k)

@@ -25,9 +25,9 @@ NAMES = {
     torch.bfloat16: "bf16",
 }  # of the functions of the extension
 # Below these sizes packing the factors is not worth its time: rows, columns and numbers of a sum; and their
-# product.
+# product. benchmarks/product_sizes.py measures them.
 LEAST = {torch.float32: 128, torch.bfloat16: 64}
-LEAST_MULTIPLICATIONS = {torch.float32: 2**26, torch.bfloat16: 64**3}
+LEAST_MULTIPLICATIONS = {torch.float32: 2**22, torch.bfloat16: 64**3}
 
 
 @functools.cache
@@ -69,16 +69,22 @@ def _reason_for_another(compiled: Any, dtype: torch.dtype) -> str:
 def suits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the functions below take matrices a [n, k] and b [k, m] on this machine, and are faster."""
     (n, k), m = a.shape, b.shape[1]
-    if b.dtype != a.dtype or not _is_compiled(a.dtype) or is_widened(a):
+    if b.dtype != a.dtype or not is_compiled(a.dtype) or is_widened(a):
         return False
-    is_large = (
-        min(n, k, m) >= LEAST[a.dtype] and n * k * m >= LEAST_MULTIPLICATIONS[a.dtype]
-    )
-    return is_large and _has_lines(a) and _has_lines(b)
+    return pays(a.dtype, n, k, m) and _has_lines(a) and _has_lines(b)
+
+
+def pays(dtype: torch.dtype, n: int, k: int, m: int) -> bool:
+    """Whether a compiled product [n, k] [k, m] is faster than torch's library where this machine has both.
+
+    It depends on dtype and sizes alone: a run that is resumed, and each rank, computes the same bits.
+    """
+    return min(n, k, m) >= LEAST[dtype] and n * k * m >= LEAST_MULTIPLICATIONS[dtype]
 
 
 @functools.cache
-def _is_compiled(dtype: torch.dtype) -> bool:
+def is_compiled(dtype: torch.dtype) -> bool:
+    """Whether this machine has compiled products of a dtype, and no faster ones."""
     return dtype in NAMES and not reason_against(dtype)
 
 

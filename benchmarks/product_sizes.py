@@ -1,0 +1,143 @@
+"""From which sizes on compiled products of matrices are faster than torch's library, on the machine that runs this.
+
+    python benchmarks/product_sizes.py                       fp32 and bf16, one thread and all
+    python benchmarks/product_sizes.py --dtypes fp32 --threads 1 2 8 --turns 40
+
+Plain products have the shapes of a linear layer: forward, gradient of the input, gradient of the weight; products
+of runs are those of eight experts, in one call against one product of torch an expert. Both take turns, and the least
+times of each are compared. The last lines have, for each dtype, the least number of multiplications from which the
+compiled product was at least as fast in all shapes and numbers of threads: the values of `LEAST_MULTIPLICATIONS`
+in megatron_ds/ops/cpu/compiled_product.py. The table has one value for all machines, so choose the largest that
+machines have shown.
+
+A processor without AVX-512 BF16 has no compiled products; then the reason is printed.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ds.ops.cpu import compiled_grouped, compiled_product
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Rows, numbers of a sum and columns, in parts of a size that is doubled.
+FORMS = ((1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 4))
+SIDES = (64, 128, 256, 512)
+RUNS = 8
+
+Pair = tuple[str, tuple[int, int, int], Callable[[], object], Callable[[], object]]
+"""Which product, its rows, numbers of a sum and columns, and what computes it: compiled, by torch."""
+
+
+def plain_products(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
+    """Those of a linear layer of k inputs and m outputs, for n rows."""
+    x, weight, dy = (torch.randn(*size).to(dtype) for size in ((n, k), (m, k), (n, m)))
+    for name, a, b in (
+        ("forward", x, weight.t()),
+        ("input", dy, weight),
+        ("weight", dy.t(), x),
+    ):
+        out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+        yield (
+            name,
+            (a.shape[0], a.shape[1], b.shape[1]),
+            lambda a=a, b=b, out=out: compiled_product.product_into(out, a, b, None),
+            lambda a=a, b=b, out=out: torch.mm(a, b, out=out),
+        )
+
+
+def products_of_runs(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
+    """Those of experts of n rows each."""
+    counts = (n,) * RUNS
+    x, dy = (torch.randn(RUNS * n, width).to(dtype) for width in (k, m))
+    weight = torch.randn(RUNS, m, k).to(dtype)
+    y, dx, dw = (torch.empty_like(t) for t in (dy, x, weight))
+    by_run = lambda t: t.view(RUNS, n, -1)
+
+    def by_torch(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        for parts in zip(out, a, b):
+            torch.mm(*parts[1:], out=parts[0])
+
+    yield (
+        "runs, forward",
+        (n, k, m),
+        lambda: compiled_grouped.affine_into(y, x, weight, None, counts),
+        lambda: by_torch(by_run(y), by_run(x), weight.mT),
+    )
+    yield (
+        "runs, input",
+        (n, m, k),
+        lambda: compiled_grouped.product_into(dx, dy, weight, counts),
+        lambda: by_torch(by_run(dx), by_run(dy), weight),
+    )
+    yield (
+        "runs, weight",
+        (m, n, k),
+        lambda: compiled_grouped.write_gradient(dw, dy, x, counts),
+        lambda: by_torch(dw, by_run(dy).mT, by_run(x)),
+    )
+
+
+def least_times(pair: Pair, turns: int) -> list[float]:
+    """Seconds, compiled and by torch."""
+    times = [[], []]
+    for _ in range(turns):
+        for run, of_run in zip(pair[2:], times):
+            start = time.perf_counter()
+            run()
+            of_run.append(time.perf_counter() - start)
+    return [min(of_run[1:]) for of_run in times]
+
+
+def measure(name: str, threads: list[int], turns: int) -> int:
+    """Prints a line a product; returns the multiplications from which the compiled ones won."""
+    dtype = DTYPES[name]
+    slower = 0
+    for count in threads:
+        torch.set_num_threads(count)
+        for side in SIDES:
+            for form in FORMS:
+                sizes = [part * side for part in form]
+                for made in (plain_products, products_of_runs):
+                    for pair in made(*sizes, dtype):
+                        ours, theirs = least_times(pair, turns)
+                        size = math.prod(pair[1])
+                        if ours > theirs:
+                            slower = max(slower, size)
+                        print(
+                            f"{name} {count:3} threads  {pair[0]:13} {'x'.join(map(str, pair[1])):15} "
+                            f"2^{math.log2(size):4.1f}  {2 * size / ours / 1e9:7.1f} GFLOP/s  "
+                            f"{theirs / ours:5.2f} x torch's",
+                            flush=True,
+                        )
+    return slower + 1
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=[*DTYPES])
+    parser.add_argument("--threads", nargs="+", type=int)
+    parser.add_argument("--turns", type=int, default=20)
+    options = parser.parse_args()
+    threads = options.threads or sorted({1, torch.get_num_threads()})
+    found = {}
+    for name in options.dtypes:
+        if reason := compiled_product.reason_against(DTYPES[name]):
+            found[name] = f"no compiled products on this machine: {reason}"
+        else:
+            least = measure(name, threads, options.turns)
+            found[name] = f"as fast or faster from {least:,} multiplications on"
+    for name, text in found.items():
+        print(f"{name}: {text}")
+
+
+if __name__ == "__main__":
+    main()
