@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from ..checkpoint.background_save import BackgroundSave, Copies
+from ..host import places
 from ..progress.ramps import Progress
 from .build import Replica
 from .run_checkpoint import (
@@ -54,10 +55,11 @@ class Saves:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""
         self.finish()
         self.tried = progress.step
-        if self._engine.config.checkpoint.async_save and not is_last:
-            self._begin(progress)
-        elif save_run(self._engine, progress, self._description):
-            self.step = progress.step
+        with places.phase(places.SAVING):
+            if self._engine.config.checkpoint.async_save and not is_last:
+                self._begin(progress)
+            elif save_run(self._engine, progress, self._description):
+                self.step = progress.step
 
     @property
     def is_written(self) -> bool:
@@ -85,7 +87,8 @@ class Saves:
         # After an error there is nothing to wait for.
         self._pending = None
         wait = time.perf_counter()
-        path, found = pending.save.publish()
+        with places.phase(places.SAVING):
+            path, found = pending.save.publish()
         if not is_finite(found, pending.progress, self._engine):
             return
         self.step = pending.save.step

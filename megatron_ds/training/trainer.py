@@ -22,6 +22,7 @@ from ..config.training_schedule import (
     make_weight_decay,
 )
 from ..errors import MegatronDSError
+from ..host import places
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..ops.kernel_table import implementations_recorded, kernels_text
@@ -117,6 +118,8 @@ class Trainer:
         first = self.progress.step
         self.stop.defer()
         self.log.begin(first, self._total)
+        if (watched := places.writer()) is not None:
+            watched.step(first, places.STARTING)
         try:
             if (
                 first == 0
@@ -139,6 +142,8 @@ class Trainer:
                 self.saves.finish()
             raise
         finally:
+            if (watched := places.writer()) is not None:
+                watched.phase(places.ENDING)
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
@@ -230,7 +235,8 @@ class Trainer:
         mesh = self.engine.mesh
         before = self.progress
         size = self.batch_size(before)
-        batch = self.engine.batches.training(self.loaders.train, before, size)
+        with places.phase(places.READING):
+            batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
         square, measuring = self._first_square(batch)
         # Train
@@ -264,6 +270,8 @@ class Trainer:
         dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
+        if (watched := places.writer()) is not None:
+            watched.step(self.progress.step)
         # Profile
         seconds = outcome.seconds + data_seconds
         if square is not None:
@@ -413,7 +421,10 @@ class Trainer:
         rounds = (
             step // train.eval_interval - 1 if validation and train.eval_interval else 0
         )
-        with self.log.evaluating(split, train.eval_iters, size) as after_batch:
+        with (
+            places.phase(places.EVALUATING),
+            self.log.evaluating(split, train.eval_iters, size) as after_batch,
+        ):
             result = evaluate(
                 self.engine,
                 self.loaders.valid if validation else self.loaders.test,

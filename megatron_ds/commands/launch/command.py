@@ -7,6 +7,7 @@ megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the c
 """
 
 import argparse
+import math
 import os
 import re
 import secrets
@@ -39,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     _add_hosts(made.add_argument_group("hosts").add_argument)
     _add_ways(made.add_argument_group("how the hosts are reached").add_argument)
     _add_ranks(made.add_argument_group("ranks").add_argument)
+    _add_watch(made.add_argument_group("ranks that do not go on").add_argument)
     _add_own(made.add_argument_group("the launcher itself").add_argument)
     made.add_argument("script", help="the program that each rank runs")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -104,6 +106,22 @@ def _add_ranks(add: Callable[..., object]) -> None:
     add("--bind_core_list", default="", help="the cores to share out: 0-15,32")
     add(
         "--grace-seconds", type=float, default=30.0, help="from SIGTERM to SIGKILL (30)"
+    )
+
+
+def _add_watch(add: Callable[..., object]) -> None:
+    add(
+        "--hang-seconds",
+        type=_seconds,
+        default=8.0,
+        help="a rank that does nothing for so long and two median steps is named, and the run ends with code 75; "
+        "0: ranks are not watched (8)",
+    )
+    add(
+        "--patience-seconds",
+        type=_seconds,
+        default=1800.0,
+        help="the same while a rank starts, saves, or reads data (1800)",
     )
 
 
@@ -294,6 +312,8 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
         log_folder=str(folder / args.log_dir) if args.log_dir else "",
         bound_cores=cores if is_bound else None,
         grace_seconds=args.grace_seconds,
+        hang_seconds=args.hang_seconds,
+        patience_seconds=args.patience_seconds,
     )
 
 
@@ -321,6 +341,14 @@ def master_address(
         ) from error
     addresses = answer.stdout.split()
     return addresses[0] if addresses else first
+
+
+def _seconds(text: str) -> float:
+    """Seconds from 0 on."""
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return seconds
 
 
 def _count(text: str) -> int | None:

@@ -60,6 +60,8 @@ class Job:
     log_folder       of a file for each rank; "" for none
     bound_cores      the cores that ranks of a host share out among them; None binds nothing, () means all
     grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
+    hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
+    patience_seconds  what it may take while it starts, saves or reads data
     """
 
     name: str
@@ -72,6 +74,8 @@ class Job:
     log_folder: str = ""
     bound_cores: Sequence[int] | None = None
     grace_seconds: float = 30.0
+    hang_seconds: float = 8.0
+    patience_seconds: float = 1800.0
 
     @property
     def hosts(self) -> list[str]:

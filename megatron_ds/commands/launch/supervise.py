@@ -15,10 +15,13 @@ from pathlib import Path
 from .failures import Failure, failure_in, first_failure
 from .job import Job
 from .output import pieces
+from .rank_places import report_in
 from .runners import Means, Runner, Started
-from .signals import END, FORWARDED
+from .signals import END, FORWARDED, KILL, STACKS
+from .stalls import HANG_CODE, Hang, Stalls
 
 POLL_SECONDS = 0.1
+STACK_SECONDS = 1.0  # in which ranks print their stacks
 CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
 
 
@@ -27,6 +30,8 @@ class Processes:
 
     def __init__(self, job: Job, runner: Runner, means: Means):
         self.failures: list[Failure] = []
+        self.hang: Hang | None = None
+        self.stalls = Stalls([means.host] if means.host else job.hosts)
         self.commands = runner.start(job, means)
         self._job = job
         self._runner = runner
@@ -62,6 +67,8 @@ class Processes:
                 self.end()
             if all(code is not None for code in codes):
                 break
+            if self._kill_time is None and (hang := self.stalls.hang()):
+                self._end_hanging(hang)
             if self._kill_time is not None and time.monotonic() > self._kill_time:
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
@@ -78,6 +85,15 @@ class Processes:
         self._kill_time = (
             time.monotonic() + self._job.grace_seconds + CONNECTION_SECONDS
         )
+
+    def _end_hanging(self, hang: Hang) -> None:
+        """Name the rank that does not move, have all ranks print their stacks, and end them."""
+        self.hang = hang
+        note(f"{hang.text} The stacks of all ranks follow.")
+        self._send(STACKS)
+        time.sleep(STACK_SECONDS)
+        self._send(KILL)
+        self._kill_time = time.monotonic() + CONNECTION_SECONDS
 
     def _forward(self, number: int) -> None:
         """Pass a signal on. After a second Ctrl-C nothing is waited for long."""
@@ -109,10 +125,15 @@ class Processes:
     def _read(self, process: subprocess.Popen) -> None:
         """Pass the output of a process on, and keep the failures that it reports."""
         for line in pieces(process.stdout):
-            failure = failure_in(line.decode(errors="replace"), time.time())
+            text = line.decode(errors="replace")
+            failure = failure_in(text, time.time())
+            report = report_in(text)
             with self._lock:
                 if failure is not None:
                     self.failures.append(failure)
+                    continue
+                if report is not None:
+                    self.stalls.add(report)
                     continue
                 with contextlib.suppress(OSError, ValueError):
                     sys.stdout.buffer.write(line)
@@ -140,25 +161,29 @@ def run_all(
     """Run a job; its exit code: 0, or that of the rank that failed first."""
     if not quiet:
         ranks = "rank" if job.world_size == 1 else "ranks"
-        _note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
+        note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
     processes = Processes(job, runner, means)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: processes.request(number))
     with _pid_file() if writes_pid else contextlib.nullcontext():
         codes = processes.wait()
+    if processes.hang is not None:
+        note(f"{processes.hang.table}\n{processes.hang.text}")
+        return HANG_CODE
     # What failed first, last.
     failure = first_failure(processes.failures)
     if failure is not None:
-        _note(failure.text())
+        note(failure.text())
         return failure.exit_code
     failed = next((code for code in codes if code), 0)
     if failed:
         program = processes.commands[codes.index(failed)].words[0]
-        _note(f"{program} ended with code {failed} before any rank reported an error")
+        note(f"{program} ended with code {failed} before any rank reported an error")
     return failed if failed >= 0 else 128 - failed
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Print a line of the launcher itself."""
     sys.stdout.flush()
     print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
 

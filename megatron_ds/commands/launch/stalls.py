@@ -1,0 +1,69 @@
+"""`Stalls`: the reports of all hosts, and whether together they mean that the job hangs.
+
+One rank that waits is no hang, since it may wait for a rank that saves or reads data. The job hangs when all hosts
+report ranks that do not move, and the rank that is behind has passed its own limit. A host that reports nothing while
+the others do not move is lost.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .rank_places import NodeReport, behind, hang_text, table_text
+
+HANG_CODE = 75  # of a job that was ended since a rank did not move
+SILENT_SECONDS = 6.0  # agents report each second
+
+
+@dataclass(frozen=True)
+class Hang:
+    """host: of the rank that is behind, or the one that is lost. text: what the user reads first; table: of all"""
+
+    host: str
+    text: str
+    table: str
+
+
+class Stalls:
+    """The newest report of each host. hosts: those that report"""
+
+    def __init__(self, hosts: Sequence[str]):
+        self._hosts = hosts
+        self._reports: dict[str, tuple[float, NodeReport]] = {}
+        self.step = -1
+
+    def add(self, report: NodeReport) -> None:
+        """A report has come."""
+        self._reports[report.host] = (time.monotonic(), report)
+        self.step = max([self.step, *(rank.step for rank in report.ranks)])
+
+    def hang(self) -> Hang | None:
+        """What hangs, if the job does."""
+        now = time.monotonic()
+        known = [self._reports[host] for host in self._hosts if host in self._reports]
+        silent = [
+            host
+            for host, (when, _) in self._reports.items()
+            if now - when > SILENT_SECONDS
+        ]
+        recent = [report for when, report in known if now - when <= SILENT_SECONDS]
+        # Every host that is there has ranks that do not move.
+        if len(known) < len(self._hosts) or not recent:
+            return None
+        if not all(report.ranks and not report.is_last for report in recent):
+            return None
+        ranks = [rank for report in recent for rank in report.ranks]
+        first = behind(ranks)
+        if silent and any(rank.idle_seconds > rank.limit_seconds for rank in ranks):
+            return Hang(silent[0], _silent_text(silent), table_text(ranks))
+        if silent or first.idle_seconds <= first.limit_seconds:
+            return None
+        return Hang(first.host, hang_text(first), table_text(ranks))
+
+
+def _silent_text(hosts: Sequence[str]) -> str:
+    names = ", ".join(hosts)
+    return (
+        f"no report of {names} for more than {SILENT_SECONDS:.0f} s, and the ranks of all other hosts do not move: "
+        "the host or the network to it is down."
+    )

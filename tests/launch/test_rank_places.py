@@ -1,0 +1,101 @@
+"""Which rank is behind, and when reports of several hosts mean that a job hangs."""
+
+import pytest
+
+from megatron_ds.commands.launch import stalls as stalls_module
+from megatron_ds.commands.launch.rank_places import (
+    STOPPED,
+    NodeReport,
+    RankPlace,
+    behind,
+    report_in,
+    table_text,
+)
+from megatron_ds.commands.launch.stalls import SILENT_SECONDS, Stalls
+from megatron_ds.commands.launch.watch import StepTimes
+
+pytestmark = pytest.mark.plan
+
+
+def rank(number: int, host: str = "n1", **values) -> RankPlace:
+    usual = dict(idle_seconds=20.0, limit_seconds=10.0, step=5, is_waiting=True)
+    return RankPlace(number, host, **usual | values)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        dict(state=STOPPED),
+        dict(step=-1, is_waiting=False),
+        dict(is_waiting=False),
+        dict(step=4),
+        dict(idle_seconds=20.5),
+    ],
+)
+def test_the_rank_for_which_others_wait_is_behind(first):
+    assert behind([rank(0), rank(1, **first), rank(2)]).rank == 1
+
+
+def test_a_stopped_rank_comes_before_one_that_computes():
+    ranks = [rank(0, is_waiting=False, step=3), rank(1, state=STOPPED)]
+    assert behind(ranks).rank == 1
+
+
+def test_a_report_passes_as_a_line():
+    report = NodeReport("n1", (rank(0), rank(1, collective="all_reduce over dp")))
+    assert report_in(f"n1: {report.line()}\n") == report
+    assert report_in(report.line()[:-9]) is None
+    assert report_in("a line of the training") is None
+
+
+def test_a_table_has_a_line_for_each_rank():
+    ranks = [rank(1, instruction="F", stage=2, microbatch=3, is_waiting=False), rank(0)]
+    first, second = table_text(ranks).splitlines()[1:]
+    assert "rank 0" in first and "waits for other ranks" in first
+    assert "step 6" in second and "F of micro-batch 3 at stage 2" in second
+
+
+class TestStalls:
+    @pytest.fixture
+    def stalls(self):
+        return Stalls(["n1", "n2"])
+
+    def test_a_host_that_moves_is_no_hang(self, stalls):
+        stalls.add(NodeReport("n1", (rank(0),)))
+        assert stalls.hang() is None
+        stalls.add(NodeReport("n2"))
+        assert stalls.hang() is None
+        stalls.add(NodeReport("n2", (rank(1, "n2", is_waiting=False),)))
+        hang = stalls.hang()
+        assert hang.host == "n2" and "rank 1 on n2 is behind" in hang.text
+
+    def test_a_rank_that_saves_has_its_own_limit(self, stalls):
+        stalls.add(NodeReport("n1", (rank(0),)))
+        saves = rank(1, "n2", is_waiting=False, phase="saving", limit_seconds=100.0)
+        stalls.add(NodeReport("n2", (saves,)))
+        assert stalls.hang() is None
+
+    def test_a_host_that_is_silent_is_named(self, stalls, monkeypatch):
+        now = stalls_module.time.monotonic()
+        stalls.add(NodeReport("n2"))
+        later = now + SILENT_SECONDS + 1
+        monkeypatch.setattr(stalls_module.time, "monotonic", lambda: later)
+        stalls.add(NodeReport("n1", (rank(0),)))
+        hang = stalls.hang()
+        assert hang.host == "n2" and "no report of n2" in hang.text
+
+    def test_the_furthest_step_is_kept(self, stalls):
+        stalls.add(NodeReport("n1", (rank(0, step=9),), is_last=True))
+        stalls.add(NodeReport("n2", (rank(1, step=8),), is_last=True))
+        assert stalls.step == 9
+        assert stalls.hang() is None
+
+
+def test_the_median_is_of_steps():
+    times = StepTimes()
+    assert times.median == 0
+    for step, seconds in ((0, 0), (1, 2), (1, 3), (3, 8), (4, 10)):
+        times.add(step, int(seconds * 1e9))
+    assert (
+        times.median == 2.0
+    )  # of 2, 3, 2: a step seen twice counts from its first time
