@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -40,9 +41,21 @@ def spoil(rank: int, step: int, how: str) -> None:
     trainer.train_step = spoiled
 
 
+def slow_down(seconds: float) -> None:
+    """Steps take longer, so that something can happen between them."""
+    train_step = trainer.train_step
+
+    def slow(*arguments, **values):
+        time.sleep(seconds)
+        return train_step(*arguments, **values)
+
+    trainer.train_step = slow
+
+
 if __name__ == "__main__":
     wanted = json.loads(os.environ.get("SPOIL", "{}"))
     life = os.environ.get("MEGATRON_DS_RESTARTS", "0")
     if life in wanted or "all" in wanted:
         spoil(*wanted.get(life, wanted.get("all")))
+    slow_down(float(os.environ.get("SLOW", "0")))
     sys.exit(pretrain(model="gpt"))

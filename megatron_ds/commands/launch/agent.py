@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +33,7 @@ from .failures import Failure, first_failure
 from .job import Job, Rank
 from .output import pieces
 from .rank_places import NodeReport
+from .restarts import USER_ERROR
 from .signals import END, FORWARDED, KILL, STACKS, pid_file
 from .watch import Watch, last_place, last_places
 
@@ -110,17 +112,19 @@ class RankProcess:
     def failure(self) -> Failure:
         """Its report. The rank has ended."""
         self._reader.join(timeout=2)  # a child of the rank may hold the pipe
-        message, recorded = _recorded_error(self.error_file)
+        error = _recorded_error(self.error_file)
         lines = b"".join(self.last).decode(errors="replace")
+        code = self.process.returncode
         return Failure(
             rank=self.rank.rank,
             local_rank=self.rank.local_rank,
             host=self.host,
-            code=self.process.returncode,
-            time=_time_of_error(recorded, self.ended or time.time()),
-            message=message or lines,
+            code=code,
+            time=_time_of_error(error.time, self.ended or time.time()),
+            message=error.message or lines,
             log=self.log.name if self.log else "",
             place=last_place(self.places),
+            is_passing=error.is_passing if error.message else code != USER_ERROR,
         )
 
     def print_stacks(self) -> None:
@@ -310,17 +314,29 @@ def _time_of_error(recorded: float, ended: float) -> float:
     return recorded if recorded > ended else min(ended, recorded + 1)
 
 
-def _recorded_error(path: Path) -> tuple[str, float]:
-    """(message, seconds since 1970) of torchrun's error file; ("", 0) without one."""
+@dataclass(frozen=True)
+class _Recorded:
+    """An error as the rank recorded it. time: seconds since 1970, 0 if it is not known"""
+
+    message: str = ""
+    time: float = 0.0
+    is_passing: bool = True
+
+
+def _recorded_error(path: Path) -> _Recorded:
+    """The error in torchrun's error file; one without a message where there is none."""
     try:
         message = json.loads(path.read_text())["message"]
         if isinstance(message, str):
-            return message, 0.0
-        recorded = float(message["extraInfo"]["timestamp"])
-        details = message["extraInfo"].get("py_callstack") or message["message"]
-        return str(details), recorded
+            return _Recorded(message)
+        info = message["extraInfo"]
+        return _Recorded(
+            str(info.get("py_callstack") or message["message"]),
+            float(info["timestamp"]),
+            bool(info.get("is_passing", True)),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "", 0.0
+        return _Recorded()
 
 
 def _reader_is_gone() -> bool:

@@ -27,6 +27,7 @@ class Failure:
     message  what the rank recorded of its error, else its last lines of output
     log      its log file, "" for none
     place    what it did last, "" if that is not known
+    is_passing  whether a restart may end better
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Failure:
     message: str
     log: str = ""
     place: str = ""
+    is_passing: bool = True
 
     @property
     def exit_code(self) -> int:

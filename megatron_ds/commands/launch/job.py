@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import ConfigError
+from ...launch_env import OWN_LAUNCHER, RESTARTS, RUN
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Job:
     bound_cores      the cores that ranks of a host share out among them; None binds nothing, () means all
     grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
     hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
+    restarts         how often the job was started again
+    run              identifier of a run that begins, the same after restarts
     patience_seconds  what it may take while it starts, saves or reads data
     """
 
@@ -76,6 +79,8 @@ class Job:
     grace_seconds: float = 30.0
     hang_seconds: float = 8.0
     patience_seconds: float = 1800.0
+    restarts: int = 0
+    run: str = ""
 
     @property
     def hosts(self) -> list[str]:
@@ -111,7 +116,9 @@ class Job:
             "CROSS_RANK": str(node),
             "CROSS_SIZE": str(len(self.slots)),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots)),
-            "MEGATRON_DS_LAUNCH": self.name,
+            OWN_LAUNCHER: self.name,
+            RESTARTS: str(self.restarts),
+            RUN: self.run,
         }
 
     def cores(self, host: str, rank: Rank) -> list[int]:

@@ -16,6 +16,7 @@ from .failures import Failure, failure_in, first_failure
 from .job import Job
 from .output import pieces
 from .rank_places import report_in
+from .restarts import Ended
 from .runners import Means, Runner, Started
 from .signals import END, FORWARDED, KILL, STACKS
 from .stalls import HANG_CODE, Hang, Stalls
@@ -151,35 +152,68 @@ def _started(one: Started, source: int, output: int) -> subprocess.Popen:
     )
 
 
+class Requests:
+    """The signals that this process receives for its job. received: their numbers"""
+
+    def __init__(self):
+        self.received: list[int] = []
+        self._processes: Processes | None = None
+
+    def install(self) -> None:
+        """Handle them from now on."""
+        for number in FORWARDED:
+            signal.signal(number, self._handle)
+
+    def go_to(self, processes: Processes | None) -> None:
+        """Pass signals on to these processes."""
+        self._processes = processes
+
+    def pause(self, seconds: float) -> bool:
+        """Wait; False if a signal has come, then or before."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.received:
+            time.sleep(POLL_SECONDS)
+        return not self.received
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.received.append(number)
+        if self._processes is not None:
+            self._processes.request(number)
+
+
 def run_all(
-    job: Job,
-    runner: Runner,
-    means: Means,
-    quiet: bool = False,
-    writes_pid: bool = False,
-) -> int:
-    """Run a job; its exit code: 0, or that of the rank that failed first."""
+    job: Job, runner: Runner, means: Means, requests: Requests, quiet: bool = False
+) -> Ended:
+    """Run a job. Its exit code is 0, or that of the rank that failed first."""
     if not quiet:
         ranks = "rank" if job.world_size == 1 else "ranks"
         note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
     processes = Processes(job, runner, means)
-    for number in FORWARDED:
-        signal.signal(number, lambda number, _: processes.request(number))
-    with _pid_file() if writes_pid else contextlib.nullcontext():
-        codes = processes.wait()
-    if processes.hang is not None:
-        note(f"{processes.hang.table}\n{processes.hang.text}")
-        return HANG_CODE
+    requests.go_to(processes)
+    codes = processes.wait()
+    requests.go_to(None)
+    step = processes.stalls.step
+    was_asked = bool(requests.received)
     # What failed first, last.
+    if (hang := processes.hang) is not None:
+        note(f"{hang.table}\n{hang.text}")
+        return Ended(HANG_CODE, hang.host, step, was_asked)
     failure = first_failure(processes.failures)
     if failure is not None:
         note(failure.text())
-        return failure.exit_code
+        is_final = was_asked or not failure.is_passing
+        return Ended(failure.exit_code, failure.host, step, is_final)
     failed = next((code for code in codes if code), 0)
+    host = ""
     if failed:
-        program = processes.commands[codes.index(failed)].words[0]
-        note(f"{program} ended with code {failed} before any rank reported an error")
-    return failed if failed >= 0 else 128 - failed
+        at = codes.index(failed)
+        host = job.hosts[at] if len(codes) == len(job.hosts) else ""
+        program = processes.commands[at].words[0]
+        place = f" for {host}" if host else ""
+        note(
+            f"{program}{place} ended with code {failed} before any rank reported an error"
+        )
+    return Ended(failed if failed >= 0 else 128 - failed, host, step, was_asked)
 
 
 def note(text: str) -> None:
@@ -195,7 +229,7 @@ def _hosts_text(job: Job) -> str:
 
 
 @contextlib.contextmanager
-def _pid_file() -> Iterator[None]:
+def pid_of_launcher() -> Iterator[None]:
     """A file with the launcher's process id, as DeepSpeed's --save_pid writes it."""
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     path.write_text(f"{os.getpid()}\n")
