@@ -246,18 +246,29 @@ def writer() -> PlaceWriter | None:
 class _Waiting:
     """A context in which this rank waits for other ranks. The thread that trains enters it, no other one."""
 
-    __slots__ = ()
+    __slots__ = ("nanoseconds", "_since")
+
+    def __init__(self):
+        self.nanoseconds = 0
+        self._since = 0
 
     def __enter__(self) -> None:
         if _writer:
             _writer[0].wait(True)
+        self._since = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
+        self.nanoseconds += time.perf_counter_ns() - self._since
         if _writer:
             _writer[0].wait(False)
 
 
 WAITING = _Waiting()
+
+
+def waited_seconds() -> float:
+    """How long this process has waited for other ranks since it began."""
+    return WAITING.nanoseconds / 1e9
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, TrainRecord
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
+from .observe.stragglers import Stragglers
 from .replica_check import check_replicas
 from .saves import Saves
 from .step import StepOutcome, Tracer, evaluate, train_step
@@ -111,6 +112,7 @@ class Trainer:
         self._peak = peak_flops(engine.mesh.device, dtype)
         self.noise_scale = NoiseScale()
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
+        self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -241,7 +243,12 @@ class Trainer:
         square, measuring = self._first_square(batch)
         # Train
         profile = self.profiler.times(before.step)
-        with self.tracer.step():
+        own = self.stragglers.take()
+        self.engine.metrics.share(own)
+        with (
+            self.tracer.step(),
+            self.stragglers.measured(before.step + 1, self.engine.executor),
+        ):
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(
                 self.engine,
@@ -253,6 +260,8 @@ class Trainer:
                 stop=self._wants_to_stop(),
                 times=profile or self.times,
             )
+        if own is not None:
+            self.stragglers.report(before.step, outcome.of_ranks)
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
         self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs

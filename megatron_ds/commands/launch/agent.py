@@ -221,7 +221,7 @@ class Node:
                     self._send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         # What ranks did last, unless all ended well.
-        _print_line(watch.look(is_last=True))
+        _print_line(watch.look(is_last=True) or NodeReport(self.host, is_last=True))
         if any(codes):
             for rank in self.ranks:
                 rank.keep_places()

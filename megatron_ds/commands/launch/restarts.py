@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .hostfile import Slots
 
 USER_ERROR = 2  # exit code of a wrong command line or configuration
-FAILURES_OF_A_HOST = 2  # after which it is left out, if there are others
+FAILURES_OF_A_HOST = 3  # after which it is left out, if there are others
 LIVES_WITHOUT_PROGRESS = 3
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0

@@ -37,6 +37,14 @@ class Stalls:
         self._reports[report.host] = (time.monotonic(), report)
         self.step = max([self.step, *(rank.step for rank in report.ranks)])
 
+    def lost(self) -> list[str]:
+        """The hosts whose agents have not reported their end; after the end of all processes, those are lost."""
+        return [
+            host
+            for host in self._hosts
+            if host not in self._reports or not self._reports[host][1].is_last
+        ]
+
     def hang(self) -> Hang | None:
         """What hangs, if the job does."""
         now = time.monotonic()

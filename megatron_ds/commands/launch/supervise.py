@@ -199,21 +199,21 @@ def run_all(
         note(f"{hang.table}\n{hang.text}")
         return Ended(HANG_CODE, hang.host, step, was_asked)
     failure = first_failure(processes.failures)
+    code = next((code if code > 0 else 128 - code for code in codes if code), 0)
     if failure is not None:
         note(failure.text())
-        is_final = was_asked or not failure.is_passing
-        return Ended(failure.exit_code, failure.host, step, is_final)
-    failed = next((code for code in codes if code), 0)
-    host = ""
-    if failed:
-        at = codes.index(failed)
-        host = job.hosts[at] if len(codes) == len(job.hosts) else ""
-        program = processes.commands[at].words[0]
-        place = f" for {host}" if host else ""
+        code = failure.exit_code
+    lost = processes.stalls.lost() if code else []
+    if lost:
         note(
-            f"{program}{place} ended with code {failed} before any rank reported an error"
+            f"no end was reported by the agent of {', '.join(lost)}: it was killed, or the host or the connection "
+            "to it is down"
         )
-    return Ended(failed if failed >= 0 else 128 - failed, host, step, was_asked)
+        return Ended(code, lost[0], step, was_asked)
+    if failure is None:
+        return Ended(code, "", step, was_asked)
+    is_final = was_asked or not failure.is_passing
+    return Ended(code, failure.host, step, is_final)
 
 
 def note(text: str) -> None:
