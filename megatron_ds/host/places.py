@@ -44,13 +44,14 @@ MOST_WORDS = 200
 ENTRY = struct.Struct("<QqqIihBBBxxxQ")
 BYTES = RING_START + RING * ENTRY.size
 
-# Phases. A rank may take long in all but the first two.
+# Phases. A rank may take long in all but the first two, and what a program around an engine does is not known.
 TRAINING = "training"
 EVALUATING = "evaluating"
 STARTING = "starting"
 READING = "reading data"
 SAVING = "saving"
 ENDING = "ending"
+PROGRAM = "program"
 QUICK = (TRAINING, EVALUATING)
 
 
@@ -99,7 +100,7 @@ class PlaceWriter:
         self._number = 0
         # what the next entry has
         self._step = 0
-        self._phase = self._word(STARTING)
+        self._phase = self._word(PROGRAM)
         self._instruction = self._word("")
         self._stage = NONE
         self._microbatch = NONE

@@ -67,7 +67,7 @@ def test_a_phase_ends_with_its_context(path, monkeypatch):
         with places.WAITING:
             assert read_places(path).is_waiting
     read = read_places(path)
-    assert read.places[-1].phase == places.STARTING and not read.is_waiting
+    assert read.places[-1].phase == places.PROGRAM and not read.is_waiting
 
 
 def test_more_words_than_fit_do_no_harm(path):

@@ -1,8 +1,13 @@
 """Which rank is behind, and when reports of several hosts mean that a job hangs."""
 
+import math
+import os
+import time
+
 import pytest
 
 from megatron_ds.commands.launch import stalls as stalls_module
+from megatron_ds.commands.launch.job import Job, RankProgram
 from megatron_ds.commands.launch.rank_places import (
     STOPPED,
     NodeReport,
@@ -12,7 +17,9 @@ from megatron_ds.commands.launch.rank_places import (
     table_text,
 )
 from megatron_ds.commands.launch.stalls import SILENT_SECONDS, Stalls
-from megatron_ds.commands.launch.watch import StepTimes
+from megatron_ds.commands.launch.watch import StepTimes, Watch
+from megatron_ds.host import places
+from megatron_ds.host.places import PlaceWriter
 
 pytestmark = pytest.mark.plan
 
@@ -99,3 +106,59 @@ def test_the_median_is_of_steps():
     assert (
         times.median == 2.0
     )  # of 2, 3, 2: a step seen twice counts from its first time
+
+
+class Process:
+    """A rank for `Watch`: this process, with places of its own."""
+
+    def __init__(self, path, code=None):
+        self.number = 0
+        self.pid = os.getpid()
+        self.places = path
+        self._code = code
+
+    def poll(self):
+        return self._code
+
+
+class TestWatch:
+    @pytest.fixture
+    def job(self):
+        program = RankProgram(("train.py",), "")
+        return Job("j", {"n1": (0,)}, program, {}, "/", "n1", 1, hang_seconds=0.05)
+
+    def limit(self, job, path) -> float:
+        [found] = Watch(job, "n1", [Process(path)]).look(is_last=True).ranks
+        return found.limit_seconds
+
+    def test_a_limit_follows_from_the_phase(self, job, tmp_path):
+        writer = PlaceWriter(tmp_path / "p", {})
+        assert self.limit(job, tmp_path / "p") == math.inf  # a program's own loop
+        writer.wait(True)
+        assert self.limit(job, tmp_path / "p") == job.patience_seconds
+        writer.phase(places.SAVING)
+        assert self.limit(job, tmp_path / "p") == job.patience_seconds
+        writer.step(3)
+        assert self.limit(job, tmp_path / "p") == job.hang_seconds
+
+    def test_two_median_steps_are_allowed(self, job, tmp_path):
+        writer = PlaceWriter(tmp_path / "p", {})
+        watch = Watch(job, "n1", [Process(tmp_path / "p")])
+        for step in range(4):
+            writer.step(step)
+            watch.look()
+            time.sleep(0.1)
+        [found] = watch.look(is_last=True).ranks
+        assert 0.2 < found.limit_seconds - job.hang_seconds
+
+    def test_ranks_that_move_are_not_listed(self, job, tmp_path):
+        writer = PlaceWriter(tmp_path / "p", {})
+        watch = Watch(job, "n1", [Process(tmp_path / "p")])
+        assert watch.look().ranks == ()
+        time.sleep(0.1)
+        assert watch.look().ranks[0].idle_seconds > 0.1
+        writer.step(1)
+        assert watch.look().ranks == ()
+
+    def test_a_program_without_places_is_not_watched(self, job, tmp_path):
+        assert Watch(job, "n1", [Process(tmp_path / "p")]).look() is None

@@ -1,5 +1,6 @@
 """`Watch`: what an agent knows of the places of its ranks, and for how long each has not moved."""
 
+import math
 import statistics
 import time
 from collections import deque
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ...host.places import QUICK, PlacesRead, read_places
+from ...host.places import PROGRAM, QUICK, PlacesRead, read_places
 from .job import Job
 from .rank_places import STOPPED, NodeReport, RankPlace, place_text
 
@@ -95,6 +96,8 @@ class Watch:
         limit = self._job.patience_seconds
         if place.phase in QUICK or state == STOPPED:
             limit = self._job.hang_seconds + STEPS_ALLOWED * times.median
+        elif place.phase == PROGRAM and not read.is_waiting:
+            limit = math.inf
         return RankPlace(
             rank=rank.number,
             host=self._host,
