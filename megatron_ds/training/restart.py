@@ -1,4 +1,4 @@
-"""A run that the launcher has started again goes on from the newest checkpoint in its --save folder.
+"""A run that the launcher has started again continues from the newest checkpoint in its --save folder.
 
 The launcher gives its runs an identifier, which is the same in all starts: by it a checkpoint of an earlier start is
 known, and that of another run in the folder is not loaded.
@@ -40,7 +40,7 @@ def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> Ru
         return config
     if world.rank == 0:
         logger.info(
-            "restart %d: going on from iteration %d in %s",
+            "restart %d: continuing from iteration %d in %s",
             restarts,
             step,
             checkpoint.save,
@@ -55,7 +55,7 @@ def _own_step(checkpoint: CheckpointConfig, run_id: str) -> int | None:
     if step is None:
         return None
     own = {run_id}
-    # A run that goes on from --load in another folder keeps its identifier.
+    # A run that continues from --load in another folder keeps its identifier.
     if checkpoint.load and not checkpoint.finetune:
         own.add(_run_id(checkpoint.load))
     return step if _run_id(checkpoint.save) in own - {None, ""} else None

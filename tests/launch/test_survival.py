@@ -84,7 +84,7 @@ def test_a_training_goes_on_to_the_same_bits(tmp_path, undisturbed, how):
     named = r"rank {} on localhost (\(local rank {}\) failed first|is behind)"
     for rank in (1, 2):
         assert re.search(named.format(rank, rank), started.text)
-    assert "restart 2: going on from iteration 12" in started.text
+    assert "restart 2: continuing from iteration 12" in started.text
 
 
 def test_a_run_without_progress_ends_with_the_reason(tmp_path):
@@ -120,7 +120,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path, undisturbed):
         # n2 is lost: three ranks go on
         wait_until(is_there(5), "step 5", PATIENCE)
         hosts.lose("n2")
-        wait_until(lambda: "restart 1: going" in started.text, "life 1", PATIENCE)
+        wait_until(lambda: "restart 1: continuing" in started.text, "life 1", PATIENCE)
         hosts.bring_back("n2")
         # a rank of n1 is lost: n2 is back for the next life
         step = max(losses(save)) + 5

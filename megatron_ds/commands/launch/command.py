@@ -124,8 +124,8 @@ def _add_watch(add: Callable[..., object]) -> None:
     add(
         "--min-nodes",
         type=_count,
-        help="with --max-restarts: go on with so many hosts if others do not answer, or fail repeatedly "
-        "(default: all)",
+        help="with --max-restarts: fewest hosts of a start: others are left out if they do not answer or fail "
+        "repeatedly (default: all)",
     )
     add(
         "--hang-seconds",

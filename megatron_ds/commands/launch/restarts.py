@@ -1,6 +1,6 @@
 """Lives of a job: after a crash, a hang or a lost host it is started again, by rules that are pure functions.
 
-The script goes on from its newest checkpoint. MEGATRON_DS_RESTARTS is the number of its life, from 0 on.
+The script continues from its newest checkpoint. MEGATRON_DS_RESTARTS is the number of its life, from 0 on.
 """
 
 from collections import Counter
