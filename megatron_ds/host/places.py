@@ -16,6 +16,7 @@ in the middle, and the entry before is the newest.
 import contextlib
 import faulthandler
 import json
+import logging
 import mmap
 import os
 import platform
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
 PLACES_FILE = "MEGATRON_DS_PLACES"
 STACKS = signal.SIGQUIT
 """The signal at which a rank with a file of places prints the stacks of its threads."""
@@ -42,6 +44,7 @@ RING_START = FLAGS_START + 64
 MOST_WORDS = 200
 # number, nanoseconds, step, collective number, micro-batch, stage, phase, instruction, collective, -, number
 ENTRY = struct.Struct("<QqqIihBBBxxxQ")
+ENDS = struct.Struct("<Q32xQ")  # the two numbers of an entry
 BYTES = RING_START + RING * ENTRY.size
 
 # Phases. A rank may take long in all but the first two, and what a program around an engine does is not known.
@@ -90,8 +93,9 @@ class PlaceWriter:
 
     def __init__(self, path: Path, rank: dict):
         path.touch(mode=0o600)
-        os.truncate(path, BYTES)
         with path.open("r+b") as file:
+            # memory that is missing is an error now, not a signal at a later write
+            os.posix_fallocate(file.fileno(), 0, BYTES)
             self._map = mmap.mmap(file.fileno(), BYTES)
         header = json.dumps(rank).encode()[: HEADER_BYTES - 1]
         self._map[: len(header)] = header
@@ -189,19 +193,17 @@ def read_places(path: Path, newest_only: bool = False) -> PlacesRead | None:
         return None
     if len(data) < BYTES:
         return None
-    entries = [
-        values
-        for values in ENTRY.iter_unpack(data[RING_START:])
-        if values[0] and values[0] == values[-1]
-    ]
-    if not entries:
+    ends = enumerate(ENDS.iter_unpack(data[RING_START:]))
+    found = sorted((first, at) for at, (first, last) in ends if first and first == last)
+    if not found:
         return None
     rank = json.loads(data[:HEADER_BYTES].rstrip(b"\0") or b"{}")
     words = data[WORDS_START:FLAGS_START].rstrip(b"\0").decode().split("\n")
-    kept = [max(entries)] if newest_only else sorted(entries)
-    return PlacesRead(
-        rank, [_place(values, words) for values in kept], bool(data[FLAGS_START])
-    )
+    places = [
+        _place(ENTRY.unpack_from(data, RING_START + at * ENTRY.size), words)
+        for _, at in (found[-1:] if newest_only else found)
+    ]
+    return PlacesRead(rank, places, bool(data[FLAGS_START]))
 
 
 def _place(values: tuple, words: list[str]) -> PlaceEntry:
@@ -230,11 +232,14 @@ def open_places(environ: MutableMapping[str, str], rank: int) -> None:
     path = environ.pop(PLACES_FILE, "")
     if not path or _writer:
         return
-    _writer.append(
-        PlaceWriter(
-            Path(path), {"rank": rank, "host": platform.node(), "pid": os.getpid()}
+    values = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
+    try:
+        _writer.append(PlaceWriter(Path(path), values))
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written, so this rank is not watched: %s", path, error
         )
-    )
+        return
     with contextlib.suppress(ValueError, RuntimeError, OSError):
         faulthandler.register(STACKS, file=sys.__stderr__, all_threads=True)
 

@@ -94,7 +94,11 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The id of its process."""
+        """The id of the process that trains: the one that was started, or one that this has started."""
+        read = read_places(self.places, newest_only=True)
+        with contextlib.suppress(OSError):
+            if read and os.getsid(read.rank["pid"]) == self.process.pid:
+                return read.rank["pid"]
         return self.process.pid
 
     def poll(self) -> int | None:

@@ -25,10 +25,11 @@ class Hang:
 
 
 class Stalls:
-    """The newest report of each host. hosts: those that report"""
+    """The newest report of each host. hosts: those that report; sees_all: the job has no other hosts"""
 
-    def __init__(self, hosts: Sequence[str]):
+    def __init__(self, hosts: Sequence[str], sees_all: bool = True):
         self._hosts = hosts
+        self._sees_all = sees_all
         self._reports: dict[str, tuple[float, NodeReport]] = {}
         self.step = -1
 
@@ -48,23 +49,26 @@ class Stalls:
     def hang(self) -> Hang | None:
         """What hangs, if the job does."""
         now = time.monotonic()
-        known = [self._reports[host] for host in self._hosts if host in self._reports]
-        silent = [
-            host
-            for host, (when, _) in self._reports.items()
-            if now - when > SILENT_SECONDS
-        ]
-        recent = [report for when, report in known if now - when <= SILENT_SECONDS]
-        # Every host that is there has ranks that do not move.
-        if len(known) < len(self._hosts) or not recent:
+        if len(self._reports) < len(self._hosts):
             return None
-        if not all(report.ranks and not report.is_last for report in recent):
+        running = {
+            host: (now - when, report)
+            for host, (when, report) in self._reports.items()
+            if not report.is_last
+        }
+        silent = [host for host, (age, _) in running.items() if age > SILENT_SECONDS]
+        recent = [report for host, (_, report) in running.items() if host not in silent]
+        # No rank of a host that reports moves.
+        if not recent or not all(report.ranks for report in recent):
             return None
         ranks = [rank for report in recent for rank in report.ranks]
         first = behind(ranks)
         if silent and any(rank.idle_seconds > rank.limit_seconds for rank in ranks):
             return Hang(silent[0], _silent_text(silent), table_text(ranks))
         if silent or first.idle_seconds <= first.limit_seconds:
+            return None
+        # It may wait for a rank of a host that is not seen.
+        if not self._sees_all and first.is_waiting and not first.state:
             return None
         return Hang(first.host, hang_text(first), table_text(ranks))
 

@@ -32,7 +32,8 @@ class Processes:
     def __init__(self, job: Job, runner: Runner, means: Means):
         self.failures: list[Failure] = []
         self.hang: Hang | None = None
-        self.stalls = Stalls([means.host] if means.host else job.hosts)
+        seen = [means.host] if means.host else job.hosts
+        self.stalls = Stalls(seen, sees_all=len(seen) == len(job.hosts))
         self.commands = runner.start(job, means)
         self._job = job
         self._runner = runner

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ...host.places import PROGRAM, QUICK, PlacesRead, read_places
+from ...host.places import PROGRAM, QUICK, STARTING, PlacesRead, read_places
 from .job import Job
 from .rank_places import STOPPED, NodeReport, RankPlace, place_text
 
@@ -28,23 +28,28 @@ class Watched(Protocol):
 
 
 class StepTimes:
-    """The median time of the last steps of a rank, in seconds; 0 before there is one."""
+    """The times of the last steps of a rank that trains. All from its start to its first step count as one.
 
-    def __init__(self):
+    start: of the rank, in nanoseconds
+    """
+
+    def __init__(self, start: int):
         self._seconds: deque[float] = deque(maxlen=KEPT_STEPS)
-        self._last: tuple[int, int] | None = None
+        self._step = 0
+        self._time = start
 
     def add(self, step: int, nanoseconds: int) -> None:
-        """A rank was seen at a step."""
-        if self._last is not None and step > self._last[0]:
-            before, then = self._last
-            self._seconds.append((nanoseconds - then) / 1e9 / (step - before))
-        if self._last is None or step != self._last[0]:
-            self._last = (step, nanoseconds)
+        """The rank was seen at a step."""
+        if self._seconds and step <= self._step:
+            return
+        steps = step - self._step if self._seconds else 1
+        self._seconds.append((nanoseconds - self._time) / 1e9 / steps)
+        self._step = step
+        self._time = nanoseconds
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Seconds; 0 before there is one."""
         return statistics.median(self._seconds) if self._seconds else 0.0
 
 
@@ -55,8 +60,8 @@ class Watch:
         self._job = job
         self._host = host
         self._ranks = ranks
-        self._times = [StepTimes() for _ in ranks]
-        self._started = time.monotonic()
+        self._started = time.monotonic_ns()
+        self._times = [StepTimes(self._started) for _ in ranks]
 
     def look(self, is_last: bool = False) -> NodeReport | None:
         """The report of this moment; None if no rank writes its places. is_last: the agent ends"""
@@ -87,12 +92,13 @@ class Watch:
                 rank.number,
                 self._host,
                 state,
-                idle_seconds=time.monotonic() - self._started,
+                idle_seconds=(time.monotonic_ns() - self._started) / 1e9,
                 limit_seconds=self._job.patience_seconds,
             )
         # The limit follows from what the rank does.
         place = read.places[-1]
-        times.add(place.step, place.nanoseconds)
+        if place.phase not in (PROGRAM, STARTING):
+            times.add(place.step, place.nanoseconds)
         limit = self._job.patience_seconds
         if place.phase in QUICK or state == STOPPED:
             limit = self._job.hang_seconds + STEPS_ALLOWED * times.median
