@@ -14,8 +14,9 @@ rank = int(os.environ["RANK"])
 places.open_places(os.environ, rank)
 writer = places.writer()
 for step in range(1, 4):
-    writer.step(step)
+    writer.instruction("F", 0, 0)
     time.sleep(0.05)
+    writer.step(step)
 if rank == 1:
     writer.instruction("F", 0, 2)
     if sys.argv[-1] == "stop":

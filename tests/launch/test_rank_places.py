@@ -114,14 +114,15 @@ class TestStalls:
 
 
 def test_the_median_is_of_steps():
-    times = StepTimes(0)
-    assert times.median == 0
-    # a run that continues: from its start to its first step
+    times = StepTimes()
+    assert times.median == 0 and times.is_empty
+    # a run that continues: its first step begins after 25 s
+    times.begin(100, int(25e9))
     times.add(101, int(30e9))
-    assert times.median == 30
+    assert times.median == 5 and not times.is_empty
     for step, seconds in ((102, 32), (102, 33), (104, 38), (105, 40)):
         times.add(step, int(seconds * 1e9))
-    # of 30, 2, 3 and 2: a step counts from when it was first seen
+    # of 5, 2, 3 and 2: a step counts from when it was first seen
     assert times.median == 2.5
 
 
@@ -155,11 +156,14 @@ class TestWatch:
         assert self.limit(job, tmp_path / "p") == job.patience_seconds
         writer.phase(places.SAVING)
         assert self.limit(job, tmp_path / "p") == job.patience_seconds
+        writer.step(1)  # the time of a step is not known
+        assert self.limit(job, tmp_path / "p") == job.patience_seconds
 
     def test_two_median_steps_are_allowed(self, job, tmp_path):
         writer = PlaceWriter(tmp_path / "p", {})
         watch = Watch(job, "n1", [Process(tmp_path / "p")])
         for step in range(1, 5):
+            writer.instruction("F", 0, 0)
             time.sleep(0.1)
             writer.step(step)
             watch.look()

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ...host.places import PROGRAM, QUICK, STARTING, PlacesRead, read_places
+from ...host.places import (
+    PROGRAM,
+    QUICK,
+    STARTING,
+    PlaceEntry,
+    PlacesRead,
+    read_places,
+)
 from .job import Job
 from .rank_places import STOPPED, NodeReport, RankPlace, place_text
 
@@ -28,21 +35,28 @@ class Watched(Protocol):
 
 
 class StepTimes:
-    """The times of the last steps of a rank that trains. All from its start to its first step count as one.
+    """The times of the last steps of a rank. Times are in nanoseconds."""
 
-    start: of the rank, in nanoseconds
-    """
-
-    def __init__(self, start: int):
+    def __init__(self):
         self._seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self._step = 0
-        self._time = start
+        self._time = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was added."""
+        return not self._seconds
+
+    def begin(self, step: int, nanoseconds: int) -> None:
+        """The first step begins, when so many were complete."""
+        self._step = step
+        self._time = nanoseconds
 
     def add(self, step: int, nanoseconds: int) -> None:
-        """The rank was seen at a step."""
-        if self._seconds and step <= self._step:
+        """The rank was seen behind its first step, when so many are complete."""
+        steps = step - self._step
+        if steps < 1:
             return
-        steps = step - self._step if self._seconds else 1
         self._seconds.append((nanoseconds - self._time) / 1e9 / steps)
         self._step = step
         self._time = nanoseconds
@@ -61,7 +75,7 @@ class Watch:
         self._host = host
         self._ranks = ranks
         self._started = time.monotonic_ns()
-        self._times = [StepTimes(self._started) for _ in ranks]
+        self._times = [StepTimes() for _ in ranks]
 
     def look(self, is_last: bool = False) -> NodeReport | None:
         """The report of this moment; None if no rank writes its places. is_last: the agent ends"""
@@ -97,10 +111,15 @@ class Watch:
             )
         # The limit follows from what the rank does.
         place = read.places[-1]
+        now = time.monotonic_ns()
         if place.phase not in (PROGRAM, STARTING):
+            if times.is_empty:
+                first = first_instruction(rank.places) or place
+                times.begin(first.step, first.nanoseconds)
             times.add(place.step, place.nanoseconds)
         limit = self._job.patience_seconds
-        if place.phase in QUICK or state == STOPPED:
+        is_timed = place.phase in QUICK and not times.is_empty
+        if is_timed or state == STOPPED:
             limit = self._job.hang_seconds + STEPS_ALLOWED * times.median
         elif place.phase == PROGRAM and not read.is_waiting:
             limit = math.inf
@@ -108,7 +127,7 @@ class Watch:
             rank=rank.number,
             host=self._host,
             state=state,
-            idle_seconds=(time.monotonic_ns() - place.nanoseconds) / 1e9,
+            idle_seconds=(now - place.nanoseconds) / 1e9,
             limit_seconds=limit,
             step=place.step,
             phase=place.phase,
@@ -119,6 +138,13 @@ class Watch:
             collectives=place.collectives,
             is_waiting=read.is_waiting,
         )
+
+
+def first_instruction(path: Path) -> PlaceEntry | None:
+    """The first instruction that is kept of a rank."""
+    read = read_places(path)
+    entries = read.places if read else ()
+    return next((entry for entry in entries if entry.instruction), None)
 
 
 def last_places(path: Path) -> list[str]:
