@@ -50,7 +50,7 @@ class Run:
         self._loader = loader
 
     def step(self, saves: Saves) -> tuple[float, int]:
-        """(seconds of a step, ranks that have written a checkpoint under way)."""
+        """(seconds of a step, ranks that are ready for the next stage of a save)."""
         begin = time.perf_counter()
         self.engine.saving = saves
         size = self.config.train.global_batch_size
@@ -64,7 +64,7 @@ class Run:
         )
         tokens = size * self.config.model.seq_length
         self.progress = self.progress.after(size, tokens)
-        return time.perf_counter() - begin, outcome.written
+        return time.perf_counter() - begin, outcome.ready
 
 
 def turn(run: Run, waiting: Saves, background: Saves, steps: int) -> dict[str, float]:
@@ -84,18 +84,19 @@ def turn(run: Run, waiting: Saves, background: Saves, steps: int) -> dict[str, f
     background.save(run.progress)
     copied = time.perf_counter() - begin
     beside = []
-    written = 0
-    while not written:
-        seconds, written = run.step(background)
+    advanced = 0.0
+    while background.step != step:
+        seconds, ready = run.step(background)
         beside.append(seconds)
-    begin = time.perf_counter()
-    background.after_step(written)
-    published = time.perf_counter() - begin
+        begin = time.perf_counter()
+        background.after_step(ready)
+        advanced += time.perf_counter() - begin
+    background.finish()
     assert digest(run.folder, step) == expected, "other bytes"
     return {
         "waits": waited,
         "copies": copied,
-        "publishes": published,
+        "publishes": advanced,
         "step alone": statistics.median(alone),
         "step beside": statistics.median(beside),
         "steps beside": len(beside),

@@ -1,8 +1,10 @@
 """A busy machine makes a test slow, not wrong: random cases have no deadlines of their own, only pytest's
 time limit."""
 
+import gc
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -40,8 +42,14 @@ def _kernels_as_before():
         yield
 
 
+def _place(item) -> tuple[bool, bool]:
+    has_processes = item.get_closest_marker("processes") is not None
+    return not has_processes, item.path.parent == Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items):
-    """Tests with processes, the longest, come first, so that the workers of pytest-xdist end together.
+    """Tests with processes, the longest, come first, so that the workers of pytest-xdist end together. Tests of
+    the sources, which keep the parsed text of all files, come last.
 
     Names of cases are equal in every process: the text of a set of strings depends on the process's hash
     seed, and pytest-xdist stops when its workers collect different names.
@@ -49,7 +57,7 @@ def pytest_collection_modifyitems(items):
     Raises:
         pytest.UsageError: the name of a case holds the text of a set of two or more members.
     """
-    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+    items.sort(key=_place)
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(
@@ -60,3 +68,9 @@ def pytest_collection_modifyitems(items):
                 f"{item.nodeid} is named by a set, whose order differs between "
                 "processes; use a tuple"
             )
+
+
+def pytest_collection_finish():
+    """Thousands of tests are there until the end: collections of garbage leave them out."""
+    gc.collect()
+    gc.freeze()

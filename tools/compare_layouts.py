@@ -169,12 +169,13 @@ def run(args: argparse.Namespace) -> int:
     layouts = [parse_layout(text, mbs="1") for text in args.layouts]
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "megatron_ds.training.distributed"])
+    # Ranks are copies of this process, which has imported torch and started no thread.
+    context = multiprocessing.get_context("fork")
     model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
     with ProcessPoolExecutor(
         max(layout.world_size for layout in layouts), mp_context=context
     ) as pool:
+        pool.submit(int).result()  # starts all of them
         for layout in tqdm(
             layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()
         ):

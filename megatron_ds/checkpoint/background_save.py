@@ -1,20 +1,27 @@
 """`BackgroundSave`: a checkpoint that a thread writes while training goes on (`--async-save`).
 
-    begin     the stall: ranks agree, and copy what they write into host memory
-    written   the thread has checked, written and synced this rank's file, or failed; asked at any time
-    publish   rank 0 makes the checkpoint visible. Raises the error of any rank's thread, on all ranks
+    begin      all      the stall: agree, and copy what this rank writes into host memory
+    write      thread   of each rank: check, write and sync its file
+    gather     all      the ranks' parts of the index
+    index      thread   of rank 0: write and sync the index and run.json
+    publish    all      the checkpoint becomes visible
+    prune      thread   of rank 0: delete old checkpoints
 
-The files are those of `save`, byte for byte. Until `publish` has returned there is no checkpoint, as after a crash.
+Steps of "all" are collective and short. `is_ready` is whether this rank's thread has ended; when all ranks are ready,
+`advance` takes the next step of "all" and starts the thread behind it. An error of any rank's thread is raised
+there, on all ranks. The files are those of `save`, byte for byte. Until it is published there is no checkpoint, as
+after a crash.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..host.pace import Pace
 from ..host.page_locked import page_locked
 from ..host.side_streams import Mark, side_stream
 from ..mpu.param_spec import ParamSpec
@@ -85,10 +92,46 @@ def _host_memory(source: torch.Tensor) -> torch.Tensor:
     return torch.empty(source.shape, dtype=source.dtype)
 
 
+class ThreadedCall:
+    """A function that runs in a thread of its own.
+
+    It does not keep a process that fails from ending.
+    """
+
+    def __init__(self, function: Callable[[], Any]):
+        self._function = function
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the function has returned or raised."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        """Wait for the function, and return its value or raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            self._value = self._function()
+        except BaseException as error:  # noqa: BLE001  `result` raises it
+            self._error = error
+
+
 class BackgroundSave:
     """One save under way.
 
-    copied: the mark behind which the pieces may change
+    copied    the mark behind which the pieces may change
+    path      of the checkpoint, once it is published
+    reasons   of each rank, why it does not want this state to be saved; there is no checkpoint with any
     """
 
     def __init__(
@@ -98,66 +141,94 @@ class BackgroundSave:
         run: Mapping,
         copies: Copies,
         reason_against: Callable[[Iterable[Piece]], str | None] = lambda pieces: None,
+        pace: Pace | None = None,
     ):
         """Begin it: the pieces may change behind `copied`. Collective over the world.
 
         reason_against: called by the thread with the copies; a reason drops the save, without an error
+        pace: of the thread that writes, as long as nothing waits for it
         Raises CheckpointError on all ranks when the save cannot begin.
         """
         pieces = list(pieces)
         self.step = saving.step
+        self.path: Path | None = None
+        self.reasons: list[str | None] = []
         self._saving = saving
         self._reason_against = reason_against
-        self._part: Any = None
-        self._reason: str | None = None
-        self._error: BaseException | None = None
+        self._pace = pace or Pace()
         saving.begin(pieces, run)
-        # What a GPU still copies keeps its memory. An error of one rank is raised by `publish`, on all.
+
+        # What a GPU still copies keeps its memory. An error of one rank is raised by `advance`, on all.
         self._sources = saving.own(pieces)
         self.copied = Mark()
         copied: list[CopiedPiece] = []
+        failed: Exception | None = None
         try:
             copied, self.copied = copies.take(self._sources)
         except Exception as error:
-            self._error = error
-        # It does not keep a process that fails from ending.
-        self._thread = threading.Thread(
-            target=self._write, args=(copied,), name="checkpoint", daemon=True
+            failed = error
+        self._work: ThreadedCall | None = ThreadedCall(
+            lambda: self._write(copied, failed)
         )
-        self._thread.start()
+        self._next = [self._index, self._publish, self._end]
 
     @property
-    def is_written(self) -> bool:
-        """Whether this rank's file is complete, or has failed."""
-        return not self._thread.is_alive()
+    def is_ready(self) -> bool:
+        """Whether this rank waits for `advance`: its thread has ended, or it has none."""
+        return self._work is None or self._work.has_ended
 
-    def publish(self) -> tuple[Path | None, list[str | None]]:
-        """Wait until all ranks have written, and make the checkpoint visible. Collective.
+    def advance(self) -> bool:
+        """Take the next step of all ranks, and start the thread behind it. Collective.
 
-        Returns its path, and each rank's reason against it: with any, there is no checkpoint and no path.
+        Waits for threads that have not ended; they then write at full speed. Returns whether the save has ended.
         Raises CheckpointError on all ranks when any rank failed; the previous checkpoint is unchanged.
         """
-        found = self._saving.collect(self._written)
-        reasons = [reason for _, reason in found]
-        if any(reasons):
+        if not self.is_ready:
+            self._pace.hurry()
+        self._next.pop(0)()
+        return not self._next
+
+    def finish(self) -> Path | None:
+        """Take all steps that are left. Returns the path, None where `reasons` are against it. Collective."""
+        while self._next:
+            self.advance()
+        return self.path
+
+    def _write(
+        self, pieces: list[CopiedPiece], failed: Exception | None
+    ) -> tuple[Any, str | None]:
+        """Thread: this rank's part of the index, and its reason against the save."""
+        if failed is not None:
+            raise failed
+        self.copied.synchronize()
+        self._sources = []
+        reason = self._reason_against(self._paced(pieces))
+        part = self._saving.write(pieces, self._pace) if reason is None else None
+        return part, reason
+
+    def _paced(self, pieces: list[CopiedPiece]) -> Iterator[CopiedPiece]:
+        for piece in pieces:
+            self._pace.pause()
+            yield piece
+
+    def _index(self) -> None:
+        found = self._saving.collect(self._work.result)
+        self.reasons = [reason for _, reason in found]
+        if any(self.reasons):
             self._saving.abandon()
-            return None, reasons
-        return self._saving.publish([part for part, _ in found]), reasons
-
-    def _written(self) -> tuple[Any, str | None]:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._part, self._reason
-
-    def _write(self, pieces: list[CopiedPiece]) -> None:
-        if self._error is not None:
+            self._next.clear()
             return
-        try:
-            self.copied.synchronize()
-            self._sources = []
-            self._reason = self._reason_against(pieces)
-            if self._reason is None:
-                self._part = self._saving.write(pieces)
-        except BaseException as error:  # noqa: BLE001  `publish` raises it on all ranks
-            self._error = error
+        parts = [part for part, _ in found]
+        self._work = self._on_rank_0(lambda: self._saving.index(parts))
+
+    def _publish(self) -> None:
+        self.path = self._saving.publish(lambda: self._work.result())
+        self._work = self._on_rank_0(self._saving.prune)
+
+    def _end(self) -> None:
+        if self._work is not None:
+            self._work.result()
+        self._saving.close()
+
+    def _on_rank_0(self, function: Callable[[], Any]) -> ThreadedCall | None:
+        return ThreadedCall(function) if self._saving.is_first_rank else None

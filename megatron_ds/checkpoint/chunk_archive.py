@@ -12,7 +12,6 @@ only the constructor of a tensor and the storage types. (`weights_only` alone wo
 
 import io
 import math
-import os
 import pickletools
 import struct
 import sys
@@ -24,7 +23,7 @@ import torch
 from torch.serialization import skip_data
 
 from ..host.checksum import crc32, crc32_of_rest
-from ..host.direct_file import DirectFile
+from ..host.direct_file import BlockFile, DirectFile
 
 LEAST = 2**20  # bytes: a smaller tensor is saved and loaded by torch, with copies
 MOST_BYTES_OF_PICKLE = 2**16  # of the description of one tensor; 500 are usual
@@ -57,11 +56,11 @@ CRC_OF_DESCRIPTOR = 4
 CRC_OF_CENTRAL = 16
 
 
-class ChecksummedFile(DirectFile):
+class Checksummed(BlockFile):
     """A file with its running CRC-32, and that at each position that `tell` has returned."""
 
-    def __init__(self, path: str | os.PathLike):
-        super().__init__(path)
+    def __init__(self, *place: Any):
+        super().__init__(*place)
         self.crc32 = 0
         self.crc32_at: dict[int, int] = {}
 
@@ -76,10 +75,12 @@ class ChecksummedFile(DirectFile):
         return at
 
 
+class ChecksummedFile(Checksummed, DirectFile):
+    """One of a file system."""
+
+
 # ------------------------------------------------------------------ writing
-def write_archive(
-    file: ChecksummedFile, values: torch.Tensor, dtype: torch.dtype
-) -> None:
+def write_archive(file: Checksummed, values: torch.Tensor, dtype: torch.dtype) -> None:
     """Append the archive of the values, cast to `dtype`. They may be a view of a larger tensor."""
     nbytes = values.numel() * dtype.itemsize
     if nbytes < LEAST:

@@ -14,6 +14,7 @@ compute checksums too. Therefore an archive may contain only what torch.save wri
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import singledispatch
 from pathlib import Path
 
 import torch
@@ -23,9 +24,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from ..errors import CheckpointError
 from ..host.checksum import crc32
 from ..host.direct_file import read_range
-from .chunk_archive import ChecksummedFile, read_archive, write_archive
+from .chunk_archive import Checksummed, ChecksummedFile, read_archive, write_archive
 
 ALIGNMENT = 64  # bytes, of archives; torch aligns the values inside by as much
+
+
+@singledispatch
+def new_file(path: Path) -> Checksummed:
+    """The file, opened to be written from start to end."""
+    return ChecksummedFile(path)
 
 
 class ChecksummedFiles(FileSystem):
@@ -36,16 +43,16 @@ class ChecksummedFiles(FileSystem):
 
     def __init__(self):
         super().__init__()
-        self._written: dict[str, ChecksummedFile] = {}
+        self._written: dict[str, Checksummed] = {}
 
     @contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[ChecksummedFile]:
+    def create_stream(self, path: Path, mode: str) -> Iterator[Checksummed]:
         """Open a file for writing. DCP calls this."""
         assert mode == "wb", (
             f"{path} is opened with mode {mode}: this file system only writes"
         )
-        with ChecksummedFile(path) as file:
-            self._written[Path(path).name] = file
+        with new_file(path) as file:
+            self._written[path.name] = file
             yield file
 
     def crc32_around(self, place: _StorageInfo) -> tuple[int, int]:
@@ -62,7 +69,7 @@ class ChecksummedFiles(FileSystem):
 
 
 def write_chunk(
-    file: ChecksummedFile, name: str, values: torch.Tensor, dtype: torch.dtype
+    file: Checksummed, name: str, values: torch.Tensor, dtype: torch.dtype
 ) -> _StorageInfo:
     """Append the values, cast to `dtype`. Returns their place. name: of the file, in the index."""
     file.write(bytes(-file.tell() % ALIGNMENT))

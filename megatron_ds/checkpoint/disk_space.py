@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 from collections.abc import Iterable
+from functools import singledispatch
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -29,6 +30,7 @@ def bytes_written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> int
     )
 
 
+@singledispatch
 def free_bytes(folder: Path) -> int | None:
     """Bytes that this user may write in the file system of `folder`; None when it does not report them."""
     found = os.statvfs(folder)

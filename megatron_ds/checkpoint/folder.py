@@ -20,7 +20,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import singledispatch
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -43,12 +44,14 @@ def name_of(step: int) -> str:
     return f"iter_{step:07d}"
 
 
+@singledispatch
 def find(folder: Path, step: int) -> Path | None:
     """Path of the checkpoint of `step`, complete or not; None when there is none."""
     choices = (folder / name_of(step), _replaced_path(folder, step))
     return next((path for path in choices if path.is_dir()), None)
 
 
+@singledispatch
 def steps_in(folder: Path) -> list[int]:
     """Steps that have a directory, complete or not, ascending."""
     found = set()
@@ -73,6 +76,7 @@ def read_tracker(folder: Path) -> str | None:
         return None
 
 
+@singledispatch
 def begin(folder: Path, step: int) -> Path:
     """Remove leftovers of crashed saves; return a new directory for the checkpoint of `step`.
 
@@ -91,6 +95,7 @@ def begin(folder: Path, step: int) -> Path:
     return writing
 
 
+@singledispatch
 def publish(folder: Path, step: int, writing: Path) -> Path:
     """Make `writing`, whose files are synced, the checkpoint of `step`, to which the tracker points."""
     target = folder / name_of(step)
@@ -105,6 +110,7 @@ def publish(folder: Path, step: int, writing: Path) -> Path:
     return target
 
 
+@singledispatch
 def delete(folder: Path, step: int) -> None:
     """Remove a checkpoint. A rename hides it first, so that a partly deleted checkpoint is never visible."""
     deleting = folder / f".{name_of(step)}.deleting"
@@ -113,17 +119,10 @@ def delete(folder: Path, step: int) -> None:
     _remove(deleting)
 
 
-def check_writable(directory: str | os.PathLike) -> None:
+def check_writable(folder: Path) -> None:
     """Create the folder and write a probe file. Raises CheckpointError at start-up, not at the first save."""
-    folder = Path(directory)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if len(os.fsencode(folder.resolve())) > LONGEST_PATH:
-            raise OSError(
-                errno.ENAMETOOLONG,
-                f"the path is longer than {LONGEST_PATH:,} bytes, which leaves "
-                "no room for the names of a checkpoint's files",
-            )
+        make(folder)
         probe(folder, 1)
     except OSError as error:
         raise CheckpointError(
@@ -133,6 +132,7 @@ def check_writable(directory: str | os.PathLike) -> None:
         ) from error
 
 
+@singledispatch
 def probe(folder: Path, count: int) -> None:
     """Write and sync a temporary file of `count` bytes. Raises OSError when that fails."""
     with (
@@ -144,6 +144,7 @@ def probe(folder: Path, count: int) -> None:
         os.fsync(file.fileno())
 
 
+@singledispatch
 def write_durably(path: Path, text: str) -> None:
     """Write a temporary file, sync it and rename it to `path`: readers see the old text or the new one.
 
@@ -176,11 +177,13 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+@singledispatch
 def read_regular(path: Path) -> bytes:
     """The bytes of a file. Raises CheckpointError for a pipe or device, which could block."""
     return regular_file.read_regular(path, CheckpointError)
 
 
+@singledispatch
 def sync_directory(path: Path) -> None:
     """Sync a directory: created names and renames then survive a power loss."""
     handle = os.open(path, os.O_RDONLY)
@@ -194,6 +197,59 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+@singledispatch
+def make(folder: Path) -> None:
+    """Create the folder unless it is there. Raises OSError, also for a path that leaves no room for names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(os.fsencode(folder.resolve())) > LONGEST_PATH:
+        raise OSError(
+            errno.ENAMETOOLONG,
+            f"the path is longer than {LONGEST_PATH:,} bytes, which leaves "
+            "no room for the names of a checkpoint's files",
+        )
+
+
+@singledispatch
+def remove(path: Path) -> None:
+    """Remove a directory with its files, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@singledispatch
+@contextlib.contextmanager
+def in_file_system(path: Path) -> Iterator[Path]:
+    """A directory of the file system whose new files are those of `path` when the block has ended."""
+    yield path
+
+
+@singledispatch
+def local_copy(path: Path) -> Path:
+    """A directory of this machine with the files of `path`: itself, or a copy that is removed when Python ends."""
+    return path
+
+
+@singledispatch
+def write_directory(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a temporary folder, sync it and rename it: `folder` is complete or absent, and not damaged."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    try:
+        beside.mkdir()
+        for name, data in contents.items():
+            (beside / name).parent.mkdir(exist_ok=True)
+            with naming(folder / name), open(beside / name, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for place in (*{(beside / name).parent for name in contents}, beside):
+            sync_directory(place)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(beside, folder)
+        sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _replaced_path(folder: Path, step: int) -> Path:
@@ -258,7 +314,11 @@ def prune(
 
     The new checkpoint is already durable, so a failed deletion is a warning and training continues.
     """
-    ours = [step for step in steps_in(folder) if is_ours(folder / name_of(step))]
+    try:
+        ours = [step for step in steps_in(folder) if is_ours(find(folder, step))]
+    except OSError as error:
+        logger.warning("could not list the checkpoints of %s: %s", folder, error)
+        return
     for step in to_delete(ours, saved, limit, retain):
         try:
             delete(folder, step)

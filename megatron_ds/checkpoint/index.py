@@ -131,7 +131,7 @@ def _problems(
     sizes: dict[str, int] = {}
     for name in sorted({place.relative_path for place in index.storage_data.values()}):
         yield from _file_problems(path, name, files)
-        sizes[name] = os.path.getsize(path / name)
+        sizes[name] = (path / name).stat().st_size
     if files is not None and files.keys() != sizes.keys() | {INDEX_FILE}:
         yield f"the index stores tensors in {sorted(sizes)}, and run.json lists {sorted(files)}"
     for name, tensor in index.state_dict_metadata.items():
@@ -147,7 +147,7 @@ def _file_problems(
     if os.path.basename(name) != name or name in ("", os.curdir, os.pardir):
         yield f"the index stores tensors in {name!r}, which is not a file name in its directory"
     try:
-        found = os.stat(path / name)
+        found = (path / name).stat()
     except FileNotFoundError:
         yield (
             f"{name} is missing; all ranks must save to one shared file system, and a copy of a "

@@ -20,6 +20,7 @@ from ..mpu.param_spec import Coordinates
 from ..mpu.parameter_piece import ParameterPiece
 from . import folder as folders
 from .pieces import Piece
+from .place import place_of
 from .run_file import read_run_file
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     None when there is no checkpoint. Raises CheckpointError when there are some and none is complete, since a
     silent start from scratch would look like a resumed run.
     """
-    folder = Path(directory)
+    folder = place_of(directory)
     # Paths that are one level too deep, or no folder.
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(
@@ -166,7 +167,7 @@ def _fill(
 ) -> None:
     from .storage import Reader, Reading
 
-    folder = Path(directory)
+    folder = place_of(directory)
     failing = {
         "doing": f"cannot load iteration {step} from {directory}",
         "kind": CheckpointError,
@@ -243,12 +244,13 @@ def explain_way_back(folder: Path, step: int) -> Iterator[None]:
 
 def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
     """Path of the checkpoint of `step`. Raises CheckpointError listing the others if there is none."""
-    path = folders.find(Path(directory), step)
+    folder = place_of(directory)
+    path = folders.find(folder, step)
     if path is None:
         raise CheckpointError(
             f"there is no checkpoint of iteration {step} in {directory}; there are "
             "iterations "
-            f"{', '.join(map(str, folders.steps_in(Path(directory)))) or 'none'}."
+            f"{', '.join(map(str, folders.steps_in(folder))) or 'none'}."
         )
     return path
 

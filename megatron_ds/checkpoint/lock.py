@@ -2,10 +2,8 @@
 
     folder/.lock    {"token": …, "host": …, "pid": …, "machine": …, "born": …, "since": …, "job": …}
 
-Rank 0 writes the file under a temporary name and hard-links it to `.lock`. The link is atomic, on NFS too,
-and fails if a lock exists. (flock is not used: it may not reach other machines, and forked workers keep it
-after their parent was killed.) While the lock is held, a thread renews the file's modification time, the
-*beat*. An abandoned lock is taken over
+Rank 0 creates the file (`lock_file.py`), which fails if there is one. While the lock is held, a
+thread renews its modification time, the *beat*. An abandoned lock is taken over
 
     same machine       at once, if no process has that pid and start time; never while such a process exists
     another machine    if the beat did not change for STALE seconds by the local clock; clocks need not agree
@@ -31,12 +29,12 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
-from .folder import naming, read_regular
+from . import folder as folders
 from .known_saves import KnownSaves
+from .lock_file import lock_file
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"
 BEAT = 10.0  # seconds between two renewals
 STALE = 60.0  # seconds without a renewal after which a process on another machine counts as ended
 OLD = 10  # a beat older than OLD * STALE by the file server's clock is stale at once
@@ -99,8 +97,9 @@ class SaveLock:
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
         self.folder = folder
-        self.path = folder / LOCK
         self.mine = this_process()
+        self._file = lock_file(folder, self.mine.token)
+        self.path = self._file.path
         self.saves = KnownSaves()
         self.on_lost = lambda: None
         self._beat = beat
@@ -121,12 +120,11 @@ class SaveLock:
 
         Raises CheckpointError when a live process holds it, OSError when the folder cannot be written.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        folders.make(self.folder)
         while not self._create():
-            found = _read(self.path)
+            found = self._read()
             if found is None:
-                if self.path.is_symlink():
-                    raise CheckpointError(f"{self.path} is a broken link. Delete it.")
+                self._file.check()
                 continue  # released in the meantime
             # The file exists. It is released, ours, in use, or its owner has ended.
             owner, beat = found
@@ -148,7 +146,7 @@ class SaveLock:
             if runs is None:
                 if (
                     time.monotonic() - since < self._stale
-                    and self._now() - beat <= OLD * self._stale * 1e9
+                    and self._file.now() - beat <= OLD * self._stale * 1e9
                 ):
                     return str(name)
                 why = f"which did not renew it for {self._stale:.0f} seconds"
@@ -167,7 +165,7 @@ class SaveLock:
         with self._renewing:
             if not self.folder.is_dir():
                 self._warn_of_removal()
-                self.folder.mkdir(parents=True)
+                folders.make(self.folder)
                 self._create()
         self._renew()
         if self._lost:
@@ -184,51 +182,23 @@ class SaveLock:
         if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(OSError, CheckpointError):
-            if (found := _read(self.path)) and found[0] == self.mine:
-                self.path.unlink()
+            if (found := self._read()) and found[0] == self.mine:
+                self._file.delete()
 
     # ---- the file
     def _create(self) -> bool:
         """Create the lock file. False when there is one already."""
-        text = json.dumps(asdict(self.mine))
-        beside = self.folder / f"{LOCK}.{self.mine.token}"
-        _write_new(beside, text)
-        try:
-            os.link(beside, self.path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without links
-            return _write_new(self.path, text)
-        finally:
-            beside.unlink()
-        return True
+        return self._file.create(json.dumps(asdict(self.mine)))
+
+    def _read(self) -> tuple[Owner | None, int] | None:
+        """(owner, None if not valid; time of the last beat in ns); None when there is no lock."""
+        found = self._file.read()
+        return found and (_owner_in(found[0]), found[1])
 
     def _remove(self, owner: Owner | None) -> None:
-        """Remove the lock that `owner` abandoned; renamed first, as another job may have taken it over."""
-        aside = self.folder / f"{LOCK}.{self.mine.token}.old"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, aside)
-            if (found := _read(aside)) and found[0] != owner:
-                self._put_back(aside)
-            aside.unlink()
+        """Remove the lock that `owner` abandoned."""
+        self._file.take_away(lambda content: _owner_in(content) == owner)
         self._seen = None
-
-    def _put_back(self, aside: Path) -> None:
-        try:
-            os.link(aside, self.path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            _write_new(self.path, read_regular(aside).decode())
-
-    def _now(self) -> int:
-        """The file server's clock, which stamps the files of this folder, in ns."""
-        probe = self.folder / f"{LOCK}.{self.mine.token}.now"
-        probe.touch()
-        try:
-            return probe.stat().st_mtime_ns
-        finally:
-            probe.unlink()
 
     # ---- the beat
     def _renew_regularly(self) -> None:
@@ -247,7 +217,7 @@ class SaveLock:
                 return
             found = self._found()
             if found and found[0] == self.mine:
-                os.utime(self.path)
+                self._file.touch()
             elif not found and not self.folder.is_dir():
                 self._warn_of_removal()
             elif not found:
@@ -260,12 +230,11 @@ class SaveLock:
 
     def _found(self) -> tuple[Owner | None, int] | None:
         """Read the lock; a missing one is looked for once more after a moment."""
-        found = _read(self.path)
+        found = self._read()
         if not found:
             time.sleep(min(ABSENT, self._beat))
-            with contextlib.suppress(FileNotFoundError):
-                os.listdir(self.folder)  # NFS may remember that a file was missing
-            found = _read(self.path)
+            self._file.look_again()
+            found = self._read()
         return found
 
     def _lose(self, how: str) -> None:
@@ -282,34 +251,16 @@ class SaveLock:
         self._warned = True
 
 
-def _read(path: Path) -> tuple[Owner | None, int] | None:
-    """(owner, None if not valid; modification time in ns) of a lock file; None when there is none."""
+def _owner_in(content: bytes) -> Owner | None:
+    """The owner that a lock file names; None if it is not valid."""
     try:
-        text = read_regular(path)
-        beat = path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
-    try:
-        values = json.loads(text)
+        values = json.loads(content)
         owner = Owner(
             **{field.name: field.type(values[field.name]) for field in fields(Owner)}
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None, beat
-    return owner if 0 < owner.pid < 2**31 else None, beat
-
-
-def _write_new(path: Path, text: str) -> bool:
-    """Create a file. False when there is one already."""
-    try:
-        handle = os.open(
-            path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644
-        )
-    except FileExistsError:
-        return False
-    with naming(path), open(handle, "w") as file:
-        file.write(text)
-    return True
+        return None
+    return owner if 0 < owner.pid < 2**31 else None
 
 
 # (pid, real path) → lock held by this process: a run holds the lock of its folder, and each of its saves uses
@@ -333,7 +284,7 @@ def locked(
     ranks while a live process holds the lock.
     """
     # A save inside a run that holds the lock already reuses it.
-    place = (os.getpid(), os.path.realpath(folder))
+    place = (os.getpid(), str(folder.resolve()))
     held = None
     lock = None
     if world.rank == 0:

@@ -291,7 +291,7 @@ def damaged_files(path: Path) -> Iterator[str]:
 
 def _size_and_crc32(file: Path) -> tuple[int, str]:
     size = crc32 = 0
-    with open(file, "rb") as stream:
+    with file.open("rb") as stream:
         while block := stream.read(BLOCK):
             size = size + len(block)
             crc32 = zlib.crc32(block, crc32)

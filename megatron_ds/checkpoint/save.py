@@ -2,25 +2,26 @@
 
     begin    all      agree on the bytes; rank 0 makes     .iter_0000200.writing-5f0c2a91/
     write    all      own chunks, sync                     .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
-    publish  rank 0   index, run.json, sync; rename;       iter_0000200/, latest_checkpointed_iteration.txt
-                      tracker; delete old checkpoints
+    index    rank 0   index, run.json, sync                .iter_0000200.writing-5f0c2a91/.metadata, run.json
+    publish  rank 0   rename; tracker                      iter_0000200/, latest_checkpointed_iteration.txt
+    prune    rank 0   delete old checkpoints
 
 A crash at any point leaves the checkpoint that the tracker named before (see `folder.py`). Rank 0 holds the
 lock of the folder during a save (`lock.py`); a training run holds it from start to end.
 
-`save` goes through the stages at once. `Saving` has them one by one: `write` does not communicate, so another
-thread may do it while training goes on (`background_save.py`).
+`save` goes through the stages at once. `Saving` has them one by one: `write`, `index` and `prune` do not
+communicate, so another thread may do them while training goes on (`background_save.py`).
 """
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from ..host.pace import Pace
 from ..mpu.agree import gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
@@ -29,6 +30,7 @@ from .disk_space import bytes_written_here, explained, free_bytes
 from .folder import prune
 from .lock import locked
 from .pieces import Piece, written_here
+from .place import place_of
 from .run_file import plain, write_run_file
 
 T = TypeVar("T")
@@ -58,11 +60,14 @@ def save(
     pieces = list(pieces)
     saving = Saving(directory, step, coordinates, world, limit, retain)
     saving.begin(pieces, run)
-    return saving.publish(saving.collect(lambda: saving.write(saving.own(pieces))))
+    return saving.complete(saving.collect(lambda: saving.write(saving.own(pieces))))
 
 
 class Saving:
-    """The save of one step, stage by stage: `begin`, `write`, `collect`, `publish`. Arguments as of `save`."""
+    """The save of one step, stage by stage. Arguments as of `save`.
+
+    In order: `begin`, `write`, `collect`, `index`, `publish`, `prune`, `close`.
+    """
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class Saving:
         limit: int | None = None,
         retain: int | None = None,
     ):
-        self.folder = Path(directory)
+        self.folder = place_of(directory)
         self.step = step
         self._coordinates = coordinates
         self._world = world
@@ -83,6 +88,11 @@ class Saving:
             "kind": CheckpointError,
         }
         self._held = ExitStack()  # the lock of the folder
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes the index, publishes and prunes."""
+        return self._world.rank == 0
 
     def own(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The pieces that this rank writes."""
@@ -112,13 +122,20 @@ class Saving:
         _, free, self._writing = begun[0]
         self._numbers = (needed, free, share)
 
-    def write(self, pieces: Iterable[Piece]) -> Any:
-        """Write and sync this rank's own pieces; its part of the index. Not collective."""
+    def write(self, pieces: Iterable[Piece], pace: Pace | None = None) -> Any:
+        """Write and sync this rank's own pieces; its part of the index. Not collective.
+
+        pace: of a thread that writes beside a computation
+        """
         # The import takes 0.8 s; only processes that save need it.
         from .storage import write_pieces
 
         write = lambda: write_pieces(
-            self._writing, pieces, self._coordinates, self._world.rank
+            self._writing,
+            pieces,
+            self._coordinates,
+            self._world.rank,
+            pace or Pace(),
         )
         return self._guarded(write)
 
@@ -130,22 +147,50 @@ class Saving:
         with self._abandoned_on_error():
             return gather_from_all_ranks(self._world, written, **self._failing)
 
-    def publish(self, parts: list) -> Path:
-        """Make the checkpoint visible; its path. Collective over the world.
+    def index(self, parts: list) -> None:
+        """Rank 0: write and sync the index and run.json. Not collective.
 
         parts: what `write` returned on each rank
         """
-        publish = lambda: self._guarded(lambda: self._publish(parts))
+        from .storage import write_index
+
+        def write() -> None:
+            save_id = secrets.token_hex(16)
+            index = write_index(self._writing, parts, save_id)
+            write_run_file(self._writing, self.step, self._values, save_id, index)
+
+        self._guarded(write)
+
+    def publish(self, indexed: Callable[[], Any]) -> Path:
+        """Make the checkpoint visible; its path. Collective over the world.
+
+        indexed: called on rank 0, it waits for `index`, and raises its error
+        """
+        publish = lambda: self._publish(indexed)
         with self._abandoned_on_error():
-            on_one_rank(self._world, publish, **self._failing)
+            return on_one_rank(self._world, publish, **self._failing)
+
+    def prune(self) -> None:
+        """Rank 0: delete old checkpoints. Not collective."""
+        prune(self.folder, self.step, *self._kept)
+
+    def close(self) -> None:
+        """Release the folder. Not collective; for all ranks."""
         self._held.close()
-        return self.folder / folders.name_of(self.step)
+
+    def complete(self, parts: list) -> Path:
+        """`index`, `publish`, `prune` and `close`, one after the other. Collective over the world."""
+        path = self.publish(lambda: self.index(parts))
+        if self.is_first_rank:
+            self.prune()
+        self.close()
+        return path
 
     def abandon(self) -> None:
         """Remove the hidden directory, and release the folder. Not collective; for all ranks."""
-        if self._world.rank == 0:
-            shutil.rmtree(self._writing, ignore_errors=True)
-        self._held.close()
+        if self.is_first_rank:
+            folders.remove(self._writing)
+        self.close()
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
@@ -155,17 +200,13 @@ class Saving:
             self.abandon()
             raise
 
-    def _publish(self, parts: list) -> None:
-        """Rank 0: index and run.json, then publish, then delete old checkpoints."""
-        from .storage import write_index
-
-        save_id = secrets.token_hex(16)
-        index = write_index(self._writing, parts, save_id)
-        write_run_file(self._writing, self.step, self._values, save_id, index)
+    def _publish(self, indexed: Callable[[], Any]) -> Path:
+        indexed()
         self._lock.check()
-        folders.publish(self.folder, self.step, self._writing)
+        publish = lambda: folders.publish(self.folder, self.step, self._writing)
+        path = self._guarded(publish)
         self._lock.saves.look(self.folder)
-        prune(self.folder, self.step, *self._kept)
+        return path
 
     def _guarded(self, action: Callable[[], T]) -> T:
         """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""

@@ -12,7 +12,6 @@ memory until its file is complete, and syncs the file before the last buffer is 
 
 import itertools
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +33,11 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
+from ..host.pace import Pace
 from ..host.reused_pages import reused_pages
 from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32, write_chunk
-from .folder import INDEX_FILE
+from .folder import INDEX_FILE, in_file_system
 from .index import index_of, read_index, without_compiled_names
 from .pieces import WEIGHT, Piece, View, key, rectangle, values_of, views
 from .run_file import entry_of
@@ -49,24 +49,30 @@ LISTED = 20  # how many tensors an error message names
 
 
 def write_pieces(
-    path: Path, pieces: Iterable[Piece], coordinates: Coordinates, rank: int
+    path: Path,
+    pieces: Iterable[Piece],
+    coordinates: Coordinates,
+    rank: int,
+    pace: Pace,
 ) -> tuple[SavePlan, list[WriteResult]]:
     """Write and sync this rank's file. Returns its part of the index, for `write_index`. Not collective."""
     chunks = list(chunks_of(pieces, coordinates))
     plan = SavePlan([chunk.item for chunk in chunks])
-    return plan, _write_file(path / f"__{rank}_0.distcp", chunks) if chunks else []
+    if not chunks:
+        return plan, []
+    return plan, _write_file(path / f"__{rank}_0.distcp", chunks, pace)
 
 
-def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
+def _write_file(path: Path, chunks: Sequence["Chunk"], pace: Pace) -> list[WriteResult]:
     """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
     files = ChecksummedFiles()
     places = []
     with files.create_stream(path, "wb") as file:
         for chunk in chunks:
+            pace.pause()
             values = values_of(chunk.piece, chunk.view).detach().cpu()
             places.append(write_chunk(file, path.name, values, chunk.view.tensor.dtype))
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
     for place in places:
         place.crc32 = files.crc32_around(place)  # ignored by DCP's reader
     return [
@@ -82,14 +88,13 @@ def write_index(
 
     Raises CheckpointError unless the ranks wrote every element once and the files are readable on this rank.
     """
-    writer = Writer(path, save_id)
-    writer.finish(
-        merge_plans([plan for plan, _ in parts]), [results for _, results in parts]
-    )
+    index = merge_plans([plan for plan, _ in parts])
+    with in_file_system(path) as folder:
+        writer = Writer(folder, save_id)
+        writer.finish(index, [results for _, results in parts])
     files = _table_of(result.storage_data for _, results in parts for result in results)
-    crc32 = writer.fs.crc32_of(
-        f"{INDEX_FILE}.tmp"
-    )  # `finish` writes this name and renames it
+    # `finish` writes this name and renames it.
+    crc32 = writer.fs.crc32_of(f"{INDEX_FILE}.tmp")
     files[INDEX_FILE] = entry_of((path / INDEX_FILE).stat().st_size, crc32)
     index_of(path, save_id, files)
     return files

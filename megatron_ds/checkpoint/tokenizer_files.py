@@ -11,8 +11,6 @@ folders may contain weights too. A tokenizer without files, such as a user-defin
 
 import hashlib
 import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -20,7 +18,8 @@ from pathlib import Path, PurePosixPath
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError
-from .folder import naming, sync_directory
+from .folder import local_copy, write_directory
+from .place import place_of
 from .save_folder import TOKENIZERS
 
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
@@ -54,7 +53,7 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
     }
     if not config.checkpoint.save or not given:
         return {}
-    folder = Path(config.checkpoint.save)
+    folder = place_of(config.checkpoint.save)
     try:
         contents = {}
         for field, path in given.items():
@@ -62,7 +61,7 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
                 contents[f"{field}/{file.name}"] = file.read_bytes()
         name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
-            _write(folder / name, contents)
+            write_directory(folder / name, contents)
     except OSError as error:
         raise CheckpointError(
             f"--save {folder}: the files of the tokenizer cannot be copied there: "
@@ -86,7 +85,7 @@ def tokenizer_of(
     files are missing, or when it is not the tokenizer of the run.
     """
     # The paths: given files come before copies, copies before those of the run.
-    copies = {} if given else _copies(Path(directory), run)
+    copies = {} if given else _copies(place_of(directory), run)
     paths = {**copies, **given}
     data = replace(config.data, **paths)
     missing = [
@@ -136,12 +135,18 @@ def named_copies(directory: Path, run: Mapping) -> dict[str, str]:
 
 
 def _copies(directory: Path, run: Mapping) -> dict[str, str]:
-    """{field: path} of the copies that run.json names; {} unless all exist."""
-    paths = {
-        field: str(directory / path)
-        for field, path in named_copies(directory, run).items()
+    """{field: path} of the copies that run.json names; {} unless all exist. Those in a store are downloaded."""
+    named = named_copies(directory, run)
+    if not all((directory / path).exists() for path in named.values()):
+        return {}
+    tops = {PurePosixPath(path).parts[0] for path in named.values()}
+    folders = {top: local_copy(directory / top) for top in tops}
+    return {
+        field: str(folders[top].joinpath(*rest))
+        for field, (top, *rest) in (
+            (field, PurePosixPath(path).parts) for field, path in named.items()
+        )
     }
-    return paths if all(map(os.path.exists, paths.values())) else {}
 
 
 def _is_below(path: object) -> bool:
@@ -175,24 +180,3 @@ def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
         (folder / name).is_file() and (folder / name).read_bytes() == data
         for name, data in contents.items()
     )
-
-
-def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a temporary folder, sync it and rename it: `folder` is complete or absent, and not damaged."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    try:
-        beside.mkdir()
-        for name, data in contents.items():
-            (beside / name).parent.mkdir(exist_ok=True)
-            with naming(folder / name), open(beside / name, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        for place in (*{(beside / name).parent for name in contents}, beside):
-            sync_directory(place)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(beside, folder)
-        sync_directory(folder.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

@@ -22,6 +22,7 @@ import torch
 
 from megatron_ds.checkpoint.folder import write_durably
 from megatron_ds.checkpoint.load import latest, read_run
+from megatron_ds.checkpoint.place import place_of
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
@@ -45,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # What is read and written; then the format of the files.
     add(
         "--load",
-        type=Path,
+        type=place_of,
         required=True,
         help="checkpoint folder of a run (its --save), or of an engine's tag",
     )

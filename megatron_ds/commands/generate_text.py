@@ -14,6 +14,7 @@ import torch
 
 from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
+from megatron_ds.checkpoint.place import place_of
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.tokenizer_files import FIELDS, tokenizer_of
 from megatron_ds.cli import Arguments
@@ -40,7 +41,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # The checkpoint and the prompts.
     add(
         "--load",
-        type=Path,
+        type=place_of,
         required=True,
         help="checkpoint folder of a run (its --save)",
     )

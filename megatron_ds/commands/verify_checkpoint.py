@@ -7,10 +7,10 @@ The exit code is 0 if no file has changed, else 2, with a line for each changed 
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.load import find_checkpoint
+from megatron_ds.checkpoint.place import place_of
 from megatron_ds.checkpoint.run_file import damaged_files
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import CheckpointError
@@ -21,7 +21,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     parser.add_argument(
         "--load",
-        type=Path,
+        type=place_of,
         required=True,
         help="checkpoint folder of a run (its --save)",
     )

@@ -3,8 +3,9 @@
 A gigabyte costs a fraction of the system time that way, and the pages of other files stay in memory. Without
 O_DIRECT in the file system, everything goes through the page cache.
 
-    `DirectFile`   collects bytes in blocks of whole pages. A full block is written on a thread while the next
-                   one is filled. The rest at the end goes through the page cache
+    `BlockFile`    collects bytes in blocks of whole pages, and sends each full one to where a subclass writes it
+    `DirectFile`   writes a full block on a thread while the next one is filled. The rest at the end goes through
+                   the page cache
     `read_range`   reads whole pages around the range, unless most of it is in the page cache
 """
 
@@ -16,6 +17,7 @@ import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import singledispatch
 
 import torch
 
@@ -30,38 +32,31 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 CACHESTAT = 451  # number of the system call, on all processors; Linux 6.5
 
 
-class DirectFile(io.RawIOBase):
-    """A file object for `open(path, "wb", buffering=0)`: `write`, `tell`, `flush`, `fileno`, `close`.
+class BlockFile(io.RawIOBase):
+    """A file that is written from start to end: `write`, `write_tensor`, which casts while it copies, and `tell`.
 
-    And `write_tensor`, which casts while it copies. Without `flush`, bytes of the last block are in memory
-    alone. Raises OSError as `open` and `write` do, also for a block that was written in the background. Not
-    for several threads.
+    A subclass has `_send`, which takes the full block, and `sync`, which makes all bytes durable.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self):
         super().__init__()
-        self._fd = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
-        )
-        self._path = path
-        self._direct_fd = None
-        self._blocks = [
-            _new_block(),
-            None,
-        ]  # the one that is filled; the one that may be in flight
+        # The one that is filled, and the one that may be in flight.
+        self._blocks = [_new_block(), None]
         # of the block that is filled: its offset, its bytes
         self._start = 0
         self._filled = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._flight: Future | None = None
 
     def writable(self) -> bool:
         """True."""
         return True
 
-    def fileno(self) -> int:
-        """The descriptor without O_DIRECT, such as for os.fsync."""
-        return self._fd
+    def sync(self) -> None:
+        """Make all bytes durable."""
+        raise NotImplementedError
+
+    def _send(self) -> None:
+        """Take the full block, and make the other one the next to fill."""
+        raise NotImplementedError
 
     def tell(self) -> int:
         """Number of bytes written."""
@@ -109,6 +104,33 @@ class DirectFile(io.RawIOBase):
         self._filled += count
         if self._filled == BLOCK:
             self._send()
+
+
+class DirectFile(BlockFile):
+    """A file object for `open(path, "wb", buffering=0)`, with `flush`, `fileno` and `close`.
+
+    Without `flush`, bytes of the last block are in memory alone. Raises OSError as `open` and `write` do, also for
+    a block that was written in the background. Not for several threads.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__()
+        self._fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+        )
+        self._path = path
+        self._direct_fd = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._flight: Future | None = None
+
+    def fileno(self) -> int:
+        """The descriptor without O_DIRECT, such as for os.fsync."""
+        return self._fd
+
+    def sync(self) -> None:
+        """Make all bytes durable."""
+        self.flush()
+        os.fsync(self._fd)
 
     def flush(self) -> None:
         """Hand all bytes to the operating system; they are durable after os.fsync."""
@@ -180,6 +202,7 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
         offset = offset + count
 
 
+@singledispatch
 def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
     """uint8 [length], the bytes from `offset` on; fewer if the file ends before. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .dispatch_mode import DispatchMode
+from .known_results import META, result_of
 
 CPU = torch.device("cpu")
-META = torch.device("meta")
 DEVICE_OF = torch.ops.prim.device.default
 # What torch.tensor and torch.as_tensor call with the values that they have read.
 LIFT = torch.ops.aten.lift_fresh.default
@@ -78,7 +78,7 @@ def _run(function: Callable, args: tuple, kwargs: dict) -> object:
         kwargs.pop("pin_memory", None)
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(True)
-        result = function(*args, **kwargs)
+        result = result_of(function, args, kwargs)
     return _as_fake(result, function)
 
 

@@ -24,7 +24,7 @@ Tests compare `kept` with a real stage on a CPU, to the byte; on CUDA devices it
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +36,7 @@ from ..config import RunConfig
 from ..errors import LayoutError
 from ..host.dispatch_mode import DispatchMode
 from ..host.fake_cpu import DEVICE_OF, FakeCpu
+from ..host.known_results import KnownResults
 from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
@@ -172,7 +173,7 @@ def without_memory(device: str, kernels: str = "auto") -> Iterator[torch.device]
     kernels: of the planned run, as in `kernel_table.select`
     """
     with (
-        FakeCpu() if device == "cpu" else nullcontext(),
+        FakeCpu() if device == "cpu" else KnownResults(),
         WORKSPACE.apart(),
         selected(kernels),
     ):

@@ -22,6 +22,7 @@ from .. import __version__
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
 from ..checkpoint.lock import SaveLock
+from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
@@ -227,7 +228,7 @@ def train(
         if (
             checkpoint.save
             and mesh.rank == 0
-            and (path := find(Path(checkpoint.save), trainer.saves.step))
+            and (path := find(place_of(checkpoint.save), trainer.saves.step))
         ):
             logger.info("the last checkpoint is %s", path)
     was_complete = (
@@ -271,7 +272,7 @@ def _check_room(engine: Replica, progress: Progress) -> None:
     steps = make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
     check_room(
-        Path(checkpoint.save),
+        place_of(checkpoint.save),
         largest_pieces(engine),
         coordinates=mesh.coordinates,
         world=mesh.group("world"),
@@ -353,7 +354,7 @@ def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
 def _check_outputs(config: RunConfig, rank: int) -> None:
     """Raises ConfigError or CheckpointError when an output file or folder cannot be written."""
     if config.checkpoint.save:
-        check_writable(config.checkpoint.save)
+        check_writable(place_of(config.checkpoint.save))
     if config.logging.trace:
         check_folder("--trace", Path(config.logging.trace))
     if rank == 0:

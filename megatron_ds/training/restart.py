@@ -6,9 +6,9 @@ known, and that of another run in the folder is not loaded.
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from ..checkpoint.load import latest, read_run
+from ..checkpoint.place import place_of
 from ..checkpoint.save_folder import run_id_of
 from ..config import RunConfig, Source
 from ..config.options.training_options import CheckpointConfig
@@ -64,7 +64,7 @@ def _own_step(checkpoint: CheckpointConfig, run_id: str) -> int | None:
 def _run_id(folder: str) -> str | None:
     """The identifier of the newest checkpoint; None where there is none of this package."""
     try:
-        step = latest(folder) if Path(folder).is_dir() else None
+        step = latest(folder) if place_of(folder).is_dir() else None
         return None if step is None else run_id_of(read_run(folder, step))
     except CheckpointError:
         return None

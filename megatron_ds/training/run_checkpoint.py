@@ -28,6 +28,7 @@ from ..checkpoint.disk_space import bytes_in, size
 from ..checkpoint.load import check_same_model, differences, latest, load, read_run
 from ..checkpoint.lock import locked
 from ..checkpoint.pieces import WEIGHT, Piece
+from ..checkpoint.place import is_store, place_of
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
@@ -76,7 +77,7 @@ def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextMa
     return (
         nullcontext()
         if checkpoint.save is None
-        else locked(Path(checkpoint.save), world)
+        else locked(place_of(checkpoint.save), world)
     )
 
 
@@ -98,7 +99,16 @@ def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
     """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
     load."""
     if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
-        on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
+        on_one_rank(world, lambda: _move_aside(checkpoint.save))
+
+
+def _move_aside(save: str) -> None:
+    if is_store(save):
+        raise CheckpointError(
+            f"--save {save} --overwrite-save: a store cannot rename the checkpoints that are there. Give another "
+            "--save, or move them with the tools of the store."
+        )
+    move_aside(Path(save))
 
 
 def _look(checkpoint: CheckpointConfig) -> Start:
@@ -120,14 +130,14 @@ def _look(checkpoint: CheckpointConfig) -> Start:
 
 def _check_may_start(checkpoint: CheckpointConfig) -> None:
     """Raises CheckpointError unless the empty --load folder is also --save."""
-    folder = Path(checkpoint.load)
+    folder = place_of(checkpoint.load)
     if checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {folder}: no complete checkpoint there, and "
             "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
             "start from scratch."
         )
-    if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
+    if checkpoint.save and _same_folder(folder, place_of(checkpoint.save)):
         return
     # The names of folders beside it may show a misspelling.
     what = "holds no checkpoint" if folder.is_dir() else "does not exist"
@@ -158,7 +168,7 @@ def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
     ):
         return
     from_there = checkpoint.load and _same_folder(
-        Path(checkpoint.load), Path(checkpoint.save)
+        place_of(checkpoint.load), place_of(checkpoint.save)
     )
     if from_there:
         change = "Remove --finetune"
@@ -169,7 +179,7 @@ def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
     else:
         change = f"Add --load {checkpoint.save}"
     check_vacant(
-        Path(checkpoint.save),
+        place_of(checkpoint.save),
         start.run_id,
         start.step or 0,
         f"{change} to continue that run",
@@ -181,7 +191,7 @@ def _continues_in_place(checkpoint: CheckpointConfig) -> bool:
         checkpoint.load
         and checkpoint.save
         and not checkpoint.finetune
-        and _same_folder(Path(checkpoint.load), Path(checkpoint.save))
+        and _same_folder(place_of(checkpoint.load), place_of(checkpoint.save))
     )
 
 
@@ -258,7 +268,7 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     saving = new_saving(engine, progress)
     saving.begin(pieces, run_values(engine, progress, description))
     parts = saving.collect(lambda: saving.write(saving.own(pieces)))
-    path = saving.publish(parts)
+    path = saving.complete(parts)
     if engine.mesh.rank == 0:
         log_saved(path, begin)
     return True
@@ -268,7 +278,7 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
     """A save of this run that has not begun."""
     checkpoint = engine.config.checkpoint
     return Saving(
-        Path(checkpoint.save),
+        place_of(checkpoint.save),
         progress.step,
         engine.mesh.coordinates,
         engine.mesh.group("world"),
@@ -312,7 +322,7 @@ def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) 
             progress.step,
             found[rank],
             rank,
-            Path(engine.config.checkpoint.save),
+            place_of(engine.config.checkpoint.save),
         )
     return False
 

@@ -4,9 +4,9 @@ from typing import Protocol
 
 
 class SaveUnderWay(Protocol):
-    """is_written: this rank has written its file, if there is a save. `saves.Saves` is one."""
+    """is_ready: this rank has done its part of the save, if there is one. `saves.Saves` is one."""
 
-    is_written: bool
+    is_ready: bool
 
     def before_update(self) -> None:
         """Called before weights and optimizer state change."""

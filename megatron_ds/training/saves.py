@@ -1,16 +1,21 @@
 """`Saves`: the checkpoints of a run, written at once or, with --async-save, while training goes on.
 
 A save in the background has one stall, in which the state is copied into host memory. Ranks then train on; in the
-all-reduce of each step they count how many have written their file, so that all of them publish the checkpoint
-after the same step. One save is under way at a time: the next one waits for it, and so does the end of the run.
-An error of any rank's writer is raised on all ranks after the next step.
+all-reduce of each step they count how many have done their part, so that all of them take the next stage of the
+save after the same step (`background_save.py` lists the stages). One save is under way at a time: the next one
+waits for it, and so does the end of the run. An error of any rank's thread is raised on all ranks after the next
+step.
 """
 
+import importlib
 import time
 from dataclasses import dataclass
 
+import torch
+
 from ..checkpoint.background_save import BackgroundSave, Copies
 from ..host import places
+from ..host.pace import Pace
 from ..progress.ramps import Progress
 from .build import Replica
 from .run_checkpoint import (
@@ -22,6 +27,9 @@ from .run_checkpoint import (
     save_run,
     saved_pieces,
 )
+
+# Of the processors that a model on a CPU computes with, the share that a thread takes which writes beside it.
+WRITERS_SHARE = 0.02
 
 
 @dataclass
@@ -50,6 +58,8 @@ class Saves:
         self._pending: _Pending | None = None
         if engine.config.checkpoint.async_save:
             engine.saving = self
+            # The import takes 0.8 s, for which the thread would slow the first steps.
+            importlib.import_module("..checkpoint.storage", __package__)
 
     def save(self, progress: Progress, is_last: bool = False) -> None:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""
@@ -62,39 +72,48 @@ class Saves:
                 self.step = progress.step
 
     @property
-    def is_written(self) -> bool:
-        """Whether this rank has written its file of the save under way."""
-        return self._pending is not None and self._pending.save.is_written
+    def is_ready(self) -> bool:
+        """Whether this rank's thread has done its part of the save under way."""
+        return self._pending is not None and self._pending.save.is_ready
 
     def before_update(self) -> None:
         """Called before state changes: a GPU first completes the copies of the save that has begun."""
         if self._pending is not None:
             self._pending.save.copied.wait()
 
-    def after_step(self, written: int) -> None:
-        """Publish the save under way when all ranks have written. written: the ranks that have. Collective."""
-        if written == self._engine.mesh.group("world").size:
-            self.finish()
+    def after_step(self, ready: int) -> None:
+        """Go on with the save under way when all ranks are ready. ready: the ranks that are. Collective."""
+        if ready == self._engine.mesh.group("world").size:
+            self._advance()
 
     def finish(self) -> None:
-        """Wait for the save under way, if any, and publish it. Collective over the world.
+        """Wait for the save under way, if any, until its end. Collective over the world.
 
         Raises CheckpointError on all ranks when any rank failed.
         """
+        while self._pending is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Take the next step of the save under way, and report what it brought."""
         pending = self._pending
-        if pending is None:
-            return
         # After an error there is nothing to wait for.
         self._pending = None
-        wait = time.perf_counter()
+        begin = time.perf_counter()
         with places.phase(places.SAVING):
-            path, found = pending.save.publish()
-        if not is_finite(found, pending.progress, self._engine):
+            has_ended = pending.save.advance()
+        pending.stall += time.perf_counter() - begin
+        if not has_ended:
+            self._pending = pending
+        if not is_finite(pending.save.reasons, pending.progress, self._engine):
             return
+        if pending.save.path is not None and self.step != pending.save.step:
+            self._report(pending)
+
+    def _report(self, pending: _Pending) -> None:
         self.step = pending.save.step
         if self._engine.mesh.rank == 0:
-            stall = pending.stall + time.perf_counter() - wait
-            log_saved(path, pending.begin, stall)
+            log_saved(pending.save.path, pending.begin, pending.stall)
 
     def _begin(self, progress: Progress) -> None:
         begin = time.perf_counter()
@@ -104,6 +123,13 @@ class Saves:
             run_values(self._engine, progress, self._description),
             self._copies,
             not_finite,
+            self._pace(),
         )
         stall = time.perf_counter() - begin
         self._pending = _Pending(save, progress, begin, stall)
+
+    def _pace(self) -> Pace:
+        """A GPU does not compute with the processors of the thread: it writes without pauses then."""
+        if self._engine.mesh.device.type != "cpu":
+            return Pace()
+        return Pace(min(1.0, WRITERS_SHARE * torch.get_num_threads()))

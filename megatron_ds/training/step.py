@@ -96,10 +96,10 @@ def train_step(
     # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
     # step. While the update runs, the host prepares the next step.
     counts = config.logging.log_num_zeros_in_grad
-    # A checkpoint that is written in the background learns here that other ranks have written.
+    # A checkpoint that is written in the background learns here that other ranks are ready.
     saving = engine.saving
-    is_written = saving is not None and saving.is_written
-    sums = engine.metrics.queue(losses, executor.entries, stop, is_written)
+    is_ready = saving is not None and saving.is_ready
+    sums = engine.metrics.queue(losses, executor.entries, stop, is_ready)
     measured = optimizer.measure(counts)
     with executor.place_named():
         numbers = read_numbers(torch.cat([sums, measured]), engine.mesh.group("world"))

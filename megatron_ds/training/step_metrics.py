@@ -27,9 +27,9 @@ from ..mpu.grid import ranks_in_short
 from ..mpu.mesh import Mesh
 from .observe.records import EvalRecord, TrainRecord
 
-# Votes of ranks are counted in one number: for a stop, for a checkpoint that is written, for an exchange of names.
+# Votes of ranks are counted in one number: for a stop, for a checkpoint under way, for an exchange of names.
 # Each is above any number of the ones before.
-WRITTEN = 2.0**16
+READY = 2.0**16
 NEW_NAMES = 2.0**32
 RESERVED = {
     "lm loss",
@@ -44,7 +44,7 @@ class StepReport:
 
     tokens   counted in the loss
     stop     whether a rank asked to end the run
-    written  ranks that have written their file of the checkpoint under way
+    ready    ranks that have done their part of the checkpoint under way
     terms    loss terms that layers added, by name, without their weight
     metrics  metrics that layers recorded, by name
     of_ranks  the numbers of all ranks, in their order; empty unless `share` was given one
@@ -55,7 +55,7 @@ class StepReport:
     stop: bool
     terms: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    written: int = 0
+    ready: int = 0
     of_ranks: Sequence[float] = ()
 
     @property
@@ -103,7 +103,7 @@ class StepMetrics:
         losses: Sequence[Loss],
         entries: Sequence[Entry],
         stop: bool = False,
-        is_written: bool = False,
+        is_ready: bool = False,
     ) -> torch.Tensor:
         """The sums over all ranks, float64, on the device; `report` takes them. The arguments are those of
         `reduce`. Collective over the world; the host does not wait, except at the first step.
@@ -111,7 +111,7 @@ class StepMetrics:
         mine = _names(entries)
         if self.names is None:
             self._exchange(mine)
-        votes = stop + WRITTEN * is_written
+        votes = stop + READY * is_ready
         if not mine <= self.names.items():
             votes += NEW_NAMES
         own = self._own
@@ -137,10 +137,10 @@ class StepMetrics:
         return StepReport(
             total / max(count, 1),
             tokens,
-            votes % WRITTEN > 0,
+            votes % READY > 0,
             terms,
             metrics,
-            int(votes % NEW_NAMES // WRITTEN),
+            int(votes % NEW_NAMES // READY),
             of_ranks,
         )
 

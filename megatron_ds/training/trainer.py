@@ -157,7 +157,7 @@ class Trainer:
         while not self._is_finished():
             outcome = step_and_log()
             step_and_log = self._step
-            self.saves.after_step(outcome.written)
+            self.saves.after_step(outcome.ready)
             if outcome.stop:
                 return self._stop_reason()
             if self._has_tuned:

@@ -22,31 +22,19 @@ import torch.distributed.checkpoint  # noqa: F401  before the forks
 from megatron_ds.checkpoint.background_save import BackgroundSave, Copies
 from megatron_ds.checkpoint.folder import steps_in
 from megatron_ds.checkpoint.load import latest, load, read_run
-from megatron_ds.checkpoint.save import Saving, save
+from megatron_ds.checkpoint.save import Saving
 from megatron_ds.mpu.group import solo
 from tests.harness.deaths import die_at_change, forked, survived
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import Layout, pieces_of, save_step
 
 MOST_CHANGES = 200
-
-
-def save_seed(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
-    save(
-        folder,
-        step,
-        pieces_of(Layout(), 0, seed),
-        coordinates={},
-        world=solo(),
-        run={"seed": seed},
-        limit=limit,
-    )
 
 
 def save_behind(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
     """The same in the background, published at once."""
     pieces = pieces_of(Layout(), 0, seed)
     saving = Saving(folder, step, {}, solo(), limit)
-    BackgroundSave(saving, pieces, {"seed": seed}, Copies()).publish()
+    BackgroundSave(saving, pieces, {"seed": seed}, Copies()).finish()
 
 
 def loaded_seed(folder: Path) -> int:
@@ -61,7 +49,7 @@ def loaded_seed(folder: Path) -> int:
 
 
 def die_everywhere(
-    base: Path, step: int, limit: int | None, saves: Callable = save_seed
+    base: Path, step: int, limit: int | None, saves: Callable = save_step
 ) -> int:
     """One save of `step` over a folder holding 10 and 20, dying at each change in turn; how many changes
     there are."""
@@ -80,7 +68,7 @@ def die_everywhere(
         assert found == 99 if done else found in (20, 99), (
             f"death at change {n}: loaded {found}"
         )
-        save_seed(folder, 40, seed=40, limit=limit)
+        save_step(folder, 40, seed=40, limit=limit)
         assert loaded_seed(folder) == 40
         assert not [p for p in folder.iterdir() if p.name.startswith(".iter")], (
             "a leftover stays"
@@ -94,7 +82,7 @@ def die_everywhere(
 
 
 def die_sometime(
-    folder: Path, draw: random.Random, times: int, saves: Callable = save_seed
+    folder: Path, draw: random.Random, times: int, saves: Callable = save_step
 ) -> int:
     """Saves one after the other, killed at a random moment after the first or second; how many saves went
     through in all.
@@ -103,7 +91,7 @@ def die_sometime(
     saves too.
     """
     seed, begin = 1, time.monotonic()
-    save_seed(folder, 1, seed=1)
+    save_step(folder, 1, seed=1)
     seconds = time.monotonic() - begin
     for _ in range(times):
         report, told = os.pipe()
@@ -130,7 +118,7 @@ def main() -> None:
     base, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
     torch.set_num_threads(1)
     for seed in (10, 20):
-        save_seed(base / "start", seed, seed=seed)
+        save_step(base / "start", seed, seed=seed)
     print(
         die_everywhere(base, 30, limit=2),
         die_everywhere(base, 20, limit=None),

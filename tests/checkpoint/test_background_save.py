@@ -53,7 +53,7 @@ def test_the_files_are_those_of_a_save_at_the_moment_of_its_beginning(tmp_path):
             save(both[0], step, pieces, run={"seed": step}, **own)
             pending = begun(both[1], step, pieces, copies, coordinates, group, step)
             spoil(pieces)
-            pending.publish()
+            pending.finish()
         return copies.nbytes
 
     assert all(run_ranks(LAYOUT.world_size, main))
@@ -67,16 +67,18 @@ def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
     gate = threading.Event()
     write = Saving.write
 
-    def held(saving, pieces):
+    def held(saving, pieces, pace):
         assert gate.wait(60)
-        return write(saving, pieces)
+        return write(saving, pieces, pace)
 
     save(tmp_path, 1, pieces_of(Layout(), 0, 1), coordinates={}, world=solo(), run={})
     monkeypatch.setattr(Saving, "write", held)
     pending = begun(tmp_path, 2, pieces_of(Layout(), 0, 2))
-    assert not pending.is_written and latest(tmp_path) == 1
+    assert not pending.is_ready and latest(tmp_path) == 1
     gate.set()
-    path, _ = pending.publish()
+    pending.advance()
+    assert latest(tmp_path) == 1
+    path = pending.finish()
     assert path.name == "iter_0000002" and latest(tmp_path) == 2
     pieces = pieces_of(Layout(), 0, seed=None)
     load(tmp_path, 2, pieces, coordinates={}, world=solo())
@@ -87,10 +89,10 @@ def test_nothing_is_visible_before_all_have_written(tmp_path, monkeypatch):
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
     write = Saving.write
 
-    def failing(saving, pieces):
+    def failing(saving, pieces, pace):
         if saving._world.rank == 2:
             raise OSError(28, "No space left on device")
-        return write(saving, pieces)
+        return write(saving, pieces, pace)
 
     monkeypatch.setattr(Saving, "write", failing)
 
@@ -101,7 +103,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, monkeypa
             tmp_path, 1, pieces, coordinates=tp_coordinates(LAYOUT, rank), world=group
         )
         with pytest.raises(CheckpointError, match=r"rank 2.*No space left"):
-            pending.publish()
+            pending.finish()
 
     run_ranks(LAYOUT.world_size, main)
     assert latest(tmp_path) is None
@@ -122,7 +124,9 @@ def test_a_gpu_copies_beside_the_model_and_before_the_update(
 ):
     """The update changes the state behind the mark; without the wait the copy races with it."""
     written = []
-    monkeypatch.setattr(Saving, "write", lambda saving, pieces: written.append(pieces))
+    monkeypatch.setattr(
+        Saving, "write", lambda saving, pieces, pace: written.append(pieces)
+    )
     monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
     with fake_cuda(), FakeGpu() as gpu:
         pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
@@ -138,8 +142,8 @@ def test_a_gpu_copies_beside_the_model_and_before_the_update(
 class AtOnce:
     """A thread that runs when it is started, for a recording in one thread."""
 
-    def __init__(self, target, args, **_):
-        self._run = lambda: target(*args)
+    def __init__(self, target, **_):
+        self._run = target
 
     def start(self):
         pass
@@ -158,7 +162,7 @@ def test_a_reason_of_one_rank_drops_the_save_on_all(tmp_path):
         refuse = lambda pieces: "a bad value" if rank == 3 else None
         pieces = pieces_of(LAYOUT, rank, 1)
         pending = BackgroundSave(saving, pieces, {}, Copies(), refuse)
-        return pending.publish()
+        return pending.finish(), pending.reasons
 
     expected = (None, [None, None, None, "a bad value"])
     assert run_ranks(LAYOUT.world_size, main) == [expected] * LAYOUT.world_size
@@ -178,7 +182,7 @@ def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path):
         coordinates = tp_coordinates(LAYOUT, rank)
         pending = begun(tmp_path, 1, pieces, copies, coordinates, group)
         with pytest.raises(CheckpointError, match=r"rank 1.*no memory is left"):
-            pending.publish()
+            pending.finish()
 
     run_ranks(LAYOUT.world_size, main)
     assert latest(tmp_path) is None

@@ -9,24 +9,11 @@ from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import Layout, pieces_of, save_step
 
 pytestmark = pytest.mark.plan
 
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def save_step(folder, step, seed=None, limit=None):
-    seed = step if seed is None else seed
-    return save(
-        folder,
-        step,
-        pieces_of(Layout(), 0, seed),
-        coordinates={},
-        world=solo(),
-        run={"seed": seed},
-        limit=limit,
-    )
 
 
 def assert_loads(folder, step, seed):

@@ -12,27 +12,16 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint import lock as locks
-from megatron_ds.checkpoint.lock import LOCK, SaveLock, _read, locked, this_process
-from megatron_ds.checkpoint.save import save
+from megatron_ds.checkpoint.lock import SaveLock, locked, this_process
+from megatron_ds.checkpoint.lock_file import LOCK
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.deaths import forked
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import save_step
 
 pytestmark = pytest.mark.plan
 
 SOON, LATE = 0.05, 3600.0  # seconds
-
-
-def save_step(folder, step, seed):
-    return save(
-        folder,
-        step,
-        pieces_of(Layout(), 0, seed),
-        coordinates={},
-        world=solo(),
-        run={"seed": seed},
-    )
 
 
 def left_behind(folder: Path, **changes) -> Path:
@@ -134,7 +123,7 @@ def test_a_damaged_lock_has_no_owner(tmp_path, pid):
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "pid": "PID"}).replace('"PID"', pid)
     )
-    assert _read(path)[0] is None
+    assert SaveLock(tmp_path)._read()[0] is None
 
 
 def test_a_lock_from_elsewhere_whose_time_changes_is_that_of_a_live_job(tmp_path):
@@ -184,17 +173,17 @@ def test_of_two_that_take_over_at_the_same_time_the_slower_puts_the_lock_of_the_
 ):
     left_behind(tmp_path)
     slow, fast = SaveLock(tmp_path, stale=SOON), SaveLock(tmp_path, stale=SOON)
-    dead = _read(slow.path)[0]
+    dead = slow._read()[0]
     fast._remove(dead)
     assert fast._create()
     slow._remove(dead)
-    assert _read(fast.path)[0] == fast.mine
+    assert fast._read()[0] == fast.mine
 
 
 def test_a_run_holds_its_lock_through_its_saves(tmp_path):
     with locked(tmp_path, solo()) as lock:
         save_step(tmp_path, 1, seed=1)
-        assert _read(lock.path)[0] == lock.mine
+        assert lock._read()[0] == lock.mine
         save_step(tmp_path, 2, seed=2)
     assert not (tmp_path / LOCK).exists()
 
@@ -207,7 +196,7 @@ def test_a_removed_folder_is_said_once_and_made_anew_by_the_next_save(tmp_path, 
         lock.check()
         for step in (2, 3):
             save_step(folder, step, seed=step)
-        assert _read(lock.path)[0] == lock.mine
+        assert lock._read()[0] == lock.mine
     assert caplog.text.count("was removed while") == 1
     assert sorted(p.name for p in folder.glob("iter_*")) == [
         "iter_0000002",

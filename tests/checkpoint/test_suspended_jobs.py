@@ -16,8 +16,8 @@ import megatron_ds
 from megatron_ds.checkpoint import lock as locks
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.known_saves import KnownSaves
-from megatron_ds.checkpoint.lock import LOCK, locked
-from megatron_ds.checkpoint.save import save
+from megatron_ds.checkpoint.lock import locked
+from megatron_ds.checkpoint.lock_file import LOCK
 from megatron_ds.compat.engine import known_tags
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.grid import Grid
@@ -28,23 +28,12 @@ from megatron_ds.training.pretrain import pretrain
 from tests.harness.deaths import forked, survived
 from tests.harness.engine_runs import config_of, make, on_ranks, train
 from tests.harness.pretraining import MOCK
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import save_step
 
 pytestmark = pytest.mark.plan
 
 ROOT = Path(__file__).parents[2]
 LATE = 3600.0  # seconds: the beat of a suspended owner does not come
-
-
-def save_step(folder, step, seed):
-    return save(
-        folder,
-        step,
-        pieces_of(Layout(), 0, seed),
-        coordinates={},
-        world=solo(),
-        run={"seed": seed},
-    )
 
 
 def seeds_in(folder):
@@ -229,16 +218,10 @@ def test_a_run_that_lost_its_folder_stops_at_the_next_step_with_code_2_and_saves
         code = pretrain(
             [
                 *MOCK,
-                "--global-batch-size",
-                "1",
-                "--train-iters",
-                "9",
+                *"--global-batch-size 1 --train-iters 9".split(),
                 "--save",
                 str(tmp_path),
-                "--save-interval",
-                "2",
-                "--lr-warmup-iters",
-                "0",
+                *"--save-interval 2 --lr-warmup-iters 0".split(),
             ]
         )
     shown = capsys.readouterr()

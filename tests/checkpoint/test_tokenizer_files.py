@@ -22,14 +22,10 @@ from tests.harness.pretraining import MOCK, run_file, train
 pytestmark = pytest.mark.processes
 
 BPE = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-FILES = [
-    "--tokenizer-type",
-    "GPT2BPETokenizer",
-    "--vocab-file",
-    "tok/vocab.json",
-    "--merge-file",
-    "tok/merges.txt",
-]
+FILES = (
+    "--tokenizer-type GPT2BPETokenizer --vocab-file tok/vocab.json "
+    "--merge-file tok/merges.txt"
+).split()
 
 
 @pytest.fixture

@@ -121,43 +121,20 @@ def upcycled(dense, tmp_path, *flags):
 EXACT = {
     "gpt2": ["--num-experts", "4"],
     "gpt2, parts": ["--num-experts", "4", "--moe-upcycling-granularity", "2"],
-    "gpt2, sigmoid and bias": [
-        "--num-experts",
-        "4",
-        "--moe-router-score-function",
-        "sigmoid",
-        "--moe-router-enable-expert-bias",
-        "--moe-router-topk",
-        "3",
-    ],
+    "gpt2, sigmoid and bias": (
+        "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-topk 3"
+    ).split(),
     "llama": ["--num-experts", "5", "--moe-router-topk", "3"],
-    "llama, parts and factor": [
-        "--num-experts",
-        "8",
-        "--moe-router-topk",
-        "4",
-        "--moe-upcycling-granularity",
-        "2",
-        "--moe-router-topk-scaling-factor",
-        "2.5",
-    ],
-    "llama, pyramid of residual experts": [
-        "--num-experts",
-        "4",
-        "8",
-        "--mlp-type",
-        "residual",
-    ],
-    "llama, groups": [
-        "--num-experts",
-        "8",
-        "--moe-router-num-groups",
-        "2",
-        "--moe-router-group-topk",
-        "1",
-        "--moe-upcycling-granularity",
-        "2",
-    ],
+    "llama, parts and factor": (
+        "--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 "
+        "--moe-router-topk-scaling-factor 2.5"
+    ).split(),
+    "llama, pyramid of residual experts": "--num-experts 4 8 --mlp-type residual".split(),
+    "llama, groups": (
+        "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1 "
+        "--moe-upcycling-granularity 2"
+    ).split(),
     "llama, one layer": ["--num-experts", "4", "--moe-layer-freq", "[0]*1+[1]*1"],
     "bert": ["--num-experts", "4", "--moe-upcycling-granularity", "2"],
 }
@@ -175,37 +152,13 @@ def test_the_upcycled_model_has_the_loss_of_the_dense_one_for_any_router(
 
 
 PRE_SOFTMAX = {
-    "gpt2": [
-        "--num-experts",
-        "4",
-        "--moe-router-pre-softmax",
-        "--moe-router-topk",
-        "1",
-    ],
-    "gpt2, parts": [
-        "--num-experts",
-        "8",
-        "--moe-router-pre-softmax",
-        "--moe-upcycling-granularity",
-        "2",
-    ],
-    "llama, parts": [
-        "--num-experts",
-        "8",
-        "--moe-router-pre-softmax",
-        "--moe-router-topk",
-        "4",
-        "--moe-upcycling-granularity",
-        "4",
-    ],
-    "llama, one sigmoid": [
-        "--num-experts",
-        "4",
-        "--moe-router-topk",
-        "1",
-        "--moe-router-score-function",
-        "sigmoid",
-    ],
+    "gpt2": "--num-experts 4 --moe-router-pre-softmax --moe-router-topk 1".split(),
+    "gpt2, parts": "--num-experts 8 --moe-router-pre-softmax --moe-upcycling-granularity 2".split(),
+    "llama, parts": (
+        "--num-experts 8 --moe-router-pre-softmax --moe-router-topk 4 "
+        "--moe-upcycling-granularity 4"
+    ).split(),
+    "llama, one sigmoid": "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid".split(),
 }
 
 
@@ -377,14 +330,7 @@ def test_a_crash_leaves_nothing_that_looks_complete(dense, tmp_path, monkeypatch
             "not a number of parts",
         ),
         (
-            [
-                "--num-experts",
-                "4",
-                "--moe-router-topk",
-                "3",
-                "--moe-upcycling-granularity",
-                "2",
-            ],
+            "--num-experts 4 --moe-router-topk 3 --moe-upcycling-granularity 2".split(),
             "does not divide --moe-router-topk 3",
         ),
         (

@@ -108,12 +108,7 @@ def test_python_m_and_the_script_of_the_checkout_are_the_same():
         words = [
             warm_python(),
             *start,
-            "--schedule",
-            "1f1b",
-            "--pipeline-size",
-            "2",
-            "--microbatches",
-            "3",
+            *"--schedule 1f1b --pipeline-size 2 --microbatches 3".split(),
         ]
         outputs.append(
             subprocess.run(

@@ -15,17 +15,10 @@ from tests.harness.pretraining import MOCK, STEPS, VOCAB, train
 
 pytestmark = pytest.mark.processes
 
-SIGMOID = [
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--moe-router-score-function",
-    "sigmoid",
-    "--moe-router-enable-expert-bias",
-    "--expert-model-parallel-size",
-    "2",
-]
+SIGMOID = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --expert-model-parallel-size 2"
+).split()
 
 
 def test_text_is_generated_with_the_bias_of_each_expert_that_training_saved(tmp_path):

@@ -186,7 +186,7 @@ def installed(checkout, tmp_path_factory):
 def test_a_wheel_alone_has_every_command(installed, tmp_path):
     job = (
         "--vocab-size 64 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-        "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3"
+        "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 0 --lr 1e-3"
     ).split()
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_ds train".split()
 

@@ -173,15 +173,7 @@ def test_the_example_trains_as_many_rows_as_its_variable_states(tmp_path):
     argv = [
         "--load",
         str(tmp_path),
-        "--mock-data",
-        "--lr",
-        "1",
-        "--train-iters",
-        "1",
-        "--seq-length",
-        "8",
-        "--micro-batch-size",
-        "1",
+        *"--mock-data --lr 1 --train-iters 1 --seq-length 8 --micro-batch-size 1".split(),
         *flags,
     ]
     config = parse(argv, env={}, defaults=foreign_defaults(argv))

@@ -254,13 +254,7 @@ def test_the_flag_for_mock_data_replaces_the_data_of_a_recipe(tmp_path):
     config = parse(
         [
             *CORPUS,
-            "--split",
-            "9,1",
-            "--vocab-file",
-            "nowhere.json",
-            "--mock-data",
-            "--vocab-size",
-            "99",
+            *"--split 9,1 --vocab-file nowhere.json --mock-data --vocab-size 99".split(),
         ],
         env={},
     )

@@ -107,11 +107,7 @@ def test_values_of_forks_have_their_meaning_here(words, path, value):
 def test_padded_vocabulary_is_the_size_of_the_model_unless_it_moves_the_end_of_document():
     argv = [
         *RUN[: RUN.index("--mock-data")],
-        "--data-path",
-        "p",
-        "--tokenizer-model",
-        "t",
-        "--tokenizer-type",
+        *"--data-path p --tokenizer-model t --tokenizer-type".split(),
     ]
     sizes = ["--vocab-size", "60", "--pad-vocab-size-to", "64"]
     config = parse([*argv, "Llama2Tokenizer", *sizes], env={})
@@ -135,10 +131,7 @@ SPEC = "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_
 @pytest.mark.parametrize(
     "words",
     [
-        "--no-load-optim",
-        "--finetune",
-        "--no-load-rng",
-        "--log-progress",
+        *"--no-load-optim --finetune --no-load-rng --log-progress".split(),
         "--num-dataset-builder-threads 4",
         "--use-precision-aware-optimizer --main-params-dtype fp32 --exp-avg-dtype fp32",
         "--dist-url env://",

@@ -19,6 +19,7 @@ from tests.harness.engine_runs import (
     SAMPLES,
     STEPS,
     Stack,
+    assert_trained_as,
     batches,
     config_of,
     loss_of,
@@ -41,18 +42,6 @@ def one(model=None, config=CONFIG, **options):
     return megatron_ds.initialize(
         model=model or nn.Linear(3, 2), config=config, mpu=alone(), **options
     ).engine
-
-
-def assert_trained_as(results, expected):
-    for found in results:
-        for name, p in expected.named_parameters():
-            torch.testing.assert_close(
-                found[name],
-                p.detach(),
-                rtol=1e-5,
-                atol=2e-6,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
 
 
 # ------------------------------------------------------------------------------------------------- initialize

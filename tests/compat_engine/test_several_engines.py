@@ -13,6 +13,7 @@ from tests.harness.engine_runs import (
     EPS,
     STEPS,
     Stack,
+    assert_trained_as,
     batches,
     config_of,
     loss_of,
@@ -25,18 +26,6 @@ from tests.harness.plain_training import train_plainly
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
-
-
-def assert_trained_as(results, expected):
-    for found in results:
-        for name, p in expected.named_parameters():
-            torch.testing.assert_close(
-                found[name],
-                p.detach(),
-                rtol=1e-5,
-                atol=2e-6,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
 
 
 # ----------------------------------------------------------------------------------------------- no optimizer

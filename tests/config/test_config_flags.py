@@ -141,16 +141,7 @@ def test_a_wrong_word_is_told(words, says):
 
 def test_the_later_of_two_equal_flags_wins():
     config = parse(
-        [
-            *NEEDED,
-            "--seed",
-            "1",
-            "--seed",
-            "2",
-            "--bf16",
-            "--no-bf16",
-            "--sequence-parallel",
-        ]
+        [*NEEDED, *"--seed 1 --seed 2 --bf16 --no-bf16 --sequence-parallel".split()]
     )
     assert (
         config.train.seed,

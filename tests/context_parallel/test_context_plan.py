@@ -44,33 +44,12 @@ def job(
     """size: context-parallel ranks; None: all."""
     return parse(
         [
-            "--num-layers",
-            str(layers),
-            "--hidden-size",
-            str(N * D),
-            "--num-attention-heads",
-            str(N),
-            "--seq-length",
-            str(S),
-            "--vocab-size",
-            str(VOCAB),
-            "--make-vocab-size-divisible-by",
-            "8",
-            "--micro-batch-size",
-            str(B),
-            "--global-batch-size",
-            str(B * MICROBATCHES),
-            "--lr",
-            "1e-3",
-            "--train-iters",
-            "4",
-            "--num-workers",
-            "0",
-            "--mock-data",
-            "--hidden-dropout",
-            "0",
-            "--attention-dropout",
-            "0",
+            *(
+                f"--num-layers {layers} --hidden-size {N * D} --num-attention-heads {N} --seq-length {S} "
+                f"--vocab-size {VOCAB} --make-vocab-size-divisible-by 8 --micro-batch-size {B} "
+                f"--global-batch-size {B * MICROBATCHES} --lr 1e-3 --train-iters 4 --num-workers 0 "
+                "--mock-data --hidden-dropout 0 --attention-dropout 0"
+            ).split(),
             "--context-parallel-size",
             str(size or ranks),
             "--cp-comm-type",

@@ -29,33 +29,11 @@ from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE
 from tests.planning.test_activations import kept
 
-JOB = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--vocab-size",
-    "61",
-    "--make-vocab-size-divisible-by",
-    "4",
-    "--global-batch-size",
-    str(GLOBAL_BATCH),
-    "--train-iters",
-    "4",
-    "--lr",
-    "1e-1",
-    "--optimizer",
-    "sgd",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-    "--mock-data",
-]
+JOB = (
+    "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 61 "
+    f"--make-vocab-size-divisible-by 4 --global-batch-size {GLOBAL_BATCH} --train-iters 4 "
+    "--lr 1e-1 --optimizer sgd --hidden-dropout 0.1 --attention-dropout 0.1 --mock-data"
+).split()
 STEPS, ALONE = 3, "tp=1,pp=1,dp=1"
 BROKEN = AssertionError, LayoutError, CheckpointError
 

@@ -1,7 +1,7 @@
 """What every registered schedule promises, for every shape it accepts."""
 
 import os
-from functools import cache
+from functools import lru_cache
 
 import pytest
 
@@ -19,7 +19,7 @@ SIZES, MICROBATCHES, CHUNKS = (
 ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
 # p · m · chunks: of three and more chunks on a rank, larger shapes are left to `make test-all`, and those
 # larger than SMALL take turns in ZERO
-LARGE, SMALL = (float("inf"), float("inf")) if ALL else (256, 100)
+LARGE, SMALL = (float("inf"), float("inf")) if ALL else (128, 64)
 SHAPES = [
     (p, m, chunks)
     for p in SIZES
@@ -31,7 +31,13 @@ SHAPES = [
 ZERO = ((False, False), (False, True), (True, False), (True, True))
 
 
-@cache
+@pytest.fixture(scope="module", params=SCHEDULES.names())
+def name(request):
+    """A schedule; all tests of one follow each other, so that the shapes of one are kept."""
+    return request.param
+
+
+@lru_cache(maxsize=1)
 def accepted(name):
     """(p, m, chunks, schedule) of each shape that is not refused."""
     return [*_accepted(name)]
@@ -47,12 +53,10 @@ def _accepted(name):
             )
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_some_shape_is_accepted_for_every_number_of_ranks_and_of_microbatches(name):
     assert {(p, m) for p, m, *_ in accepted(name)} == {(p, m) for p, m, _ in SHAPES}
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_a_schedule_holds_computations_only_one_program_per_rank(name):
     for p, _, _, schedule in accepted(name):
         assert (
@@ -61,7 +65,6 @@ def test_a_schedule_holds_computations_only_one_program_per_rank(name):
         )
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_lowered_it_is_complete_and_finishes_even_where_streams_share_a_queue_with_any_zero_stage(
     name,
 ):
@@ -85,7 +88,6 @@ def test_lowered_it_is_complete_and_finishes_even_where_streams_share_a_queue_wi
         check(forward_only(lowered), stages, m, forward_only=True)
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_no_rank_keeps_more_alive_than_declared_and_some_rank_keeps_as_much(name):
     for p, m, chunks, schedule in accepted(name):
         declared = [SCHEDULES[name].peak(p, m, chunks, rank) for rank in range(p)]
@@ -96,7 +98,6 @@ def test_no_rank_keeps_more_alive_than_declared_and_some_rank_keeps_as_much(name
         ), (p, m, chunks)
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_its_forwards_alone_are_a_legal_evaluation(name):
     for p, m, chunks, schedule in accepted(name):
         check(
@@ -107,7 +108,6 @@ def test_its_forwards_alone_are_a_legal_evaluation(name):
         )
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_gradients_of_a_stage_are_summed_in_the_order_of_the_microbatches(name):
     # This is what makes gradients equal to those of one process to the last bit.
     for _, m, _, schedule in accepted(name):
@@ -121,7 +121,6 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_the_microbatches(name):
                 assert order == list(range(m))
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_placement_follows_from_sizes_alone_and_neighbours_on_a_rank_send_nothing(name):
     for p, m, chunks, schedule in accepted(name):
         homes = placement(name, p, chunks)

@@ -313,24 +313,10 @@ def test_word_pieces_come_from_a_trained_vocabulary_and_other_tokenizers_are_ref
         train_word_pieces(["x"], 5, tmp_path / "u")
 
 
-BERT = [
-    "--model",
-    "bert",
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "8",
-    "--num-attention-heads",
-    "1",
-    "--seq-length",
-    "32",
-    "--micro-batch-size",
-    "1",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-]
+BERT = (
+    "--model bert --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 32 "
+    "--micro-batch-size 1 --lr 1 --train-iters 1"
+).split()
 
 
 def test_the_parts_of_a_corpus_are_cut_by_documents_and_blends_mix_them(tmp_path):
@@ -342,12 +328,7 @@ def test_the_parts_of_a_corpus_are_cut_by_documents_and_blends_mix_them(tmp_path
             *BERT,
             "--data-path",
             *words,
-            "--split",
-            "8,2,0",
-            "--tokenizer-type",
-            "NullTokenizer",
-            "--vocab-size",
-            "60",
+            *"--split 8,2,0 --tokenizer-type NullTokenizer --vocab-size 60".split(),
         ]
     )
     tokenizer = SimpleNamespace(

@@ -18,17 +18,10 @@ TP2, PP2, PP4 = (
     *(["--pipeline-model-parallel-size", n] for n in "24"),
 )
 SAMPLES = [*TINY, "--mock-data", "--lr-warmup-iters", "0"]
-LLAMA = [
-    "--swiglu",
-    "--normalization",
-    "RMSNorm",
-    "--position-embedding-type",
-    "rope",
-    "--disable-bias-linear",
-    "--num-query-groups",
-    "2",
-    "--untie-embeddings-and-output-weights",
-]
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
+).split()
 
 
 def losses(tmp_path, ranks: int, argv) -> list[float]:
@@ -47,14 +40,7 @@ def losses(tmp_path, ranks: int, argv) -> list[float]:
         (["--num-layers", "1", "--num-attention-heads", "1", "--kv-channels", "5"], 6),
         (["--optimizer", "sgd", "--sgd-momentum", "0"], 6),
         (
-            [
-                "--weight-decay-incr-style",
-                "cosine",
-                "--start-weight-decay",
-                "0",
-                "--end-weight-decay",
-                "0.1",
-            ],
+            "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1".split(),
             6,
         ),
         (["--fp16", "--loss-scale", "128"], 6),
@@ -81,12 +67,7 @@ def test_one_process_trains_with(tmp_path, flags, steps):
             4,
             [
                 *TP2,
-                "--make-vocab-size-divisible-by",
-                "128",
-                "--label-smoothing",
-                "0.1",
-                "--zero-stage",
-                "1",
+                *"--make-vocab-size-divisible-by 128 --label-smoothing 0.1 --zero-stage 1".split(),
             ],
         ),
         (2, [*TP2, "--seq-length", "1", "--max-position-embeddings", "1"]),
@@ -134,14 +115,7 @@ def test_no_iterations_only_evaluate_and_save_what_was_loaded(tmp_path, ranks, l
     only = [
         *MOCK,
         *layout,
-        "--train-iters",
-        "0",
-        "--lr-warmup-iters",
-        "0",
-        "--eval-iters",
-        "2",
-        "--eval-interval",
-        "3",
+        *"--train-iters 0 --lr-warmup-iters 0 --eval-iters 2 --eval-interval 3".split(),
     ]
     train(
         ranks,

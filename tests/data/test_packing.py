@@ -154,30 +154,11 @@ def test_packs_are_cached_and_hold_as_many_samples_as_are_wanted(tmp_path):
 def test_the_flag_packs_each_corpus_of_a_blend(tmp_path):
     corpora = [str(write(tmp_path / name, [5] * 40).prefix) for name in "ab"]
     job = [
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "8",
-        "--num-attention-heads",
-        "1",
-        "--lr",
-        "1",
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "30",
-        "--eval-iters",
-        "0",
-        "--seq-length",
-        "14",
-        "--split",
-        "1,0,0",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "9999",
-        "--data-path",
-        "3",
+        *(
+            "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 1 --micro-batch-size 1 "
+            "--train-iters 30 --eval-iters 0 --seq-length 14 --split 1,0,0 "
+            "--tokenizer-type NullTokenizer --vocab-size 9999 --data-path 3"
+        ).split(),
         corpora[0],
         "1",
         corpora[1],

@@ -328,10 +328,7 @@ def test_what_is_wrong_on_the_command_line_is_one_paragraph_and_exit_code_2(
     good = write_lines(tmp_path / "a.jsonl", [{"text": "7"}])
     blank = write_lines(tmp_path / "blank.jsonl", [{"text": " "}])
     null = [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "9",
+        *"--tokenizer-type NullTokenizer --vocab-size 9".split(),
         "--output-prefix",
         tmp_path / "out",
     ]
@@ -401,10 +398,7 @@ def test_what_is_wrong_on_the_command_line_is_one_paragraph_and_exit_code_2(
                 "--input",
                 good,
                 *null,
-                "--text-documents",
-                "line",
-                "--text-separator",
-                "-",
+                *"--text-documents line --text-separator -".split(),
             ],
             "give only one",
         ),

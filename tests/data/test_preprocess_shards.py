@@ -33,13 +33,7 @@ from .test_preprocess import NULL, run_tool, write_lines
 pytestmark = pytest.mark.processes
 
 TOOLS = Path(__file__).parents[2] / "tools"
-NULL_FLAGS = [
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "100",
-    "--append-eod",
-]
+NULL_FLAGS = "--tokenizer-type NullTokenizer --vocab-size 100 --append-eod".split()
 
 
 def corpus_lines(count=400):
@@ -156,10 +150,7 @@ def test_partitions_write_the_bytes_of_one_run_and_clear_up(tmp_path, capsys, ca
         "--input",
         path,
         *NULL_FLAGS,
-        "--json-keys",
-        "text",
-        "title",
-        "--output-prefix",
+        *"--json-keys text title --output-prefix".split(),
     ]
     assert run_tool(capsys, *base, tmp_path / "one")[0] == 0
     assert (
@@ -312,10 +303,7 @@ def test_killed_with_kill_9_the_command_goes_on_and_ends_with_the_same_bytes(
         "--output-prefix",
         str(tmp_path / "c"),
         *NULL_FLAGS,
-        "--partitions",
-        "3",
-        "--workers",
-        "3",
+        *"--partitions 3 --workers 3".split(),
     ]
     kills = 0
     for moment in ("c_*.bin.partial", *["c_*_of_*.idx"] * 2, None):

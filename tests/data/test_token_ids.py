@@ -20,28 +20,11 @@ from megatron_ds.errors import DataError
 pytestmark = pytest.mark.plan
 
 DTYPES = (np.int8, np.int16, np.int32, np.int64)
-FLAGS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "4",
-    "--micro-batch-size",
-    "2",
-    "--train-iters",
-    "2",
-    "--lr",
-    "1e-3",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "99",
-    "--split",
-    "100,0,0",
-]
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 4 "
+    "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --tokenizer-type NullTokenizer "
+    "--vocab-size 99 --split 100,0,0"
+).split()
 
 
 def corpus_with(bad, dtype, prefix):

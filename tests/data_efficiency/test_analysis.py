@@ -240,18 +240,10 @@ def corpus(tmp_path, monkeypatch):
     with IndexedWriter("text_document", np.uint16) as writer:
         for length in draw.integers(3, 60, size=60):
             writer.add_document(np.minimum(draw.zipf(1.5, length), VOCAB) - 1)
-    return [
-        "--data-path",
-        "text_document",
-        "--split",
-        "90,10,0",
-        "--seq-length",
-        "8",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        str(VOCAB - 1),
-    ]
+    return (
+        "--data-path text_document --split 90,10,0 --seq-length 8 --tokenizer-type NullTokenizer "
+        f"--vocab-size {VOCAB - 1}"
+    ).split()
 
 
 def run(*words) -> int:
@@ -269,24 +261,8 @@ def contents(folder) -> dict:
 def test_the_tool_takes_the_flags_of_the_training_and_the_tasks_of_a_cluster_do_the_same(
     tmp_path, corpus, monkeypatch
 ):
-    own = [
-        "--metrics",
-        "vocab_rarity",
-        "mine=tests.data_efficiency.test_analysis:largest",
-        "--num-shards",
-        "3",
-    ]
-    training = [
-        *corpus,
-        "--num-layers",
-        "2",
-        "--lr",
-        "1e-3",
-        "--train-iters",
-        "5",
-        "--seed",
-        "7",
-    ]
+    own = "--metrics vocab_rarity mine=tests.data_efficiency.test_analysis:largest --num-shards 3".split()
+    training = [*corpus, *"--num-layers 2 --lr 1e-3 --train-iters 5 --seed 7".split()]
     assert run(*own, "--output", "whole", *training) == 0
     for metrics in (["--metrics", "total_vocab_freq"], own[:3]):
         for shard in (2, 0, 1):
@@ -358,13 +334,7 @@ def test_the_tool_says_what_is_wrong(corpus, capfd, words, said):
 def test_corpora_may_be_named_in_a_file_but_without_weights(tmp_path, corpus, capfd):
     (tmp_path / "words").write_text("text_document\n")
     (tmp_path / "weights").write_text("0.5 text_document 0.5 text_document")
-    own = [
-        "--metrics",
-        "mine=tests.data_efficiency.test_analysis:largest",
-        "--num-shards",
-        "1",
-        "--output",
-    ]
+    own = "--metrics mine=tests.data_efficiency.test_analysis:largest --num-shards 1 --output".split()
     assert run(*own, "named", *corpus) == 0
     written = (tmp_path / "named" / "mine" / "analysis.json").stat().st_mtime_ns
     assert run(*own, "named", "--data-args-path", "words", *corpus[2:]) == 0
@@ -394,22 +364,10 @@ def with_metric(folder, name, **more) -> list[str]:
     ]
 
 
-SIZES = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "8",
-    "--num-attention-heads",
-    "2",
-    "--lr",
-    "1e-3",
-    "--train-samples",
-    "300",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "10",
-]
+SIZES = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --lr 1e-3 --train-samples 300 "
+    "--micro-batch-size 1 --global-batch-size 10"
+).split()
 
 
 def test_a_batch_rounded_down_for_the_ranks_at_hand_leaves_the_samples_as_they_are(
@@ -449,12 +407,7 @@ def test_a_corpus_of_sentences_is_analysed_as_a_bert_reads_it(tmp_path, capfd):
     corpus = [
         "--data-path",
         prefix,
-        "--split",
-        "80,20,0",
-        "--seq-length",
-        "24",
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
+        *"--split 80,20,0 --seq-length 24 --tokenizer-type HuggingFaceTokenizer".split(),
         "--tokenizer-model",
         tokenizer,
         "--model",
@@ -531,10 +484,7 @@ def test_after_a_kill_the_same_command_ends_with_the_same_files(tmp_path, corpus
     command = [
         warm_python(),
         str(ROOT / "tools" / "analyze_data.py"),
-        "--metrics",
-        "mine=killer:largest",
-        "--num-shards",
-        "4",
+        *"--metrics mine=killer:largest --num-shards 4".split(),
         *corpus,
     ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}

@@ -54,14 +54,7 @@ def with_values(job, **values):
 def test_truncated_samples_train_as_samples_that_were_never_longer(style):
     job = tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, JOB_STEPS)
     samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
-    length = [
-        "--curriculum-min-length",
-        "16",
-        "--curriculum-max-length",
-        "16",
-        "--curriculum-steps",
-        "1",
-    ]
+    length = "--curriculum-min-length 16 --curriculum-max-length 16 --curriculum-steps 1".split()
     run = trained([*job, *CURRICULA["truncate"], *length], samples)
     assert same(run, trained(with_values(job, seq_length=16), samples[:, :17]))
     assert not same(run, trained(job, samples))
@@ -73,14 +66,7 @@ def test_folded_samples_train_as_twice_as_many_of_half_the_length(style):
     micro-batch."""
     job = tiny_job(style, "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, JOB_STEPS)
     samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
-    length = [
-        "--curriculum-min-length",
-        "11",
-        "--curriculum-max-length",
-        "11",
-        "--curriculum-steps",
-        "1",
-    ]
+    length = "--curriculum-min-length 11 --curriculum-max-length 11 --curriculum-steps 1".split()
     run = trained([*job, *CURRICULA["reshape"], *length], samples)
     halves = torch.stack([samples[:, :12], samples[:, 11:23]], 1).flatten(0, 1)
     twice = with_values(job, seq_length=11, global_batch_size=2 * GLOBAL_BATCH)

@@ -87,12 +87,7 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
         *TINY[: TINY.index("--eval-iters")],
         *TINY[TINY.index("--eval-iters") + 2 :],
         *corpus,
-        "--train-iters",
-        str(STEPS),
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "3",
+        *f"--train-iters {STEPS} --eval-iters 1 --eval-interval 3".split(),
     ]
     job = [*plain, "--deepspeed_config", tmp_path / "ds.json"]
     train(1, [*job, "--save", tmp_path / "whole"])
@@ -149,27 +144,11 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
 def test_a_run_in_tokens_ends_and_decays_by_the_tokens_that_were_trained_on(tmp_path):
     job = [
         *TINY,
-        "--lr-warmup-iters",
-        "0",
-        "--mock-data",
-        "--train-tokens",
-        "300",
-        "--train-iters",
-        "99",
-        "--lr-warmup-tokens",
-        "64",
-        "--lr-decay-style",
-        "linear",
-        "--min-lr",
-        "0",
-        "--curriculum-type",
-        "seqlen",
-        "--curriculum-min-length",
-        "8",
-        "--curriculum-steps",
-        "4",
-        "--curriculum-length-step",
-        "4",
+        *(
+            "--lr-warmup-iters 0 --mock-data --train-tokens 300 --train-iters 99 "
+            "--lr-warmup-tokens 64 --lr-decay-style linear --min-lr 0 --curriculum-type seqlen "
+            "--curriculum-min-length 8 --curriculum-steps 4 --curriculum-length-step 4"
+        ).split(),
         "--save",
         tmp_path,
         "--load",

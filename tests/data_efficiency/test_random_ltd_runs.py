@@ -16,38 +16,19 @@ from tests.harness.pretraining import (
 
 pytestmark = pytest.mark.processes
 
-LTD = [
-    "--random-ltd",
-    "--random-ltd-min-tokens",
-    "4",
-    "--random-ltd-steps",
-    str(STEPS - 1),
-    "--random-ltd-tokens-per-step",
-    "4",
-    "--random-ltd-layer-ids",
-    "0",
-]
-SHORT_FIRST = [
-    "--curriculum-type",
-    "seqlen_truncate",
-    "--curriculum-min-length",
-    "8",
-    "--curriculum-steps",
-    "4",
-    "--curriculum-length-step",
-    "4",
-]
+LTD = (
+    f"--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps {STEPS - 1} "
+    "--random-ltd-tokens-per-step 4 --random-ltd-layer-ids 0"
+).split()
+SHORT_FIRST = (
+    "--curriculum-type seqlen_truncate --curriculum-min-length 8 --curriculum-steps 4 "
+    "--curriculum-length-step 4"
+).split()
 
 
 def test_a_run_goes_on_with_the_tokens_that_it_would_have_kept(tmp_path):
     job = [*MOCK, *LTD, *SHORT_FIRST]
-    sp = [
-        "--tensor-model-parallel-size",
-        "2",
-        "--sequence-parallel",
-        "--zero-stage",
-        "1",
-    ]
+    sp = "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1".split()
     train(2, [*job, *sp, "--save", tmp_path / "whole", "--save-interval", STEPS // 2])
     for _ in range(2):
         train(

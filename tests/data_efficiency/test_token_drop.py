@@ -122,18 +122,7 @@ def test_blocks_are_all_but_the_first_and_the_last_unless_they_are_named():
 
 
 def test_what_a_run_saves_is_counted_step_by_step_as_its_batch_grows():
-    ramp = [
-        "--train-samples",
-        "100",
-        "--rampup-batch-size",
-        "2",
-        "2",
-        "24",
-        "--random-ltd-layer-ids",
-        "1",
-        "2",
-        "3",
-    ]
+    ramp = "--train-samples 100 --rampup-batch-size 2 2 24 --random-ltd-layer-ids 1 2 3".split()
     at = JOB.index("--train-iters")
     config = parse([*JOB[:at], *JOB[at + 2 :], *LTD[:-1], "8", *ramp])
     drop, batch_size, samples, tokens, step = (
@@ -187,15 +176,7 @@ def from_json(tmp_path, ltd: dict, **around) -> list[str]:
 
 
 def test_a_json_of_deepspeed_means_what_the_flags_mean(tmp_path):
-    flags = [
-        *LTD,
-        "--random-ltd-layer-ids",
-        "1",
-        "2",
-        "4",
-        "--random-ltd-max-tokens",
-        "128",
-    ]
+    flags = [*LTD, *"--random-ltd-layer-ids 1 2 4 --random-ltd-max-tokens 128".split()]
     drop = make_token_drop(parse(from_json(tmp_path, DEEPSPEED)))
     assert drop == make_token_drop(parse([*JOB, *flags])) and drop.blocks == (1, 2, 4)
     assert [drop.kept_at(step) for step in (0, 50, 99, 100)] == [32, 80, 112, 128]

@@ -35,31 +35,12 @@ NAME = "running-mean-gpt"
 JOB = [
     "--model",
     NAME,
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "23",
-    "--micro-batch-size",
-    "3",
-    "--global-batch-size",
-    "12",
-    "--vocab-size",
-    "130",
-    "--make-vocab-size-divisible-by",
-    "8",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--mock-data",
-    "--hidden-dropout",
-    "0",
-    "--attention-dropout",
-    "0",
+    *(
+        "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 23 "
+        "--micro-batch-size 3 --global-batch-size 12 --vocab-size 130 "
+        "--make-vocab-size-divisible-by 8 --lr 1 --train-iters 1 --mock-data --hidden-dropout 0 "
+        "--attention-dropout 0"
+    ).split(),
 ]
 
 
@@ -172,14 +153,7 @@ def test_a_plan_counts_its_messages_its_flops_and_its_parameters():
 def test_dry_run_shows_it(capsys):
     assert (
         pretrain(
-            [
-                *JOB,
-                "--dry-run",
-                "--world-size",
-                "4",
-                "--pipeline-model-parallel-size",
-                "2",
-            ]
+            [*JOB, *"--dry-run --world-size 4 --pipeline-model-parallel-size 2".split()]
         )
         == 0
     )

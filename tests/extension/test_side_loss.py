@@ -92,24 +92,10 @@ class Result:
 
 def job_of(dtype: str = "fp32", per_token: bool = False) -> list[str]:
     """Plain gradient descent, so that the final weights show each gradient."""
-    descent = [
-        "--optimizer",
-        "sgd",
-        "--sgd-momentum",
-        "0",
-        "--lr-decay-style",
-        "constant",
-        "--lr-warmup-iters",
-        "0",
-        "--lr",
-        str(RATE),
-        "--min-lr",
-        "0",
-        "--weight-decay",
-        "0",
-        "--clip-grad",
-        "0",
-    ]
+    descent = (
+        "--optimizer sgd --sgd-momentum 0 --lr-decay-style constant --lr-warmup-iters 0 "
+        f"--lr {RATE} --min-lr 0 --weight-decay 0 --clip-grad 0"
+    ).split()
     return [
         *tiny_job("gpt2", dtype, True, 0.0, LAYERS, BATCH, STEPS),
         "--model",
@@ -300,10 +286,7 @@ def test_the_plan_of_a_step_counts_the_names():
                 *job_of(),
                 "--model",
                 model,
-                "--micro-batch-size",
-                "1",
-                "--pipeline-model-parallel-size",
-                "2",
+                *"--micro-batch-size 1 --pipeline-model-parallel-size 2".split(),
             ],
             world_size=2,
         )
@@ -440,10 +423,7 @@ def test_log_tensorboard_and_metrics_file_have_a_side_loss_of_training_and_of_ev
         *MOCK,
         "--model",
         "penalized gpt",
-        "--eval-interval",
-        "3",
-        "--eval-iters",
-        "2",
+        *"--eval-interval 3 --eval-iters 2".split(),
         "--metrics-path",
         tmp_path / "metrics.jsonl",
         "--tensorboard-dir",

@@ -7,12 +7,7 @@ On a part of a matrix that would be another update, so each matrix is owned whol
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.optim import (
     OPTIMIZERS,
     ParamGroup,
@@ -20,18 +15,10 @@ from megatron_ds.optim import (
     default_groups,
 )
 from megatron_ds.planning.run_plan import optimizer_problems
-from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.step import train_step
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
-from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
-
-BATCH = 4
+from tests.harness.engines import BATCH, load_state, outcomes, save_state
+from tests.harness.engines import config_of as config_of_job
+from tests.harness.engines import on_engines as run
+from tests.harness.tiny_jobs import tiny_job
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -89,44 +76,14 @@ def registered(monkeypatch):
 
 # ------------------------------------------------------------------------------------ its runs
 def config_of(layout, dtype="fp32", rules=()):
-    request = parse_layout(layout, mbs="1")
-    job = [
-        *tiny_job("llama", dtype, False, 0.0, 3, BATCH, 8),
-        "--optimizer",
-        "orthogonal",
-    ]
-    return parse([*job, *request.flags], world_size=request.world_size, rules=rules)
-
-
-def run(config, main):
-    """main(engine) on every rank."""
-    p = config.parallel
-    grid = Grid.fit(
-        config.world_size,
-        tp=p.tensor_model_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        order=p.rank_order,
-    )
-    return run_ranks(
-        config.world_size,
-        lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))),
-    )
+    job = tiny_job("llama", dtype, False, 0.0, 3, BATCH, 8)
+    return config_of_job([*job, "--optimizer", "orthogonal"], layout, rules)
 
 
 def train(engine, steps):
-    samples, outcomes = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
-    for step in steps:
-        batch = global_batch_share(
-            samples, step * BATCH, BATCH, engine.config, engine.mesh
-        )
-        outcomes.append(
-            train_step(
-                engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1
-            )
-        )
-    return [outcome.loss for outcome in outcomes], [
-        outcome.grad_norm for outcome in outcomes
-    ]
+    """(losses, norms of gradients) of steps number `steps`."""
+    found = outcomes(engine, steps, learning_rate=1e-2)
+    return [outcome.loss for outcome in found], [outcome.grad_norm for outcome in found]
 
 
 def state_of(engine):
@@ -221,28 +178,12 @@ def test_each_matrix_is_on_one_rank_and_they_are_shared_out_evenly(stage):
 def test_a_run_continues_in_another_layout(before, after, tmp_path):
     [(expected, _, _)] = trained("dp=1,zero=0", steps=6)
 
-    def groups(engine):
-        return {
-            "coordinates": engine.mesh.coordinates,
-            "world": engine.mesh.group("world"),
-        }
-
     def first(engine):
         train(engine, range(3))
-        save(
-            tmp_path,
-            3,
-            list(engine.optimizer.pieces()),
-            run={},
-            limit=None,
-            **groups(engine),
-        )
-        return engine.optimizer.extra_state()
+        return save_state(engine, tmp_path, 3)
 
     def second(engine):
-        load(tmp_path, 3, list(engine.optimizer.pieces()), kinds=None, **groups(engine))
-        engine.optimizer.load_extra_state(numbers)
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path, 3, numbers)
         return train(engine, range(3, 6))[0]
 
     numbers = run(config_of(before), first)[0]

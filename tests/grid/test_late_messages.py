@@ -21,7 +21,7 @@ pytestmark = pytest.mark.threads
 
 STEPS = 2
 CASES = layouts.cases(0)
-SHARE = 1 if os.environ.get("MEGATRON_DS_TEST_ALL") else 6
+SHARE = 1 if os.environ.get("MEGATRON_DS_TEST_ALL") else 12
 
 
 def same_bits(run: Run, other: Run) -> bool:

@@ -29,18 +29,12 @@ def all_cases() -> dict[str, list[list[str]]]:
                 [
                     "hello.py",
                     *common,
-                    "--checkpoint_dir",
-                    "{folder}/saved",
-                    "--num_iterations",
-                    "6",
+                    *"--checkpoint_dir {folder}/saved --num_iterations 6".split(),
                 ],
                 [
                     "hello.py",
                     *common,
-                    "--load_checkpoint_dir",
-                    "{folder}/saved",
-                    "--num_iterations",
-                    "12",
+                    *"--load_checkpoint_dir {folder}/saved --num_iterations 12".split(),
                 ],
             ]
             cases[f"trainer stage {stage} {dtype}"] = [

@@ -156,3 +156,16 @@ def weights(engine):
 
 def train_and_show(engine, rank):
     return train(engine, rank), weights(engine)
+
+
+def assert_trained_as(results, expected):
+    """Each rank has the parameters of the module that torch trained alone."""
+    for found in results:
+        for name, p in expected.named_parameters():
+            torch.testing.assert_close(
+                found[name],
+                p.detach(),
+                rtol=1e-5,
+                atol=2e-6,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )

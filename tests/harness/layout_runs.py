@@ -20,6 +20,7 @@ from megatron_ds.data.samples.fim import FillInMiddle
 from megatron_ds.data.samples.packing import PackedDataset
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
+from megatron_ds.models.context_attention import SharedKeysAttention
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
@@ -46,7 +47,8 @@ class Seen:
     layers: list[str]  # names of the parameters here, without the last word
     dtypes: set[torch.dtype]
     qkv_rows: set[int]  # of the projections' local weights
-    parameter_elements: int
+    dense_elements: int
+    expert_elements: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -153,11 +155,15 @@ def look_at(engine) -> Seen:
     blocks = [
         module for module in engine.modules.modules() if isinstance(module, Block)
     ]
+    experts = sum(
+        p.numel() for p in engine.parameters if ".mlp.experts." in p.spec.name
+    )
     seen = Seen(
         layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
         dtypes={p.dtype for p in engine.parameters},
         qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
-        parameter_elements=sum(p.numel() for p in engine.parameters),
+        dense_elements=sum(p.numel() for p in engine.parameters) - experts,
+        expert_elements=experts,
         parameter_bytes=memory.parameters,
         gradient_bytes=memory.gradients,
         optimizer_bytes=memory.optimizer,
@@ -201,6 +207,7 @@ def counted_calls():
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, method in (
             ("attention", CoreAttention, "forward"),
+            ("attention", SharedKeysAttention, "forward"),
             ("mlp", MLP, "forward"),
             ("tile", MLP, "of_tile"),
             ("read", Loader, "_make"),

@@ -17,17 +17,10 @@ SPELLINGS = {
 
 def flags_of(options: dict) -> list[str]:
     """Options as flags of a run on mock data: 9 steps of 4 samples at a constant learning rate."""
-    flags = [
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--lr-decay-style",
-        "constant",
-        "--train-iters",
-        "9",
-        "--global-batch-size",
-        "4",
-    ]
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --lr-decay-style constant --train-iters 9 "
+        "--global-batch-size 4"
+    ).split()
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if spelling := SPELLINGS.get((name, value)):

@@ -22,46 +22,14 @@ from tests.harness.processes import TIMEOUT_SECONDS, run_processes
 from tools.free_port import free_port
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
-TINY = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    str(SEQ_LENGTH),
-    "--max-position-embeddings",
-    str(SEQ_LENGTH),
-    "--vocab-size",
-    str(VOCAB),
-    "--make-vocab-size-divisible-by",
-    "1",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    str(GLOBAL_BATCH),
-    "--lr",
-    "1e-3",
-    "--min-lr",
-    "1e-4",
-    "--lr-decay-style",
-    "cosine",
-    "--lr-warmup-iters",
-    "2",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-    "--eval-iters",
-    "0",
-    "--log-interval",
-    "1",
-    "--distributed-timeout-minutes",
-    "3",
-]
+TINY = (
+    f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH} "
+    f"--max-position-embeddings {SEQ_LENGTH} --vocab-size {VOCAB} "
+    "--make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer --micro-batch-size 1 "
+    f"--global-batch-size {GLOBAL_BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 2 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 0 "
+    "--log-interval 1 --distributed-timeout-minutes 3"
+).split()
 MOCK = [*TINY, "--mock-data", "--train-iters", str(STEPS)]
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ds.mpu.group import Group
+from megatron_ds.checkpoint.save import save
+from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import Coordinates, Init, ParamSpec, Split
 
 NORMAL = Init("normal", 0.02)
@@ -190,3 +191,12 @@ def tp_coordinates(layout: Layout, rank: int) -> Coordinates:
 
 def world_group(layout: Layout, rank: int, world) -> Group:
     return world.group("world", tuple(range(layout.world_size)), rank)
+
+
+def save_step(folder, step, seed=None, limit=None):
+    """Save the state of one rank, made with the seed, which is in run.json; by default the step is its seed."""
+    seed = step if seed is None else seed
+    pieces, run = pieces_of(Layout(), 0, seed), {"seed": seed}
+    return save(
+        folder, step, pieces, coordinates={}, world=solo(), run=run, limit=limit
+    )

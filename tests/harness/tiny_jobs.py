@@ -3,23 +3,11 @@
 from .layout_comparison import Difference
 
 STYLES = {
-    "gpt2": [
-        "--position-embedding-type",
-        "learned_absolute",
-        "--normalization",
-        "LayerNorm",
-    ],
-    "llama": [
-        "--position-embedding-type",
-        "rope",
-        "--normalization",
-        "RMSNorm",
-        "--swiglu",
-        "--disable-bias-linear",
-        "--group-query-attention",
-        "--num-query-groups",
-        "2",
-    ],
+    "gpt2": "--position-embedding-type learned_absolute --normalization LayerNorm".split(),
+    "llama": (
+        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--group-query-attention --num-query-groups 2"
+    ).split(),
     "bert": ["--model", "bert"],
 }
 DTYPES = {
@@ -32,19 +20,10 @@ DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-
 SAMPLES = {
     "cut": ["--mock-data"],
     "packed": ["--data-path", "made_up", "--pack-documents"],
-    "fim": [
-        "--data-path",
-        "made_up",
-        "--fim-data",
-        "--fim-rate",
-        "0.9",
-        "--fim-prefix-token",
-        "1",
-        "--fim-middle-token",
-        "2",
-        "--fim-suffix-token",
-        "3",
-    ],
+    "fim": (
+        "--data-path made_up --fim-data --fim-rate 0.9 --fim-prefix-token 1 --fim-middle-token 2 "
+        "--fim-suffix-token 3"
+    ).split(),
 }
 # Tolerances. fp32: only the order of summation differs. In 16 bits each order rounds differently, and twenty
 # Adam steps amplify this; the figures are the effect of rounding with a margin.
@@ -76,42 +55,18 @@ def tiny_job(
     readers    ranks of a tensor-parallel group that read the samples
     """
     return [
-        "--num-layers",
-        str(layers),
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        str(SEQ_LENGTH),
-        "--max-position-embeddings",
-        str(SEQ_LENGTH),
-        "--vocab-size",
-        str(VOCAB),
-        "--make-vocab-size-divisible-by",
-        "8",
-        "--global-batch-size",
-        str(global_batch_size),
-        "--train-iters",
-        str(steps),
-        "--lr",
-        "1e-3",
-        "--min-lr",
-        "1e-4",
-        "--lr-decay-style",
-        "cosine",
+        *(
+            f"--num-layers {layers} --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH} "
+            f"--max-position-embeddings {SEQ_LENGTH} --vocab-size {VOCAB} "
+            f"--make-vocab-size-divisible-by 8 --global-batch-size {global_batch_size} "
+            f"--train-iters {steps} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine"
+        ).split(),
         "--lr-warmup-iters",
         str(min(2, steps - 1)),
-        "--weight-decay",
-        "0.1",
-        "--clip-grad",
-        "1.0",
-        "--hidden-dropout",
-        str(dropout),
-        "--attention-dropout",
-        str(dropout),
-        "--num-workers",
-        "0",
+        *(
+            f"--weight-decay 0.1 --clip-grad 1.0 --hidden-dropout {dropout} "
+            f"--attention-dropout {dropout} --num-workers 0"
+        ).split(),
         "--data-readers",
         readers,
         *SAMPLES[samples],

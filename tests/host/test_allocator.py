@@ -20,12 +20,9 @@ JOB = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 "
     "--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 16"
 ).split()
-LARGE = [
-    "--micro-batch-size",
-    "131072",
-    "--global-batch-size",
-    "131072",
-]  # hidden states of 16 MiB
+LARGE = (
+    "--micro-batch-size 131072 --global-batch-size 131072".split()
+)  # hidden states of 16 MiB
 
 # In a process of its own, as the settings last. A thread that is new takes its block from the main heap when
 # there is one arena only, else from a mapping of its own; a freed block stays resident when it is kept.

@@ -22,14 +22,7 @@ pytestmark = pytest.mark.plan
 def arguments(*more):
     return kernels.parse_arguments(
         [
-            "--device",
-            "cpu",
-            "--rehearse",
-            "--no-compile",
-            "--repeats",
-            "1",
-            "--dtypes",
-            "fp32",
+            *"--device cpu --rehearse --no-compile --repeats 1 --dtypes fp32".split(),
             *more,
         ]
     )

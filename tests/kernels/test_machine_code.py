@@ -8,6 +8,7 @@ of its template arguments.
 
 import functools
 import importlib
+import itertools
 import pkgutil
 import re
 
@@ -17,7 +18,7 @@ from megatron_ds.ops import gpu
 from megatron_ds.ops.gpu.gpu_kernel import GpuKernel
 from megatron_ds.ops.gpu.kernel_sources import kernel_source, source_folder
 from tests.harness.real_nvrtc import nvrtc_or_skip
-from tests.harness.samples import in_turns
+from tests.harness.samples import ALL
 
 # PTX of a 16-byte access to global memory, by its address space or by an address of any, whatever its parts.
 WIDE = re.compile(
@@ -48,6 +49,9 @@ def all_kernels():
 
 
 KERNELS = all_kernels()
+# (file, another architecture): each once, and with `make test-all` each with every file.
+OTHERS = ("sm_80", "sm_100", "sm_120")
+OF_OTHERS = [*(itertools.product if ALL else zip)(sorted(KERNELS), OTHERS)]
 
 
 def head_of(file):
@@ -105,8 +109,7 @@ def test_every_source_has_a_wrapper_and_every_kernel_examples_and_a_bound_of_reg
 
 @pytest.mark.parametrize(
     "file, target",
-    [(file, "sm_90") for file in sorted(KERNELS)]
-    + in_turns(sorted(KERNELS), ["sm_80", "sm_100", "sm_120"]),
+    [(file, "sm_90") for file in sorted(KERNELS)] + OF_OTHERS,
 )
 def test_machine_code_spills_nothing_and_keeps_its_bound_of_registers(file, target):
     program = program_of(file, target)

@@ -24,28 +24,11 @@ from tests.harness.emulated import emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 
 CPU = torch.device("cpu")
-JOB = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--vocab-size",
-    "130",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--mock-data",
-    "--normalization",
-    "RMSNorm",
-    "--bf16",
-    "--seq-length",
-    "16",
-    "--micro-batch-size",
-    "2",
-]
+JOB = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 130 --lr 1 "
+    "--train-iters 1 --mock-data --normalization RMSNorm --bf16 --seq-length 16 "
+    "--micro-batch-size 2"
+).split()
 
 
 def engine(device="cuda", *flags):
@@ -133,23 +116,11 @@ def as_if_on_a_gpu(monkeypatch):
     kernel_table._candidates.cache_clear()
 
 
-LLAMA = [
-    "--position-embedding-type",
-    "rope",
-    "--normalization",
-    "RMSNorm",
-    "--swiglu",
-    "--disable-bias-linear",
-    "--untie-embeddings-and-output-weights",
-]
-DROPS = [
-    "--normalization",
-    "LayerNorm",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-]
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+).split()
+DROPS = "--normalization LayerNorm --hidden-dropout 0.1 --attention-dropout 0.1".split()
 KEPT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
@@ -163,39 +134,22 @@ def expressions(launches):
         [
             *LLAMA,
             *KEPT,
-            "--hidden-size",
-            "2048",
-            "--vocab-size",
-            "32000",
-            "--num-query-groups",
-            "2",
-            "--group-query-attention",
+            *"--hidden-size 2048 --vocab-size 32000 --num-query-groups 2 --group-query-attention".split(),
         ],
         [
             *LLAMA,
             *KEPT,
-            "--hidden-size",
-            "40960",
-            "--ffn-hidden-size",
-            "65536",
+            *"--hidden-size 40960 --ffn-hidden-size 65536".split(),
         ],  # norms in loops
         [*DROPS, "--hidden-size", "64", "--squared-relu"],
         [
             *DROPS,
-            "--hidden-size",
-            "20000",
-            "--seq-length",
-            "16384",
+            *"--hidden-size 20000 --seq-length 16384".split(),
         ],  # softmax of whole blocks
         [
             *LLAMA,
             *KEPT,
-            "--hidden-size",
-            "1024",
-            "--num-experts",
-            "4",
-            "--moe-router-topk",
-            "2",
+            *"--hidden-size 1024 --num-experts 4 --moe-router-topk 2".split(),
         ],
     ],
     ids=["llama", "wide norms", "dropout", "long sequence", "experts"],

@@ -5,13 +5,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.harness.clusters import free_port, missing
+from tests.harness.samples import in_turns
+from tests.harness.warm import warm_environment
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
@@ -37,6 +40,8 @@ TRAINING = [
 
 
 PROGRAMS = {"pdsh": ["pdsh"], "openmpi": ["mpirun"]}
+LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Cluster:
         return 3 if self.has_unequal_slots else 4
 
 
-@pytest.fixture(params=["ssh", "pdsh", "slurm", "openmpi"])
+@pytest.fixture(params=LAUNCHERS)
 def cluster(request, tmp_path) -> Cluster:
     """Two hosts: with one slot and two, but two of two in Slurm."""
     words = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
@@ -117,7 +122,11 @@ def test_words_arrive_unchanged_and_ranks_are_numbered_host_by_host(
         assert one["WORLD_SIZE"] == str(cluster.ranks)
 
 
-@pytest.mark.parametrize("action, code", [("fail", 1), ("kill", 137)])
+@pytest.mark.parametrize(
+    "cluster, action, code",
+    [(name, *end) for name, end in in_turns(LAUNCHERS, [("fail", 1), ("kill", 137)])],
+    indirect=["cluster"],
+)
 def test_a_rank_that_fails_ends_those_of_the_other_host(
     cluster, folder, allocated, action, code
 ):
@@ -133,7 +142,9 @@ def test_a_rank_that_fails_ends_those_of_the_other_host(
         assert f"rank {rank} saved" in (folder / f"logs/rank{rank}.log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "cluster, number", in_turns(LAUNCHERS, SIGNALS), indirect=["cluster"]
+)
 def test_a_signal_reaches_the_ranks_of_both_hosts(cluster, folder, allocated, number):
     plan = json.dumps({"others": "wait"})
     (folder / ".deepspeed_env").write_text(f"PLAN={plan}\n")
@@ -162,21 +173,27 @@ def test_nothing_is_left_behind_when_connections_are_cut(cluster, folder, alloca
 
 
 def test_a_training_ends_with_the_loss_of_torchrun(cluster, folder, allocated):
-    alone = ["--standalone", "--nproc-per-node", str(cluster.ranks)]
-    words = [sys.executable, "-m", "torch.distributed.run", *alone, *TRAINING]
-    done = subprocess.run(
-        [*words, "--metrics-jsonl", "torchrun.jsonl"],
-        cwd=folder,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
     words = [*cluster.before, *TRAINING, "--metrics-jsonl", "launch.jsonl"]
     code, text = launch(words, folder, OMP_NUM_THREADS="1", **allocated)
     assert code == 0, text
-    assert losses(folder / "launch.jsonl") == losses(folder / "torchrun.jsonl")
+    assert losses(folder / "launch.jsonl") == losses_of_torchrun(cluster.ranks)
+
+
+@cache
+def losses_of_torchrun(ranks: int) -> list[float]:
+    """The losses of the same training on one host."""
+    words = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *TRAINING]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*words, "--metrics-jsonl", "torchrun.jsonl"],
+            cwd=folder,
+            env=warm_environment(environment(OMP_NUM_THREADS="1")),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return losses(Path(folder, "torchrun.jsonl"))
 
 
 def losses(path: Path) -> list[float]:

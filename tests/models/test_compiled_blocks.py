@@ -55,10 +55,7 @@ def train(backend=None):
     """Loss curve and weights of a GPT with dropout, whose one block is compiled if there is a backend."""
     flags = [
         *tiny_job("gpt2", "fp32", False, 0.1, 1, BATCH, STEPS),
-        "--micro-batch-size",
-        "2",
-        "--zero-stage",
-        "1",
+        *"--micro-batch-size 2 --zero-stage 1".split(),
     ]
     config = parse(flags, world_size=1)
     mesh = Mesh(Grid.fit(1), 0, lambda *args: None, torch.device("cpu"))

@@ -58,11 +58,7 @@ def test_words_are_normalized_before_positions_are_added(positions):
 def test_losses_are_those_of_one_rank(tmp_path, layout):
     words = [
         *MOCK,
-        "--embed-layernorm",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
+        *"--embed-layernorm --hidden-dropout 0 --attention-dropout 0".split(),
     ]
     for name, ranks, more in (
         ("one", 1, []),

@@ -9,7 +9,6 @@ import torch
 from megatron_ds.models.block import MLP
 from megatron_ds.models.sequence_tiles import in_tiles, number_of_tiles
 from megatron_ds.mpu.group import coordinates_of, solo
-from megatron_ds.tensor_parallel import logits_in_chunks
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.model_runs import context_of
@@ -184,46 +183,6 @@ def runs_of_tiles(
     found, run = stray(job, layout, FEW)
     assert found.is_within(TOLERANCE[dtype]), found
     return run, run.calls.count("tile")
-
-
-@pytest.mark.parametrize(
-    "style, dtype, layout, options",
-    [
-        ("gpt2", "fp32", "tp=2,sp=1,dp=2,zero=2,tiles=4", ""),
-        ("llama", "fp32", "tp=2,dp=2,zero=3,tiles=3", "--calculate-per-token-loss"),
-        ("gpt2", "fp32", "tp=2,pp=2,sp=1,schedule=zb-h1,tiles=5,logits=0", ""),
-        ("llama", "bf16", "dp=2,pp=2,zero=3,schedule=zb-v,chunks=2,tiles=24", ""),
-        (
-            "bert",
-            "fp32",
-            "tp=2,pp=2,zero=0,schedule=zb-v,chunks=2,tiles=3,logits=0",
-            "",
-        ),
-        (
-            "gpt2",
-            "fp32",
-            "dp=2,zero=3,recompute=selective,tiles=4",
-            "--use-parallel-residual",
-        ),
-        (
-            "llama",
-            "fp32",
-            "tp=2,sp=1,tiles=3,logits=0",
-            "--random-ltd --random-ltd-min-tokens 8 "
-            "--random-ltd-tokens-per-step 8 --random-ltd-steps 2",
-        ),
-    ],
-)
-def test_layouts_with_tiles_train_like_one_process_without(
-    style, dtype, layout, options, monkeypatch
-):
-    monkeypatch.setattr(logits_in_chunks, "FEWEST_ROWS", 5)  # of 24
-    run, tiles = runs_of_tiles(layout, style, dtype, options=options)
-    t = 2 if "tp=2" in layout else 1
-    assert run.calls.count("logits in chunks") == FEW * GLOBAL_BATCH * t * (
-        "logits" in layout
-    )
-    assert tiles > 2 * 2 * FEW * GLOBAL_BATCH * 4 * t
 
 
 @pytest.mark.parametrize("dropout, again", [(0.0, 0), (0.1, 1)])

@@ -29,19 +29,11 @@ from tests.harness.tiny_jobs import tiny_job
 pytestmark = pytest.mark.threads
 
 # The first layer is dense. Routers remember a bias and the last shares.
-REMEMBERING = [
-    "--moe-layer-freq",
-    "[0]*1+[1]*2",
-    "--moe-router-score-function",
-    "sigmoid",
-    "--moe-router-enable-expert-bias",
-    "--moe-router-load-balancing-type",
-    "global_aux_loss",
-    "--moe-aux-loss-coeff",
-    "1e-2",
-    "--moe-router-dtype",
-    "fp64",
-]
+REMEMBERING = (
+    "--moe-layer-freq [0]*1+[1]*2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --moe-router-dtype fp64"
+).split()
 ONE, EP4, MIXED = "dp=1,zero=0", "dp=4,ep=4,zero=1", "tp=2,pp=2,dp=2,ep=2,sp=1,zero=0"
 SHARDED = "tp=2,dp=2,ep=2,zero=3"
 KINDS = {"weight", "exp_avg", "exp_avg_sq"}

@@ -42,12 +42,7 @@ def calls_of_layer(experts: int, *flags: str) -> Counter:
     """Of a forward and a backward, with the second micro-batch: the first allocates."""
     job = [
         *tiny_job("llama", "fp32", True, 0.0, 2, SAMPLES, 1),
-        "--num-experts",
-        str(experts),
-        "--moe-aux-loss-coeff",
-        "0.01",
-        "--moe-z-loss-coeff",
-        "1e-3",
+        *f"--num-experts {experts} --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3".split(),
         *flags,
     ]
     mlp = MixtureOfExperts(model_of(job), experts, "mlp", context_of(), output_std=0.1)

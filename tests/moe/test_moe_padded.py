@@ -13,60 +13,21 @@ from megatron_ds.mpu.columns import columns_of_rows, rows_of_columns
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from tests.harness.layout_comparison import difference
-from tests.harness.layout_runs import reference_of, run_layout
 from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
+from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 from tests.planning.test_rank_plan import BATCH, LAYERS, STEPS, check
 
 pytestmark = pytest.mark.threads
 
 PAD = "--moe-pad-expert-input-to-capacity"
-MOE = [
-    "--num-experts",
-    "4",
-    "--moe-router-dtype",
-    "fp64",
-    "--moe-aux-loss-coeff",
-    "0.01",
-    "--moe-expert-capacity-factor",
-]
+MOE = (
+    "--num-experts 4 --moe-router-dtype fp64 --moe-aux-loss-coeff 0.01 "
+    "--moe-expert-capacity-factor"
+).split()
 FEW = 4
 
 
 # ------------------------------------------------------------------ equal to experts that are not padded
-@pytest.mark.parametrize(
-    "style, factor, layout",
-    [
-        ("gpt2", "0.8", "tp=2"),
-        ("gpt2", "1.7", "tp=2,sp=1,dp=2,ep=2"),
-        ("llama", "0.8", "dp=4,ep=4"),
-        ("llama", "0.8", "dp=2,ep=2,pp=2,schedule=zb-h1"),
-        ("gpt2", "1.2", "tp=2,dp=2,ep=2,recompute=full"),
-        ("llama", "1.2", "tp=2,sp=1,dp=4,ep=2,zero=3"),
-        ("gpt2", "1.2", "dp=2,ep=2,recompute=selective,zero=1"),
-    ],
-)
-def test_training_is_that_of_one_process_without_padding(style, factor, layout):
-    """At factor 0.8 an expert takes at most 10 of the 24 tokens of a sequence; at 1.7 up to 21."""
-    job = [*tiny_job(style, "fp32", True, 0.0, 3, 4, FEW), *MOE, factor]
-    run, reference = (
-        run_layout([*job, PAD], layout, FEW),
-        reference_of(job, layout, FEW),
-    )
-    assert difference(run.merged, reference.merged, run.model).is_within(
-        TOLERANCE["fp32"]
-    )
-
-
-def test_in_bf16_training_follows_that_without_padding():
-    job = [*tiny_job("llama", "bf16", True, 0.0, 2, 4, FEW), *MOE, "1.2"]
-    run, plain = (
-        run_layout([*job, *flags], "tp=2,sp=1,dp=2,ep=2", FEW) for flags in ([PAD], [])
-    )
-    assert difference(run.merged, plain.merged, run.model).is_within(TOLERANCE["bf16"])
-
-
 @pytest.mark.parametrize("scope", ["sequence", "micro-batch"])
 @pytest.mark.parametrize("factor", ["0.5", "1.0", "7"])
 def test_a_layer_is_a_sum_over_kept_slots_whatever_empty_places_hold(
@@ -164,20 +125,19 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("number, layout", list(enumerate(LAYOUTS)), ids=str)
 def test_every_rank_sends_and_holds_what_was_planned(number, layout):
-    """To the call and to the byte, with a dense block, shared experts and a bias of the routers."""
+    """To the call and to the byte, with a dense block, shared experts and a bias of the routers. Plans of
+    these layers are long: one layout has several with experts."""
+    layers = 2 if number else LAYERS
     style = ("llama", "bf16", True, 0.0) if number % 2 else ("gpt2", "fp32", False, 0.1)
     job = [
-        *tiny_job(*style, LAYERS, BATCH, STEPS),
+        *tiny_job(*style, layers, BATCH, STEPS),
         *MOE,
         "1.2",
         PAD,
-        "--moe-layer-freq",
-        "[0,1,1,1]",
-        "--moe-shared-expert-intermediate-size",
-        "24",
-        "--moe-router-score-function",
-        "sigmoid",
-        "--moe-router-enable-expert-bias",
+        *(
+            f"--moe-layer-freq [0]+[1]*{layers - 1} --moe-shared-expert-intermediate-size 24 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+        ).split(),
     ]
     planned = check(job, layout)
     assert not any(

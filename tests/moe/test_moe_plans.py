@@ -24,48 +24,15 @@ from tests.harness.alive_bytes import AliveBytes
 pytestmark = pytest.mark.plan
 
 E, K, H, F, SHARED, S, V = 8, 2, 32, 24, 40, 16, 96
-JOB = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    str(H),
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    str(S),
-    "--vocab-size",
-    str(V),
-    "--make-vocab-size-divisible-by",
-    "1",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--mock-data",
-    "--hidden-dropout",
-    "0",
-    "--attention-dropout",
-    "0",
-    "--swiglu",
-    "--disable-bias-linear",
-    "--normalization",
-    "RMSNorm",
-    "--position-embedding-type",
-    "rope",
-    "--ffn-hidden-size",
-    "88",
-    "--untie-embeddings-and-output-weights",
-    "--num-experts",
-    str(E),
-    "--moe-router-topk",
-    str(K),
-    "--moe-ffn-hidden-size",
-    str(F),
-    "--moe-layer-freq",
-    "[0,1,1,1]",
-    "--moe-shared-expert-intermediate-size",
-    str(SHARED),
-]
+JOB = (
+    f"--num-layers 4 --hidden-size {H} --num-attention-heads 4 --seq-length {S} "
+    f"--vocab-size {V} --make-vocab-size-divisible-by 1 --lr 1 --train-iters 1 --mock-data "
+    "--hidden-dropout 0 --attention-dropout 0 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope --ffn-hidden-size 88 "
+    f"--untie-embeddings-and-output-weights --num-experts {E} --moe-router-topk {K} "
+    f"--moe-ffn-hidden-size {F} --moe-layer-freq [0,1,1,1] "
+    f"--moe-shared-expert-intermediate-size {SHARED}"
+).split()
 PADDED = ["--moe-expert-capacity-factor", "1.25", "--moe-pad-expert-input-to-capacity"]
 PLACES = 5  # 1.25 · 2 · 16 / 8
 ATTENTION, NORMS = 4 * H * H, 2 * H
@@ -328,14 +295,10 @@ def test_a_pyramid_has_a_kind_for_each_number_of_experts():
 def test_a_cut_balances_dense_blocks_and_blocks_with_experts():
     """Of all cuts into three, by costs of the closed form, the one whose costliest stage costs the least."""
     flags = [
-        "--num-layers",
-        "9",
-        "--moe-layer-freq",
-        "([0]*6+[1]*3)",
-        "--moe-ffn-hidden-size",
-        "40",
-        "--ffn-hidden-size",
-        "16",
+        *(
+            "--num-layers 9 --moe-layer-freq ([0]*6+[1]*3) --moe-ffn-hidden-size 40 "
+            "--ffn-hidden-size 16"
+        ).split(),
         "--micro-batch-size",
         1,
         "--pipeline-model-parallel-size",
@@ -361,10 +324,7 @@ def test_a_cut_balances_dense_blocks_and_blocks_with_experts():
 
 def test_stages_of_one_sort_run_once_and_have_the_metrics_of_their_own_layers():
     flags = [
-        "--num-layers",
-        "12",
-        "--moe-layer-freq",
-        "1",
+        *"--num-layers 12 --moe-layer-freq 1".split(),
         "--pipeline-layout",
         "Et|" + "t|" * 10 + "tL",
         "--pipeline-model-parallel-size",

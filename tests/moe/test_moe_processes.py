@@ -146,12 +146,7 @@ def test_bytes_of_all_to_alls_follow_from_the_rows_and_processes_train_like_one(
 ):
     job = [
         *tiny_job("llama", "fp32", True, 0.0, 2, GLOBAL_BATCH, FEW),
-        "--num-experts",
-        "4",
-        "--moe-router-dtype",
-        "fp64",
-        "--moe-aux-loss-coeff",
-        "0.02",
+        *"--num-experts 4 --moe-router-dtype fp64 --moe-aux-loss-coeff 0.02".split(),
         *extra.split(),
     ]
     layers, t = (1 if "freq" in extra else 2), (2 if "tp=2" in layout else 1)

@@ -24,24 +24,13 @@ from tests.training.test_resume import HALF, halfway
 
 pytestmark = pytest.mark.processes
 
-EXPERTS = [
-    "--num-experts",
-    "4",
-    "--moe-router-score-function",
-    "sigmoid",
-    "--moe-router-enable-expert-bias",
-    "--moe-router-dtype",
-    "fp64",
-]
+EXPERTS = (
+    "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-dtype fp64"
+).split()
 ONE_STEP = ["--exit-interval", "1"]
 JOB = [*MOCK, *EXPERTS]
-EP2_TP2 = [
-    "--expert-model-parallel-size",
-    "2",
-    "--tensor-model-parallel-size",
-    "2",
-    "--sequence-parallel",
-]
+EP2_TP2 = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
 BIAS = "weight/decoder.layers.0.mlp.router.expert_bias"
 
 
@@ -114,11 +103,7 @@ def test_a_save_without_optimizer_state_keeps_the_bias(tmp_path, whole_run):
             *ONE_STEP,
             "--save",
             tmp_path,
-            "--no-save-optim",
-            "--expert-model-parallel-size",
-            "4",
-            "--zero-stage",
-            "3",
+            *"--no-save-optim --expert-model-parallel-size 4 --zero-stage 3".split(),
         ],
     )
     state, before = saved_state(tmp_path, 1), saved_state(whole_run, STEPS)
@@ -197,10 +182,7 @@ def test_an_upcycled_checkpoint_begins_with_the_loss_of_the_dense_model(
             str(dense),
             "--save",
             str(tmp_path / "new"),
-            "--num-experts",
-            "4",
-            "--moe-upcycling-granularity",
-            "2",
+            *"--num-experts 4 --moe-upcycling-granularity 2".split(),
         ]
     )
     begin = ["--hidden-dropout", "0", "--attention-dropout", "0"]
@@ -240,10 +222,7 @@ def test_an_upcycled_checkpoint_begins_with_the_loss_of_the_dense_model(
             "--config",
             run_json,
             *begin,
-            "--no-finetune",
-            "--no-load-optim",
-            "--exit-interval",
-            "2",
+            *"--no-finetune --no-load-optim --exit-interval 2".split(),
             "--save",
             tmp_path / "on",
         ],

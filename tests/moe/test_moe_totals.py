@@ -31,12 +31,7 @@ def layer_run(tp_size, *flags):
     One forward and backward of a layer with sequence parallelism."""
     job = [
         *tiny_job("llama", "fp32", True, 0.0, 2, SAMPLES, 1),
-        "--num-experts",
-        str(E),
-        "--moe-router-dtype",
-        "fp64",
-        "--micro-batch-size",
-        str(SAMPLES),
+        *f"--num-experts {E} --moe-router-dtype fp64 --micro-batch-size {SAMPLES}".split(),
         *flags,
     ]
     config = model_of(job)

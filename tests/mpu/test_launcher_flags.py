@@ -20,15 +20,10 @@ def test_torch_distributed_launch_may_append_local_rank():
     """It adds --local-rank=0; --print-config ends before any process group."""
     command = [
         warm_python(),
-        "-m",
-        "torch.distributed.launch",
-        "--nproc-per-node",
-        "1",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        "0",
-        "pretrain_gpt.py",
+        *(
+            "-m torch.distributed.launch --nproc-per-node 1 --master-addr 127.0.0.1 "
+            "--master-port 0 pretrain_gpt.py"
+        ).split(),
         *JOB.split(),
         "--print-config",
     ]

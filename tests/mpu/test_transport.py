@@ -371,11 +371,7 @@ def test_ranks_meet_under_torchrun(tmp_path):
     script.write_text(UNDER_TORCHRUN)
     command = [
         warm_python(),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
+        *"-m torch.distributed.run --standalone --nproc-per-node 2".split(),
         str(script),
     ]
     run = subprocess.run(

@@ -8,25 +8,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_ds.checkpoint.disk_space import bytes_written_here
-from megatron_ds.checkpoint.load import find_checkpoint, load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
+from megatron_ds.checkpoint.load import find_checkpoint
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.run_plan import optimizer_problems
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.step import train_step
-from tests.harness.layout_comparison import (
-    difference,
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
+from tests.harness.engines import config_of, load_state, on_engines, save_state, train
+from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
-from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 
@@ -131,13 +120,8 @@ def test_one_process_is_not_two_workers_and_a_warm_up_is_adam():
 def test_what_needs_sums_of_gradients_is_refused_before_the_run(
     name, layout, more, says
 ):
-    request = parse_layout(layout, mbs="1")
     with pytest.raises(ConfigError, match=says):
-        parse(
-            [*job_of(name, more=more), *request.flags],
-            world_size=2,
-            rules=(optimizer_problems,),
-        )
+        config_of(job_of(name, more=more), layout, (optimizer_problems,))
 
 
 def test_experts_that_all_ranks_hold_are_compressed_like_other_weights():
@@ -152,32 +136,8 @@ def test_experts_that_all_ranks_hold_are_compressed_like_other_weights():
 # ----------------------------------------------------------------------------------- bytes
 def on_ranks(name, layout, main, more=()):
     """main(engine) on every rank; the config."""
-    request = parse_layout(layout, mbs="1")
-    config = parse(
-        [*job_of(name, more=more), *request.flags], world_size=request.world_size
-    )
-    grid = config.grid(request.world_size)
-    return config, run_ranks(
-        request.world_size,
-        lambda rank, world: main(
-            build_engine(config, Mesh(grid, rank, world.connect, torch.device("cpu")))
-        ),
-    )
-
-
-def train(engine, steps):
-    samples = random_samples(16, SEQ_LENGTH, VOCAB, seed=1)
-    size = engine.config.train.global_batch_size
-    return [
-        train_step(
-            engine,
-            global_batch_share(samples, step * size, size, engine.config, engine.mesh),
-            Progress(step=step),
-            learning_rate=5e-3,
-            weight_decay=0.1,
-        ).loss
-        for step in steps
-    ]
+    config = config_of(job_of(name, more=more), layout)
+    return config, on_engines(config, main)
 
 
 @pytest.mark.parametrize(
@@ -261,40 +221,11 @@ def test_the_errors_of_all_workers_are_carried_to_another_number(
 
     def first(engine):
         train(engine, range(last))
-        groups = dict(
-            coordinates=engine.mesh.coordinates, world=engine.mesh.group("world")
-        )
-        save(
-            tmp_path,
-            1,
-            list(engine.optimizer.pieces(saving=True)),
-            run={},
-            limit=None,
-            **groups,
-        )
-        return engine.optimizer.extra_state()
+        return save_state(engine, tmp_path, 1)
 
     def second(engine):
-        groups = dict(
-            coordinates=engine.mesh.coordinates, world=engine.mesh.group("world")
-        )
-        load(
-            tmp_path,
-            1,
-            list(engine.optimizer.pieces(saved=numbers)),
-            kinds=None,
-            **groups,
-        )
-        engine.optimizer.load_extra_state(numbers)
-        engine.optimizer.after_load()
-        save(
-            tmp_path / "again",
-            1,
-            list(engine.optimizer.pieces(saving=True)),
-            run={},
-            limit=None,
-            **groups,
-        )
+        load_state(engine, tmp_path, 1, numbers)
+        save_state(engine, tmp_path / "again", 1)
         return train(engine, range(last, last + 2))
 
     numbers = on_ranks(name, before, first, more)[1][0]
@@ -346,18 +277,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
     def whole(engine):
         train(engine, range(last))
-        groups = dict(
-            coordinates=engine.mesh.coordinates, world=engine.mesh.group("world")
-        )
-        save(
-            tmp_path,
-            1,
-            list(engine.optimizer.pieces(saving=True)),
-            run={},
-            limit=None,
-            **groups,
-        )
-        numbers.append(engine.optimizer.extra_state())
+        numbers.append(save_state(engine, tmp_path, 1))
         largest = [*engine.optimizer.pieces(), *engine.optimizer.pieces_of_worker()]
         return (
             train(engine, range(last, last + 2)),
@@ -366,18 +286,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         )
 
     def resumed(engine, numbers):
-        groups = dict(
-            coordinates=engine.mesh.coordinates, world=engine.mesh.group("world")
-        )
-        load(
-            tmp_path,
-            1,
-            list(engine.optimizer.pieces(saved=numbers)),
-            kinds=None,
-            **groups,
-        )
-        engine.optimizer.load_extra_state(numbers)
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path, 1, numbers)
         return train(engine, range(last, last + 2)), state_of(engine)
 
     expected = on_ranks(name, layout, whole)[1]

@@ -6,27 +6,15 @@ import tempfile
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
 from megatron_ds.config.optimizer_facts import FACTS
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.optim import default_groups
 from megatron_ds.planning.run_plan import optimizer_problems
-from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.step import train_step
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from megatron_ds.zero.tiers import OffloadSettings
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
+from tests.harness.engines import config_of, load_state, on_engines, save_state, train
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
-from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
 pytestmark = pytest.mark.threads
 
@@ -36,17 +24,10 @@ FLAGS = {
     "lamb": ["--lamb-min-coeff", "0", "--lr", "1e-2", "--lr-warmup-iters", "0"],
     "adam": ["--amsgrad"],
     "lion": ["--weight-decay", "0.3"],
-    "muon": [
-        "--muon-scale-mode",
-        "match_rms_adamw",
-        "--muon-use-nesterov",
-        "--lr",
-        "1e-2",
-        "--muon-scalar-lr",
-        "1e-3",
-        "--lr-warmup-iters",
-        "0",
-    ],
+    "muon": (
+        "--muon-scale-mode match_rms_adamw --muon-use-nesterov --lr 1e-2 --muon-scalar-lr 1e-3 "
+        "--lr-warmup-iters 0"
+    ).split(),
 }
 FLAGS |= {"onebit_adam": ["--freeze-step", "1"], "onebit_lamb": ["--freeze-step", "1"]}
 
@@ -71,33 +52,7 @@ def test_lion_trains_like_one_process(layout):
 # --------------------------------------------------------------------------------- checkpoints, bytes, dtypes
 def run(name, layout, main, dtype="fp32"):
     """main(engine) on every rank."""
-    request = parse_layout(layout, mbs="1")
-    config = parse(
-        [*job_of(name, dtype=dtype), *request.flags], world_size=request.world_size
-    )
-    grid = config.grid(request.world_size)
-    return run_ranks(
-        request.world_size,
-        lambda rank, world: main(
-            build_engine(config, Mesh(grid, rank, world.connect, torch.device("cpu")))
-        ),
-    )
-
-
-def train(engine, steps):
-    samples = random_samples(16, SEQ_LENGTH, VOCAB, seed=1)
-    return [
-        train_step(
-            engine,
-            global_batch_share(
-                samples, step * GLOBAL_BATCH, GLOBAL_BATCH, engine.config, engine.mesh
-            ),
-            Progress(step=step),
-            learning_rate=5e-3,
-            weight_decay=0.1,
-        ).loss
-        for step in steps
-    ]
+    return on_engines(config_of(job_of(name, dtype=dtype), layout), main)
 
 
 @pytest.mark.parametrize(
@@ -111,25 +66,14 @@ def train(engine, steps):
     ],
 )
 def test_a_run_continues_in_another_layout(name, before, after, tmp_path):
-    groups = lambda engine: {
-        "coordinates": engine.mesh.coordinates,
-        "world": engine.mesh.group("world"),
-    }
-
     def first(engine):
         train(engine, range(2))
-        pieces = list(engine.optimizer.pieces())
-        save(tmp_path, 2, pieces, run={}, limit=None, **groups(engine))
-        return (
-            engine.optimizer.extra_state(),
-            {piece.kind for piece in pieces},
-            train(engine, range(2, 4)),
-        )
+        numbers = save_state(engine, tmp_path, 2)
+        kinds = {piece.kind for piece in engine.optimizer.pieces()}
+        return numbers, kinds, train(engine, range(2, 4))
 
     def second(engine):
-        load(tmp_path, 2, list(engine.optimizer.pieces()), kinds=None, **groups(engine))
-        engine.optimizer.load_extra_state(numbers)
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path, 2, numbers)
         return train(engine, range(2, 4))
 
     numbers, kinds, expected = run(name, before, first)[0]
@@ -225,10 +169,7 @@ def test_an_optimizer_whose_step_has_no_halves_is_refused_with_offloading():
 
 
 def test_offloaded_matrices_are_refused_before_the_run():
-    request = parse_layout("dp=2,zero=1,offload=cpu", mbs="1")
     with pytest.raises(
         ConfigError, match="needs whole tensors or norms of them, but offloaded"
     ):
-        parse(
-            [*job_of("muon"), *request.flags], world_size=2, rules=(optimizer_problems,)
-        )
+        config_of(job_of("muon"), "dp=2,zero=1,offload=cpu", (optimizer_problems,))

@@ -41,37 +41,18 @@ from tests.harness.covering import cover_pairs
 
 pytestmark = pytest.mark.plan
 
-JOB = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--vocab-size",
-    "130",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--mock-data",
-    "--make-vocab-size-divisible-by",
-    "8",
-]
+JOB = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 130 --lr 1 "
+    "--train-iters 1 --mock-data --make-vocab-size-divisible-by 8"
+).split()
 STYLES = {
     "gpt": [],
     "gqa": ["--num-query-groups", "2"],
     "rope": ["--position-embedding-type", "rope"],
-    "llama": [
-        "--position-embedding-type",
-        "rope",
-        "--num-query-groups",
-        "2",
-        "--swiglu",
-        "--normalization",
-        "RMSNorm",
-        "--disable-bias-linear",
-    ],
+    "llama": (
+        "--position-embedding-type rope --num-query-groups 2 --swiglu --normalization RMSNorm "
+        "--disable-bias-linear"
+    ).split(),
     "bert": ["--model", "bert"],
     "single": ["--model", "bert", "--bert-no-binary-head"],
 }
@@ -256,12 +237,7 @@ def test_logits_in_chunks_are_planned_not_to_be_kept(ranks, style, dtype):
         *STYLES[style],
         *flags,
         *dtype,
-        "--seq-length",
-        "24",
-        "--micro-batch-size",
-        "3",
-        "--cross-entropy-chunks",
-        "5",
+        *"--seq-length 24 --micro-batch-size 3 --cross-entropy-chunks 5".split(),
     ]
     measured, said, planned_on_cpu = kept(job, size, slice(2, 6))
     assert measured == said == planned_on_cpu
@@ -274,22 +250,10 @@ def test_logits_in_chunks_are_planned_not_to_be_kept(ranks, style, dtype):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_logits_in_chunks_shrink_the_planned_peak_by_those_that_do_not_exist(device):
-    job = [
-        "--seq-length",
-        "512",
-        "--vocab-size",
-        "9000",
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-    ]
+    job = (
+        "--seq-length 512 --vocab-size 9000 --micro-batch-size 2 --global-batch-size 4 "
+        "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0"
+    ).split()
     whole, chunked = (
         plan_world(
             parse([*JOB, *job, "--cross-entropy-chunks", str(chunks)], world_size=1),
@@ -358,15 +322,10 @@ def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copie
     "drops",
     [
         [],
-        [
-            "--random-ltd",
-            "--random-ltd-min-tokens",
-            "24",
-            "--random-ltd-steps",
-            "9",
-            "--random-ltd-tokens-per-step",
-            "8",
-        ],
+        (
+            "--random-ltd --random-ltd-min-tokens 24 --random-ltd-steps 9 "
+            "--random-ltd-tokens-per-step 8"
+        ).split(),
     ],
     ids=["whole", "ltd"],
 )
@@ -374,10 +333,7 @@ def test_documents_kept_apart_keep_what_is_said(style, dtype, dropout, drops):
     job = [
         *STYLES[style],
         *dtype,
-        "--seq-length",
-        "40",
-        "--micro-batch-size",
-        "3",
+        *"--seq-length 40 --micro-batch-size 3".split(),
         "--attention-dropout",
         dropout,
         *drops,
@@ -413,12 +369,7 @@ def test_features_of_blocks_keep_what_is_said(style, length, features):
     job = [
         *STYLES[style],
         *features.split(),
-        "--seq-length",
-        str(length),
-        "--micro-batch-size",
-        "2",
-        "--attention-dropout",
-        "0",
+        *f"--seq-length {length} --micro-batch-size 2 --attention-dropout 0".split(),
     ]
     for ranks, recompute in (("alone", "selective"), ("sp", "kept")):
         more = RANKS[ranks][1] + RECOMPUTE[recompute]
@@ -435,10 +386,7 @@ def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
         *STYLES["llama"],
         "--qk-layernorm",
         flag,
-        "--seq-length",
-        "128",
-        "--micro-batch-size",
-        "2",
+        *"--seq-length 128 --micro-batch-size 2".split(),
         "--attention-dropout",
         dropout,
     ]
@@ -486,18 +434,10 @@ def test_compiled_layouts_keep_what_is_planned(style, features):
     job = [
         *STYLES[style],
         *features.split(),
-        "--sparse-attention",
-        "fixed",
-        "--sparse-block",
-        "16",
-        "--kv-channels",
-        "32",
-        "--seq-length",
-        "80",
-        "--micro-batch-size",
-        "2",
-        "--attention-dropout",
-        "0",
+        *(
+            "--sparse-attention fixed --sparse-block 16 --kv-channels 32 --seq-length 80 "
+            "--micro-batch-size 2 --attention-dropout 0"
+        ).split(),
     ]
     measured, _, planned = kept(job, 1, slice(1, 3))
     assert measured == planned
@@ -527,11 +467,7 @@ def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
         "--random-ltd",
         "--random-ltd-min-tokens",
         case["kept"],
-        "--random-ltd-steps",
-        "9",
-        "--random-ltd-tokens-per-step",
-        "8",
-        "--random-ltd-layer-ids",
+        *"--random-ltd-steps 9 --random-ltd-tokens-per-step 8 --random-ltd-layer-ids".split(),
         *case["blocks"].split(),
     ]
     measured, said, planned = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
@@ -565,16 +501,10 @@ def test_context_ranks_keep_what_was_planned_to_the_byte(kind, flags):
     """Of the rank's tokens what one process keeps of them; keys and values once more, as they are sent."""
     ranks = 4 if "tensor" in flags else 2
     job = [
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--seq-length",
-        "64",
-        "--micro-batch-size",
-        "2",
-        "--context-parallel-size",
-        "2",
+        *(
+            "--hidden-dropout 0 --attention-dropout 0 --seq-length 64 --micro-batch-size 2 "
+            "--context-parallel-size 2"
+        ).split(),
         "--cp-comm-type",
         kind,
         *flags.split(),
@@ -622,10 +552,7 @@ def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(
     job = [
         *STYLES["llama"],
         dtype,
-        "--seq-length",
-        str(length),
-        "--micro-batch-size",
-        "2",
+        *f"--seq-length {length} --micro-batch-size 2".split(),
         "--hidden-dropout",
         dropout,
         "--attention-dropout",
@@ -652,20 +579,10 @@ def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(
 def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
     """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all
     that is kept."""
-    job = [
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--seq-length",
-        "192",
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--tokenizer-type",
-        "NullTokenizer",
-    ]
+    job = (
+        "--hidden-dropout 0 --attention-dropout 0 --seq-length 192 --micro-batch-size 2 "
+        "--global-batch-size 4 --tokenizer-type NullTokenizer"
+    ).split()
     config = parse([*JOB, *job, *flags], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
     batch = MODELS[config.model.model].data.blank(4, 192)
@@ -686,22 +603,11 @@ def test_with_recomputation_the_plan_is_the_most_that_was_alive_with_rotary_tabl
 ):
     """Of one block at a time: within 1 %. The tables, kept from step to step, are 4 to 6 % of it."""
     job = [
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--seq-length",
-        "3000",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "1",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--position-embedding-type",
-        "rope",
-        "--num-attention-heads",
-        "1",
+        *(
+            "--hidden-dropout 0 --attention-dropout 0 --seq-length 3000 --micro-batch-size 1 "
+            "--global-batch-size 1 --tokenizer-type NullTokenizer --position-embedding-type rope "
+            "--num-attention-heads 1"
+        ).split(),
         *RECOMPUTE["full"],
         *tiles,
     ]
@@ -728,17 +634,10 @@ def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(
         [
             *JOB,
             *STYLES[style],
-            "--bf16",
-            "--seq-length",
-            "192",
-            "--micro-batch-size",
-            "2",
-            "--global-batch-size",
-            "2",
-            "--vocab-size",
-            "900",
-            "--tokenizer-type",
-            "NullTokenizer",
+            *(
+                "--bf16 --seq-length 192 --micro-batch-size 2 --global-batch-size 2 --vocab-size 900 "
+                "--tokenizer-type NullTokenizer"
+            ).split(),
         ],
         world_size=1,
     )

@@ -7,49 +7,22 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.models import MODELS
-from megatron_ds.planning.flops import layers_of, model_flops
+from megatron_ds.planning.flops import model_flops
 from megatron_ds.planning.layer_costs import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 from tests.harness.model_runs import context_of
 from tests.harness.operation_clock import layers_timed_by_operations
 from tests.harness.warm import warm_python
+from tests.planning.test_flops import layer_flops
 
 pytestmark = pytest.mark.plan
 
-BASE = [
-    "--model",
-    "bert",
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "16",
-    "--vocab-size",
-    "130",
-    "--mock-data",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--make-vocab-size-divisible-by",
-    "8",
-]
-
-
-def layer_flops(model, kind, seq_length, vocab_size):
-    return (
-        next(layer for layer in layers_of(model) if layer.kind == kind)
-        .flops(seq_length, vocab_size)
-        .total
-    )
+BASE = (
+    "--model bert --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --global-batch-size 16 --vocab-size 130 --mock-data --lr 1 "
+    "--train-iters 1 --make-vocab-size-divisible-by 8"
+).split()
 
 
 def test_flops_are_the_matrix_products_counted_by_hand():
@@ -77,21 +50,8 @@ def test_flops_are_the_matrix_products_counted_by_hand():
     "flags",
     [
         [],
-        [
-            "--tensor-model-parallel-size",
-            "2",
-            "--sequence-parallel",
-            "--pipeline-model-parallel-size",
-            "2",
-        ],
-        [
-            "--pipeline-model-parallel-size",
-            "4",
-            "--zero-stage",
-            "3",
-            "--pipeline-schedule",
-            "zb-h1",
-        ],
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2".split(),
+        "--pipeline-model-parallel-size 4 --zero-stage 3 --pipeline-schedule zb-h1".split(),
     ],
     ids=" ".join,
 )
@@ -133,29 +93,11 @@ def test_layers_are_timed_with_what_a_bert_reads():
 
 
 def test_the_entry_script_plans_a_bert():
-    large = [
-        "--num-layers",
-        "24",
-        "--hidden-size",
-        "1024",
-        "--num-attention-heads",
-        "16",
-        "--seq-length",
-        "512",
-        "--lr",
-        "1e-4",
-        "--micro-batch-size",
-        "4",
-        "--global-batch-size",
-        "1024",
-        "--train-iters",
-        "10",
-        "--vocab-size",
-        "30522",
-        "--world-size",
-        "64",
-        "--dry-run",
-    ]
+    large = (
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --lr 1e-4 "
+        "--micro-batch-size 4 --global-batch-size 1024 --train-iters 10 --vocab-size 30522 "
+        "--world-size 64 --dry-run"
+    ).split()
     command = [warm_python(), str(ROOT / "pretrain_bert.py"), *large]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

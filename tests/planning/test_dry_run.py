@@ -93,12 +93,7 @@ def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(
 def test_the_parameters_are_those_of_the_closed_form():
     """Embeddings, positions, 12 h² + 13 h a block, the last norm; over all ranks, copies and padding too."""
     h, layers, s, v = 64, 4, 32, 1000
-    halves = [
-        "--tensor-model-parallel-size",
-        "2",
-        "--pipeline-model-parallel-size",
-        "2",
-    ]
+    halves = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
     plan = plan_world(parse([*JOB, "--mock-data", *halves], world_size=4))
     assert plan.parameters == v * h + s * h + layers * (12 * h * h + 13 * h) + 2 * h
     held = [plan.rank_plan(rank).parameters for rank in range(4)]
@@ -182,11 +177,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
         "-c",
         code,
         *TRILLION,
-        "--dry-run",
-        "--world-size",
-        "3072",
-        "--rank",
-        "3071",
+        *"--dry-run --world-size 3072 --rank 3071".split(),
     ]
     for _ in range(3):
         done = subprocess.run(
@@ -216,13 +207,7 @@ def test_a_real_run_on_a_cpu_starts_without_torchs_compiler():
     )
     job = [
         *JOB,
-        "--train-iters",
-        "1",
-        "--global-batch-size",
-        "2",
-        "--eval-iters",
-        "0",
-        "--mock-data",
+        *"--train-iters 1 --global-batch-size 2 --eval-iters 0 --mock-data".split(),
     ]
     ran = subprocess.run(
         [sys.executable, "-c", code, *job],

@@ -93,10 +93,7 @@ def test_lengths_outside_of_the_range_are_not_planned(least, most, memory, lengt
 def test_lengths_are_those_that_the_layout_divides(flags, ranks, multiple_of, unit):
     job = [
         *JOB[:2],
-        "--hidden-size",
-        "48",
-        "--num-attention-heads",
-        "12",
+        *"--hidden-size 48 --num-attention-heads 12".split(),
         *JOB[6:],
         *flags.split(),
     ]
@@ -154,12 +151,10 @@ def test_sizes_and_flags_are_read():
     for wrong in ("4XB", "GiB", "much", "4 G"):
         with pytest.raises(ConfigError, match="is not a size"):
             bytes_of(wrong)
-    assert without_length("--a 1 --seq-length 8 --b --seq_length=9 c".split()) == [
-        "--a",
-        "1",
-        "--b",
-        "c",
-    ]
+    assert (
+        without_length("--a 1 --seq-length 8 --b --seq_length=9 c".split())
+        == "--a 1 --b c".split()
+    )
 
 
 def test_the_tool_prints_a_length_that_the_layout_divides_and_whose_plan_fits(
@@ -167,23 +162,11 @@ def test_the_tool_prints_a_length_that_the_layout_divides_and_whose_plan_fits(
 ):
     flags = [
         *JOB,
-        "--seq-length",
-        "64",
-        "--micro-batch-size",
-        "1",
-        "--position-embedding-type",
-        "rope",
-        "--world-size",
-        "3",
-        "--sequence-parallel",
-        "--tensor-model-parallel-size",
-        "3",
-        "--num-query-groups",
-        "12",
-        "--num-attention-heads",
-        "12",
-        "--hidden-size",
-        "48",
+        *(
+            "--seq-length 64 --micro-batch-size 1 --position-embedding-type rope --world-size 3 "
+            "--sequence-parallel --tensor-model-parallel-size 3 --num-query-groups 12 "
+            "--num-attention-heads 12 --hidden-size 48"
+        ).split(),
     ]
     flags = [
         word for i, word in enumerate(flags) if i not in (2, 3, 4, 5)
@@ -200,13 +183,7 @@ def test_the_tool_prints_a_length_that_the_layout_divides_and_whose_plan_fits(
     monkeypatch.setattr(
         "sys.argv",
         [
-            "longest_sequence.py",
-            "--memory",
-            "20MiB",
-            "--libraries",
-            "2MiB",
-            "--multiple-of",
-            "64",
+            *"longest_sequence.py --memory 20MiB --libraries 2MiB --multiple-of 64".split(),
             *flags,
         ],
     )
@@ -255,10 +232,7 @@ def test_the_tool_asks_for_no_length_that_sparse_blocks_do_not_divide(
                 "--libraries",
                 "0",
                 *JOB,
-                "--micro-batch-size",
-                "1",
-                "--position-embedding-type",
-                "rope",
+                *"--micro-batch-size 1 --position-embedding-type rope".split(),
                 *flags.split(),
             ],
         )
@@ -276,12 +250,7 @@ def test_blocks_with_tiles_keep_as_planned_less_than_without_by_what_the_feed_fo
     job = [
         *STYLES[style],
         *flags,
-        "--seq-length",
-        "24",
-        "--micro-batch-size",
-        "3",
-        "--hidden-dropout",
-        "0",
+        *"--seq-length 24 --micro-batch-size 3 --hidden-dropout 0".split(),
     ]
     tiled, plain = (
         kept([*job, *more], size, slice(1, 4)) for more in (["--tiled-mlp", "3"], [])
@@ -296,20 +265,10 @@ def test_blocks_with_tiles_keep_as_planned_less_than_without_by_what_the_feed_fo
 def test_a_plan_for_gpus_has_the_working_memory_of_one_tile():
     job = [
         *JOB,
-        "--seq-length",
-        "4096",
-        "--micro-batch-size",
-        "1",
-        "--bf16",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--recompute-granularity",
-        "full",
-        "--ffn-hidden-size",
-        "2048",
-        "--tiled-logits",
+        *(
+            "--seq-length 4096 --micro-batch-size 1 --bf16 --hidden-dropout 0 --attention-dropout 0 "
+            "--recompute-granularity full --ffn-hidden-size 2048 --tiled-logits"
+        ).split(),
     ]
     plain, tiled = (
         plan_world(parse([*job, *more], world_size=1), 0, "cuda").rank_plan(0)
@@ -329,13 +288,7 @@ def test_tiles_count_as_flops_that_backward_computes_again():
         "whole": ["--tiled-mlp", "1"],
         "full": ["--recompute-granularity", "full"],
         "both": ["--recompute-granularity", "full", "--tiled-mlp"],
-        "one": [
-            "--recompute-granularity",
-            "full",
-            "--recompute-num-layers",
-            "1",
-            "--tiled-mlp",
-        ],
+        "one": "--recompute-granularity full --recompute-num-layers 1 --tiled-mlp".split(),
     }.items():
         config = parse([*job, *flags], world_size=1)
         again[name] = recomputed_flops(

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_ds.config import Source, parse
+from megatron_ds.config import Source
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.build import build_engine
 from tests.harness.alive_bytes import AliveBytes
-from tests.harness.layout_comparison import parse_layout, random_samples, train_layout
+from tests.harness.engines import config_of, on_engines
+from tests.harness.layout_comparison import random_samples, train_layout
 from tests.harness.samples import in_turns
 from tests.harness.threads import ThreadTransport, run_ranks
 from tests.harness.tiny_jobs import VOCAB, tiny_job
@@ -49,8 +49,7 @@ LAYOUTS = [
 
 def parsed(job: list[str], layout: str):
     """The config of a job whose batch is as large as the layout needs."""
-    request = parse_layout(layout, mbs="1")
-    config = parse([*job, *request.flags], world_size=request.world_size)
+    config = config_of(job, layout)
     samples = config.train.micro_batch_size * config.data_parallel_size
     return config.with_values(
         {"train.global_batch_size": MICROBATCHES * samples},
@@ -111,15 +110,7 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
     check(tiny_job(*style, layers, BATCH, STEPS), layout)
 
 
-DROP = [
-    "--random-ltd",
-    "--random-ltd-min-tokens",
-    "12",
-    "--random-ltd-max-tokens",
-    "12",
-    "--random-ltd-steps",
-    "1",
-]
+DROP = "--random-ltd --random-ltd-min-tokens 12 --random-ltd-max-tokens 12 --random-ltd-steps 1".split()
 
 
 def test_context_ranks_that_drop_tokens_send_what_was_planned():
@@ -161,10 +152,7 @@ def test_matrices_that_an_optimizer_gathers_are_planned(layout):
     check(
         [
             *tiny_job("llama", "fp32", True, 0.0, 2, BATCH, STEPS),
-            "--optimizer",
-            "muon",
-            "--lr-warmup-iters",
-            "0",
+            *"--optimizer muon --lr-warmup-iters 0".split(),
         ],
         layout,
     )
@@ -190,22 +178,18 @@ def test_an_update_of_matrices_needs_the_planned_bytes(layout, monkeypatch):
         [*tiny_job("llama", dtype, True, 0.0, 2, BATCH, STEPS), "--optimizer", "muon"],
         layout,
     )
-    grid = config.grid()
 
     def uncounted(transport, *tensors):
         with _disable_current_modes():
             return send(transport, *tensors)
 
-    def main(rank, world):
-        engine = build_engine(
-            config, Mesh(grid, rank, world.connect, torch.device("cpu"))
-        )
+    def main(engine):
         with AliveBytes(peak=True) as alive:
             engine.optimizer.resident.step(1e-3, 0.1, 2.0)
         return alive.peak
 
     monkeypatch.setattr(ThreadTransport, "all_to_all", uncounted)
-    most = run_ranks(config.world_size, main)
+    most = on_engines(config, main)
     for rank in (0, config.world_size - 1):
         plan = plan_world(config, rank, "cpu").rank_plan(rank)
         assert plan.in_update == most[rank] > 0

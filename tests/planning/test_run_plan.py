@@ -33,16 +33,7 @@ from tests.harness.operation_clock import layers_timed_by_operations
 pytestmark = pytest.mark.plan
 
 # Workload S of the benchmarks: the head costs as much as one or two of the six layers.
-SIZES = [
-    "--hidden-size",
-    "384",
-    "--num-attention-heads",
-    "6",
-    "--seq-length",
-    "256",
-    "--vocab-size",
-    "8192",
-]
+SIZES = "--hidden-size 384 --num-attention-heads 6 --seq-length 256 --vocab-size 8192".split()
 RUN = ["--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "5", "--mock-data"]
 
 

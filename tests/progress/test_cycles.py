@@ -303,13 +303,7 @@ def test_a_run_goes_on_with_the_cycle_of_its_checkpoint(tmp_path):
     now = parse(
         [
             *MODEL,
-            "--train-iters",
-            "99",
-            "--lr",
-            "1",
-            "--load",
-            "x",
-            "--use-checkpoint-opt_param-scheduler",
+            *"--train-iters 99 --lr 1 --load x --use-checkpoint-opt_param-scheduler".split(),
         ],
         1,
     )

@@ -86,12 +86,7 @@ torchrun pretrain_gpt.py $(model_args 2) --seed $(echo 5) --n $(nvidia-smi | wc 
     )
     words = [shown(word) for word in launch.words]
     assert words == [
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "64",
-        "--seed",
-        "5",
+        *"--num-layers 2 --hidden-size 64 --seed 5".split(),
         "--n",
         "$(nvidia-smi | wc -l)",
         "--last",

@@ -189,12 +189,7 @@ def test_extra_checkpoints_are_saved_also_before_the_first_step(tmp_path):
             *MOCK,
             "--save",
             str(tmp_path),
-            "--save-interval",
-            "4",
-            "--extra-save-iters",
-            "0",
-            "1",
-            "3",
+            *"--save-interval 4 --extra-save-iters 0 1 3".split(),
         ],
     )
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == [

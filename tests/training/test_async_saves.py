@@ -31,9 +31,9 @@ def slow_writers(rank: int, *, seconds: float):
 
     write = Saving.write
 
-    def slowly(saving, pieces):
+    def slowly(saving, pieces, pace):
         time.sleep(seconds)
-        return write(saving, pieces)
+        return write(saving, pieces, pace)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saving, "write", slowly)
@@ -47,10 +47,10 @@ def failing_writer(rank: int, *, victim: int, step: int):
 
     write = Saving.write
 
-    def failing(saving, pieces):
+    def failing(saving, pieces, pace):
         if rank == victim and saving.step == step:
             raise OSError(28, "No space left on device")
-        return write(saving, pieces)
+        return write(saving, pieces, pace)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saving, "write", failing)

@@ -19,25 +19,9 @@ pytestmark = pytest.mark.processes
 
 BERT = [
     *TINY,
-    "--model",
-    "bert",
-    "--train-iters",
-    "6",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "6",
-    "--split",
-    "80,20,0",
+    *"--model bert --train-iters 6 --eval-iters 1 --eval-interval 6 --split 80,20,0".split(),
 ]
-DATA = [
-    "--tokenizer-type",
-    "HuggingFaceTokenizer",
-    "--seq-length",
-    "24",
-    "--max-position-embeddings",
-    "24",
-]
+DATA = "--tokenizer-type HuggingFaceTokenizer --seq-length 24 --max-position-embeddings 24".split()
 
 
 def test_a_bert_goes_on_at_another_layout_from_a_corpus_of_sentences(tmp_path):
@@ -51,11 +35,7 @@ def test_a_bert_goes_on_at_another_layout_from_a_corpus_of_sentences(tmp_path):
             *job,
             "--save",
             parts,
-            "--tensor-model-parallel-size",
-            "2",
-            "--sequence-parallel",
-            "--exit-interval",
-            "3",
+            *"--tensor-model-parallel-size 2 --sequence-parallel --exit-interval 3".split(),
         ],
     )
     train(
@@ -66,10 +46,7 @@ def test_a_bert_goes_on_at_another_layout_from_a_corpus_of_sentences(tmp_path):
             parts,
             "--load",
             parts,
-            "--pipeline-model-parallel-size",
-            "2",
-            "--zero-stage",
-            "3",
+            *"--pipeline-model-parallel-size 2 --zero-stage 3".split(),
         ],
     )
     assert list(losses(parts)) == [1, 2, 3, 4, 5, 6]

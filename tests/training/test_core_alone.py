@@ -20,6 +20,17 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 sys.meta_path[:] = BuiltinImporter, FrozenImporter, PathFinder
 from megatron_ds.training.pretrain import pretrain
 sys.exit(pretrain())"""
+# A process for each command line, all of them copies of one that has imported the package.
+PROGRAMS = PROGRAM.replace(
+    "sys.exit(pretrain())",
+    """import json, os
+for number, flags in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{number}.err", os.O_CREAT | os.O_WRONLY), 2)
+        sys.exit(pretrain(flags))
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status), flush=True)""",
+)
 
 
 def without(folder, *wings):
@@ -41,9 +52,9 @@ def without_extensions(tmp_path_factory):
     return without(tmp_path_factory.mktemp("without_extensions"), "extensions")
 
 
-def run(folder, *flags):
+def start(folder, program, *words):
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, flags)],
+        [sys.executable, "-c", program, *map(str, words)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -52,44 +63,43 @@ def run(folder, *flags):
     )
 
 
+def run_each(folder, lines):
+    """(exit code, errors) of each command line."""
+    lines = [[*TINY, "--mock-data", "--train-iters", "4", *line] for line in lines]
+    done = start(folder, PROGRAMS, json.dumps(lines))
+    errors = [(folder / f"{n}.err").read_text() for n in range(len(lines))]
+    codes = [int(line) for line in done.stdout.split("\n") if line.isdigit()]
+    assert len(codes) == len(lines), done.stderr
+    return list(zip(codes, errors))
+
+
 def test_it_trains_and_saves(core, tmp_path):
-    done = run(
-        core, *TINY, "--mock-data", "--train-iters", 4, "--save", tmp_path / "saved"
-    )
+    flags = [*TINY, "--mock-data", "--train-iters", 4, "--save", tmp_path / "saved"]
+    done = start(core, PROGRAM, *flags)
     assert done.returncode == 0, done.stderr
     assert "the last checkpoint is" in done.stdout + done.stderr
 
 
-def test_what_needs_a_wing_is_an_error_that_names_it(core, tmp_path):
-    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    done = run(
+def test_what_needs_a_wing_is_an_error_that_names_it(core):
+    """A file of a dialect; a name or a flag that may be one of a wing."""
+    (core / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    dialect, *unknown = run_each(
         core,
-        *TINY,
-        "--mock-data",
-        "--train-iters",
-        2,
-        "--deepspeed_config",
-        tmp_path / "ds.json",
+        [
+            ["--deepspeed_config", "ds.json"],
+            ["--optimizer", "onebit_adam"],
+            ["--optimizer", "adam", "--freeze-step", "3"],
+        ],
     )
-    assert done.returncode != 0
-    assert "megatron_ds.compat, which is not installed" in done.stderr
+    assert dialect[0] != 0
+    assert "megatron_ds.compat, which is not installed" in dialect[1]
+    for (code, text), name in zip(unknown, ("onebit_adam", "--freeze-step")):
+        assert code != 0
+        assert name in text
+        assert "Not installed: megatron_ds.compat, megatron_ds.extensions" in text
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--optimizer", "onebit_adam"],
-        ["--optimizer", "adam", "--freeze-step", "3"],
-    ],
-)
-def test_an_unknown_name_may_be_one_of_a_wing(core, flags):
-    done = run(core, *TINY, "--mock-data", "--train-iters", 2, *flags)
-    assert done.returncode != 0
-    assert f"{flags[-2 if len(flags) > 2 else 1]}" in done.stderr
-    assert "Not installed: megatron_ds.compat, megatron_ds.extensions" in done.stderr
-
-
-def test_dialects_need_no_extension(without_extensions, tmp_path):
+def test_dialects_need_no_extension(without_extensions):
     """A DeepSpeed JSON trains; its block for a feature that is missing is an error that names the wing."""
     plain = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     lengths = {
@@ -99,16 +109,13 @@ def test_dialects_need_no_extension(without_extensions, tmp_path):
         "schedule_config": {"total_curriculum_step": 2, "difficulty_step": 8},
     }
     curriculum = {"enabled": True, "curriculum_type": "seqlen", **lengths}
-    errors = []
-    for block in ({}, {"curriculum_learning": curriculum}):
-        path = tmp_path / "ds.json"
+    lines = []
+    for name, block in (("plain", {}), ("more", {"curriculum_learning": curriculum})):
+        path = without_extensions / f"{name}.json"
         path.write_text(json.dumps(plain | block))
-        flags = ["--mock-data", "--train-iters", 4, "--deepspeed_config", path]
-        done = run(without_extensions, *TINY, *flags)
-        errors.append(done.stderr)
-        assert (done.returncode == 0) == (not block), done.stderr
-    assert (
-        '"curriculum_learning" is enabled, which this package does not have'
-        in errors[1]
-    )
-    assert "Not installed: megatron_ds.extensions" in errors[1]
+        lines.append(["--deepspeed_config", path.name])
+    trained, (code, text) = run_each(without_extensions, lines)
+    assert trained[0] == 0, trained[1]
+    assert code != 0
+    assert '"curriculum_learning" is enabled, which this package does not have' in text
+    assert "Not installed: megatron_ds.extensions" in text

@@ -22,12 +22,7 @@ PARAMS = dict(
 )
 FLAGS = [
     *MOCK,
-    "--lr-warmup-iters",
-    "0",
-    "--lr-decay-style",
-    "OneCycle",
-    "--adam-beta2",
-    "0.95",
+    *"--lr-warmup-iters 0 --lr-decay-style OneCycle --adam-beta2 0.95".split(),
     *(word for name, value in PARAMS.items() for word in (f"--{name}", str(value))),
 ]
 

@@ -87,14 +87,7 @@ def test_recomputation_is_the_forward_of_what_is_recomputed(flags, again):
 
 
 def test_some_blocks_of_each_stage_have_no_number():
-    flags = [
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "block",
-        "--recompute-num-layers",
-        "1",
-    ]
+    flags = "--recompute-granularity full --recompute-method block --recompute-num-layers 1".split()
     rows = layer_rows(config_of(*flags), 3, 16)
     assert [row.again for row in rows if "block" in row.name] == [None]
     assert "not counted" in "\n".join(phase_lines(rows, {}, 1.0, None, 1))

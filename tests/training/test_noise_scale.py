@@ -19,19 +19,11 @@ from tests.zero.test_asked_numbers import scalars
 pytestmark = pytest.mark.processes
 
 ASKED = ["--grad-noise-scale", "--grad-noise-scale-interval", "1"]
-EXPERTS = [
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--moe-router-score-function",
-    "sigmoid",
-    "--moe-router-enable-expert-bias",
-    "--moe-router-bias-update-rate",
-    "0.1",
-    "--moe-aux-loss-coeff",
-    "0.01",
-]
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 "
+    "--moe-aux-loss-coeff 0.01"
+).split()
 
 
 @pytest.mark.parametrize("small, large", [(1, 2), (3, 7), (8, 512)])
@@ -108,14 +100,10 @@ def test_layouts_measure_the_same(tmp_path):
             (2, ["--micro-batch-size", "2", "--pipeline-model-parallel-size", "2"]),
             (
                 2,
-                [
-                    "--micro-batch-size",
-                    "2",
-                    "--tensor-model-parallel-size",
-                    "2",
-                    "--sequence-parallel",
-                    "--calculate-per-token-loss",
-                ],
+                (
+                    "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+                    "--calculate-per-token-loss"
+                ).split(),
             ),
         ]
     ):

@@ -126,10 +126,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, value, flags):
         "continue",
         "--save",
         tmp_path,
-        "--save-interval",
-        "1",
-        "--save-total-limit",
-        "1",
+        *"--save-interval 1 --save-total-limit 1".split(),
     ]
     ended = train(2, command, spoil=spoil)
     assert steps_in(tmp_path) == [2] and latest(tmp_path) == 2

@@ -28,22 +28,8 @@ from tests.harness.spoilers import killed_in_save, state_written_instead_of_trai
 pytestmark = pytest.mark.processes
 
 HALF = STEPS // 2
-TP2_PP2 = [
-    "--tensor-model-parallel-size",
-    "2",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--sequence-parallel",
-]
-FP16 = [
-    "--fp16",
-    "--initial-loss-scale",
-    str(2.0**24),
-    "--hysteresis",
-    "1",
-    "--loss-scale-window",
-    "2",
-]
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
+FP16 = f"--fp16 --initial-loss-scale {2.0**24} --hysteresis 1 --loss-scale-window 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +42,7 @@ def corpus(tmp_path_factory):
     return [
         "--data-path",
         str(prefix),
-        "--split",
-        "100,0,0",
-        "--train-iters",
-        str(STEPS),
+        *f"--split 100,0,0 --train-iters {STEPS}".split(),
     ]
 
 
@@ -88,13 +71,10 @@ def assert_same_run(a, b, steps=STEPS):
         (2, ["--zero-stage", "1", *FP16]),
         (
             2,
-            [
-                "--pipeline-model-parallel-size",
-                "2",
-                "--bf16",
-                "--untie-embeddings-and-output-weights",
-                "--eod-mask-loss",
-            ],
+            (
+                "--pipeline-model-parallel-size 2 --bf16 --untie-embeddings-and-output-weights "
+                "--eod-mask-loss"
+            ).split(),
         ),
     ],
     ids=["fp32 tp2 pp2 sp", "fp16 dp2 zero1", "bf16 pp2"],
@@ -270,11 +250,7 @@ def test_a_checkpoint_of_another_model_is_refused_naming_each_field_with_both_va
         2,
         [
             *job,
-            "--num-layers",
-            "3",
-            "--hidden-size",
-            "64",
-            "--swiglu",
+            *"--num-layers 3 --hidden-size 64 --swiglu".split(),
             "--load",
             whole_run,
         ],

@@ -121,10 +121,7 @@ def test_a_missing_folder_is_named_by_the_flag_that_was_given(flag):
         parse(
             [
                 *JOB,
-                "--zero-stage",
-                "3",
-                "--offload-param",
-                "nvme",
+                *"--zero-stage 3 --offload-param nvme".split(),
                 flag,
                 "/no/such/folder",
             ],

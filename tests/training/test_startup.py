@@ -19,27 +19,11 @@ from megatron_ds.training.startup_text import (
 
 pytestmark = pytest.mark.plan
 
-JOB = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--vocab-size",
-    "50",
-    "--make-vocab-size-divisible-by",
-    "8",
-    "--micro-batch-size",
-    "2",
-    "--lr",
-    "1e-3",
-    "--train-iters",
-    "2",
-    "--mock-data",
-]
+JOB = (
+    "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --lr 1e-3 --train-iters 2 "
+    "--mock-data"
+).split()
 
 
 def test_axes_that_do_not_exist_yet_are_not_shown():
@@ -107,12 +91,9 @@ def test_the_size_of_the_vocabulary_is_explained(given, found, padded, adds_end,
     "tp, pp, tied", [(1, 1, True), (2, 1, True), (2, 2, True), (1, 2, False)]
 )
 def test_the_model_is_counted_whole_whatever_a_rank_holds(tp, pp, tied):
-    layout = [
-        "--tensor-model-parallel-size",
-        str(tp),
-        "--pipeline-model-parallel-size",
-        str(pp),
-    ]
+    layout = (
+        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}".split()
+    )
     config = parse(
         [*JOB, *layout, *([] if tied else ["--untie-embeddings-and-output-weights"])],
         world_size=tp * pp,
@@ -138,17 +119,7 @@ def test_values_are_listed_by_source_in_a_few_lines(tmp_path):
             "--config",
             str(path),
             *JOB[JOB.index("--vocab-size") : JOB.index("--lr")],
-            "--train-iters",
-            "2",
-            "--mock-data",
-            "--zero-stage",
-            "1",
-            "--seed",
-            "5",
-            "--log-interval",
-            "7",
-            "--eval-iters",
-            "0",
+            *"--train-iters 2 --mock-data --zero-stage 1 --seed 5 --log-interval 7 --eval-iters 0".split(),
         ]
     )
     text = values_text(config)

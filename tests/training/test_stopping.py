@@ -127,15 +127,7 @@ def test_exit_duration_ends_in_good_time_and_saves(tmp_path):
 def test_train_samples_with_a_growing_batch_ends_with_the_last_whole_batch(tmp_path):
     job = [
         *TINY,
-        "--mock-data",
-        "--train-samples",
-        "40",
-        "--rampup-batch-size",
-        "2",
-        "2",
-        "16",
-        "--eval-interval",
-        "2",
+        *"--mock-data --train-samples 40 --rampup-batch-size 2 2 16 --eval-interval 2".split(),
     ]
     at = job.index("--lr-warmup-iters")
     job[at : at + 2] = ["--lr-warmup-samples", "8"]
@@ -167,13 +159,7 @@ def test_evaluation_gives_the_same_numbers_in_every_layout(tmp_path):
         (2, ["--zero-stage", "1"]),
         (
             4,
-            [
-                "--tensor-model-parallel-size",
-                "2",
-                "--pipeline-model-parallel-size",
-                "2",
-                "--sequence-parallel",
-            ],
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split(),
         ),
     ]
     found = []

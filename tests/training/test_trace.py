@@ -18,10 +18,7 @@ def test_the_recorded_steps_are_the_schedule_with_true_dependencies(tmp_path):
         2,
         [
             *MOCK,
-            "--train-iters",
-            "4",
-            "--pipeline-model-parallel-size",
-            "2",
+            *"--train-iters 4 --pipeline-model-parallel-size 2".split(),
             "--trace",
             tmp_path,
             "--trace-steps",

@@ -420,11 +420,7 @@ def torchrun(tmp_path: Path, ranks: int, argv: list[str]) -> str:
     (tmp_path / "broken.py").write_text(BROKEN_ON_ONE_RANK)
     launcher = [
         warm_python(),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
+        *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split(),
     ]
     ended = subprocess.run(
         [*launcher, str(tmp_path / "broken.py"), *argv],

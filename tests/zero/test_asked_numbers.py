@@ -22,15 +22,11 @@ from tests.harness.pretraining import (
 
 pytestmark = pytest.mark.processes
 
-ASKED = [
-    "--log-params-norm",
-    "--log-num-zeros-in-grad",
-    "--log-timers-to-tensorboard",
-    "--log-memory-to-tensorboard",
-    "--log-world-size-to-tensorboard",
-    "--log-optimizer-states-to-tensorboard",
-    "--untie-embeddings-and-output-weights",
-]
+ASKED = (
+    "--log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "
+    "--log-memory-to-tensorboard --log-world-size-to-tensorboard "
+    "--log-optimizer-states-to-tensorboard --untie-embeddings-and-output-weights"
+).split()
 
 
 @contextlib.contextmanager
@@ -156,12 +152,10 @@ def test_the_numbers_do_not_depend_on_the_layout(one_rank, layout, tmp_path):
         "3",
         "--save",
         tmp_path,
-        "--timing-log-level",
-        "1",
-        "--timing-log-option",
-        "all",
-        "--check-weight-hash-across-dp-replicas-interval",
-        "2",
+        *(
+            "--timing-log-level 1 --timing-log-option all "
+            "--check-weight-hash-across-dp-replicas-interval 2"
+        ).split(),
     ]
     ended = train(4, [*words, *layout])
     here, there = records(tmp_path)[-1], records(one_rank[0])[-1]
@@ -212,10 +206,7 @@ def test_only_checkpoints_of_the_interval_are_kept_and_a_run_takes_options_from_
             "4",
             "--save",
             tmp_path / "a",
-            "--save-interval",
-            "1",
-            "--save-retain-interval",
-            "2",
+            *"--save-interval 1 --save-retain-interval 2".split(),
         ],
     )
     kept = sorted(path.name for path in (tmp_path / "a").iterdir() if path.is_dir())
@@ -224,21 +215,10 @@ def test_only_checkpoints_of_the_interval_are_kept_and_a_run_takes_options_from_
         "iter_0000004",
     ]
     few = [
-        "--mock-data",
-        "--seq-length",
-        "16",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--lr",
-        "0.5",
-        "--train-iters",
-        "6",
-        "--eval-iters",
-        "0",
-        "--log-interval",
-        "1",
+        *(
+            "--mock-data --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 0.5 "
+            "--train-iters 6 --eval-iters 0 --log-interval 1"
+        ).split(),
         "--load",
         tmp_path / "a",
         "--use-checkpoint-args",
@@ -289,13 +269,10 @@ def test_a_profile_is_of_its_step_and_an_autotuners_run_ends_after_its_own(tmp_p
         2,
         [
             *MOCK,
-            "--train-iters",
-            "30",
-            "--pipeline-model-parallel-size",
-            "2",
-            "--flops-profiler",
-            "--flops-profiler-step",
-            "2",
+            *(
+                "--train-iters 30 --pipeline-model-parallel-size 2 --flops-profiler "
+                "--flops-profiler-step 2"
+            ).split(),
             "--flops-profiler-output-file",
             tmp_path / "a" / "profile",
             "--autotuning",

@@ -5,32 +5,33 @@ The references below quantize parameter by parameter, in plain torch: largest ma
 divided by 127 or 7.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.optim import default_groups
-from megatron_ds.training.build import build_engine
 from megatron_ds.zero.number_blocks import Blocks
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.prediction import ElementBytes, predict_sets
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import HIERARCHICAL, STAGES, ZeroSettings
 from megatron_ds.zero.tiers import OffloadSettings
-from tests.harness.layout_comparison import parse_layout
+from tests.harness import engines
+from tests.harness.engines import BATCH, load_state, save_state
+from tests.harness.engines import config_of as config_of_job
+from tests.harness.engines import on_engines as run
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 from tests.zero.test_zero_hierarchy import SIZES, data_groups, make_optimizer
 from tests.zero.test_zero_hierarchy import train as train_hierarchy
-from tests.zero.test_zero_layers import BATCH, config_of, run, train
+from tests.zero.test_zero_layers import config_of
 
 pytestmark = pytest.mark.threads
 
 BLOCK, STEPS = 256, 3
+train = partial(engines.train, learning_rate=1e-3)  # rounding shows little
 WEIGHTS, GRADIENTS = Blocks(8, BLOCK), Blocks(4, BLOCK)
 
 
@@ -310,16 +311,9 @@ def test_state_is_what_was_predicted():
 # -------------------------------------------------------------------------------------------- layouts
 def losses_of(layout, *more):
     """On the first rank. Untied: an embedding on two stages has two gradients, rounded before their sum."""
-    request = parse_layout(layout, mbs="1")
-    config = parse(
-        [*tiny_job("gpt2", "fp32", True, 0.0, 2, BATCH, 8), *request.flags, *more],
-        world_size=request.world_size,
-    )
-    mesh = lambda rank, world: Mesh(config.grid(), rank, world.connect)
-    return run_ranks(
-        config.world_size,
-        lambda *at: train(build_engine(config, mesh(*at)), range(STEPS)),
-    )[0]
+    job = [*tiny_job("gpt2", "fp32", True, 0.0, 2, BATCH, 8), *more]
+    main = lambda engine: train(engine, range(STEPS))
+    return run(config_of_job(job, layout), main)[0]
 
 
 @pytest.mark.parametrize(
@@ -356,27 +350,18 @@ def test_experts_train_alike_on_any_number_of_ranks():
 
 
 def test_a_checkpoint_holds_masters_and_continues_at_another_layout(tmp_path):
-    groups = lambda engine: {
-        "coordinates": engine.mesh.coordinates,
-        "world": engine.mesh.group("world"),
-    }
-
     def first(engine):
-        losses = train(engine, range(2))
-        save(tmp_path, 2, list(engine.optimizer.pieces()), run={}, **groups(engine))
-        return losses + train(engine, range(2, 4)), engine.optimizer.extra_state()
+        train(engine, range(2))
+        return save_state(engine, tmp_path, 2), train(engine, range(2, 4))
 
     def second(engine):
-        load(tmp_path, 2, list(engine.optimizer.pieces()), **groups(engine))
-        engine.optimizer.load_extra_state(results[0][1] | {"num_updates": 2})
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path, 2, numbers)
         return train(engine, range(2, 4))
 
-    results = run(config_of("dp=2,zero=3,persist=0,qw=1", dtype="bf16"), first)
-    for losses in run(
-        config_of("dp=4,zero=3,hpz=2,persist=0,qw=1", dtype="bf16"), second
-    ):
-        assert losses == pytest.approx(results[0][0][2:], rel=1e-4)
+    more = {"dtype": "bf16"}
+    numbers, expected = run(config_of("dp=2,zero=3,persist=0,qw=1", **more), first)[0]
+    for losses in run(config_of("dp=4,zero=3,hpz=2,persist=0,qw=1", **more), second):
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------- refusals

@@ -13,31 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.host import memory_maps as host_memory
 from megatron_ds.host.memory_maps import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.collectives import barrier, share_memory
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.step import train_step
 from megatron_ds.zero.gathering import MappedUnit, SharedParts
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.tiers import DiskTier
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
+from tests.harness.engines import BATCH, config_of, on_engines
+from tests.harness.engines import train as train_engine
+from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 
-BATCH, STEPS = 4, 4
+STEPS = 4
 
 
 # --------------------------------------------------------------------------------------------- what is mapped
@@ -230,37 +222,12 @@ def test_no_room_for_a_map_is_told_with_what_limits_it():
 
 
 # --------------------------------------------------------------------------------------------------- training
-def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
+def train(layout: str, dtype: str, shares_memory: bool):
     """Of each rank (losses, whole weights, bytes sent, kinds of units)."""
-    request = parse_layout(layout, mbs="1")
-    config = parse(
-        [*tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), *request.flags],
-        world_size=request.world_size,
-    )
-    grid = Grid.fit(
-        config.world_size,
-        tp=config.parallel.tensor_model_parallel_size,
-        pp=config.parallel.pipeline_model_parallel_size,
-        order=config.parallel.rank_order,
-    )
-    samples = random_samples(16, SEQ_LENGTH, VOCAB, seed=1)
+    config = config_of(tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), layout)
 
-    def main(rank, world):
-        engine = build_engine(config, Mesh(grid, rank, world.connect))
-        losses = []
-        for step in range(steps):
-            batch = global_batch_share(
-                samples, step * BATCH, BATCH, config, engine.mesh
-            )
-            losses.append(
-                train_step(
-                    engine,
-                    batch,
-                    Progress(step=step),
-                    learning_rate=1e-2,
-                    weight_decay=0.1,
-                ).loss
-            )
+    def main(engine):
+        losses = train_engine(engine, range(STEPS))
         sent = dict(engine.mesh.traffic.bytes)
         with engine.optimizer.gathered(next(iter(engine.stages))):
             weights = {p.spec.name: p.detach().clone() for p in engine.parameters}
@@ -272,21 +239,20 @@ def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
         }
         return losses, weights, sent, kinds
 
-    return run_ranks(config.world_size, main, shares_memory)
+    return on_engines(config, main, shares_memory)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,zero=3",
-        "dp=4,zero=3,pin=1",
-        "dp=4,zero=3,hpz=2",
-        "dp=2,pp=2,zero=3,schedule=zb-h1",
-        "dp=2,tp=2,zero=3,recompute=full",
-        "dp=2,zero=3,offload=cpu,offload_param=cpu",
-    ],
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+LAYOUTS = [
+    "dp=2,zero=3",
+    "dp=4,zero=3,pin=1",
+    "dp=4,zero=3,hpz=2",
+    "dp=2,pp=2,zero=3,schedule=zb-h1",
+    "dp=2,tp=2,zero=3,recompute=full",
+    "dp=2,zero=3,offload=cpu,offload_param=cpu",
+]
+
+
+@pytest.mark.parametrize("layout, dtype", in_turns(LAYOUTS, ["fp32", "bf16"]))
 def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
     for seen, sent in zip(train(layout, dtype, True), train(layout, dtype, False)):
         assert seen[3] == {MappedUnit} and MappedUnit not in sent[3]

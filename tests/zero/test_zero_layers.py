@@ -1,73 +1,34 @@
 """Stage 3 in the trainer: what is whole when, what a step sends, and runs that change their stage in
 between."""
 
+import functools
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import DATA_AXES
 from megatron_ds.planning import keep_gathered, replica_plan
-from megatron_ds.progress.ramps import Progress
 from megatron_ds.training import build
-from megatron_ds.training.build import build_engine
-from megatron_ds.training.step import evaluate, train_step
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
+from megatron_ds.training.step import evaluate
+from tests.harness.engines import BATCH, load_state, save_state, train
+from tests.harness.engines import config_of as config_of_job
+from tests.harness.engines import on_engines as run
+from tests.harness.layout_comparison import global_batch_share, random_samples
 from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
 pytestmark = pytest.mark.threads
 
-BATCH = 4
-
 
 def config_of(layout, style="gpt2", dtype="fp32", untie=False, dropout=0.0, layers=3):
-    request = parse_layout(layout, mbs="1")
-    return parse(
-        [*tiny_job(style, dtype, untie, dropout, layers, BATCH, 8), *request.flags],
-        world_size=request.world_size,
+    return config_of_job(
+        tiny_job(style, dtype, untie, dropout, layers, BATCH, 8), layout
     )
-
-
-def run(config, main):
-    """main(engine) on every rank."""
-    p = config.parallel
-    grid = Grid.fit(
-        config.world_size,
-        tp=p.tensor_model_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        order=p.rank_order,
-    )
-    return run_ranks(
-        config.world_size,
-        lambda rank, world: main(build_engine(config, Mesh(grid, rank, world.connect))),
-    )
-
-
-def train(engine, steps):
-    """Losses of steps number `steps`."""
-    samples, losses = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
-    for step in steps:
-        batch = global_batch_share(
-            samples, step * BATCH, BATCH, engine.config, engine.mesh
-        )
-        losses.append(
-            train_step(
-                engine, batch, Progress(step=step), learning_rate=1e-3, weight_decay=0.1
-            ).loss
-        )
-    return losses
 
 
 def units_of(engine):
@@ -240,35 +201,34 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
         )  # 6: of the norm, 24 bytes
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,zero=3,accumulate=full",
-        "dp=2,zero=3,pin=1",
-        "dp=2,pp=2,zero=3",
-        "dp=4,zero=3",
-        "dp=2,pp=2,zero=3,schedule=gpipe",
-        "dp=2,zero=3,prefetch=20000",
-        "dp=2,tp=2,zero=2",
-        "dp=2,zero=3,prefetch=0,bucket=3000",
-        "dp=2,zero=2,accumulate=full",
-        "dp=2,zero=0,comm=fp16",
-        "dp=4,zero=1,comm=fp16,prescale=1",
-        "dp=2,pp=2,zero=3,comm=bf16",
-        "dp=4,zero=3,hpz=2",
-        "dp=4,pp=2,zero=3,hpz=2,accumulate=full",
-        "dp=4,zero=3,hpz=4,pin=1",
-        "dp=2,pp=2,zero=3,schedule=zb-h1",
-        "dp=2,pp=2,zero=3,schedule=interleaved",
-        "dp=2,pp=2,zero=3,schedule=zb-v",
-        "dp=2,pp=2,zero=3,schedule=zb-v,pin=1",
-        "dp=2,pp=2,zero=2,schedule=zb-v",
-        "dp=2,pp=2,zero=1,schedule=zb-v",
-        "dp=4,zero=3,hpz=2,qw=1,qg=1",
-        "dp=2,zero=2,qg=1",
-    ],
-)
-@pytest.mark.parametrize("untie", [False, True])
+TRAFFIC = [
+    "dp=2,zero=3,accumulate=full",
+    "dp=2,zero=3,pin=1",
+    "dp=2,pp=2,zero=3",
+    "dp=4,zero=3",
+    "dp=2,pp=2,zero=3,schedule=gpipe",
+    "dp=2,zero=3,prefetch=20000",
+    "dp=2,tp=2,zero=2",
+    "dp=2,zero=3,prefetch=0,bucket=3000",
+    "dp=2,zero=2,accumulate=full",
+    "dp=2,zero=0,comm=fp16",
+    "dp=4,zero=1,comm=fp16,prescale=1",
+    "dp=2,pp=2,zero=3,comm=bf16",
+    "dp=4,zero=3,hpz=2",
+    "dp=4,pp=2,zero=3,hpz=2,accumulate=full",
+    "dp=4,zero=3,hpz=4,pin=1",
+    "dp=2,pp=2,zero=3,schedule=zb-h1",
+    "dp=2,pp=2,zero=3,schedule=interleaved",
+    "dp=2,pp=2,zero=3,schedule=zb-v",
+    "dp=2,pp=2,zero=3,schedule=zb-v,pin=1",
+    "dp=2,pp=2,zero=2,schedule=zb-v",
+    "dp=2,pp=2,zero=1,schedule=zb-v",
+    "dp=4,zero=3,hpz=2,qw=1,qg=1",
+    "dp=2,zero=2,qg=1",
+]
+
+
+@pytest.mark.parametrize("layout, untie", in_turns(TRAFFIC, [False, True]))
 def test_planned_traffic_is_counted_traffic(layout, untie):
     def main(engine):
         engine.mesh.traffic.clear()
@@ -430,59 +390,46 @@ CONTINUED = [
 ]
 
 
+@functools.cache
+def of_one_process(dtype):
+    """The losses of six steps."""
+    config = config_of("dp=1", dtype=dtype, layers=4)
+    [losses] = run(config, lambda engine: train(engine, range(6)))
+    return losses
+
+
 @pytest.mark.parametrize("layouts, dtype", in_turns(CONTINUED, ["fp32", "bf16"]))
 def test_a_run_saved_at_one_stage_goes_on_at_another(layouts, dtype, tmp_path):
     before, after = layouts
-    groups = lambda engine: {
-        "coordinates": engine.mesh.coordinates,
-        "world": engine.mesh.group("world"),
-    }
 
     def first(engine):
-        losses = train(engine, range(3))
-        save(
-            tmp_path,
-            3,
-            list(engine.optimizer.pieces()),
-            run={"extra": engine.optimizer.extra_state()},
-            **groups(engine),
-        )
-        return losses, engine.optimizer.extra_state()
-
-    results = run(config_of(before, dtype=dtype, layers=4), first)
+        return train(engine, range(3)), save_state(engine, tmp_path, 3)
 
     def second(engine):
-        load(tmp_path, 3, list(engine.optimizer.pieces()), **groups(engine))
-        engine.optimizer.load_extra_state(results[0][1])
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path, 3, numbers)
         return train(engine, range(3, 6))
 
-    [expected] = run(
-        config_of("dp=1", dtype=dtype, layers=4), lambda engine: train(engine, range(6))
-    )
+    losses_before, numbers = run(config_of(before, dtype=dtype, layers=4), first)[0]
+    expected = of_one_process(dtype)
     tolerance = (
         1e-6 if dtype == "fp32" else 2e-4
     )  # in 16 bits each order of summation rounds differently
     for losses in run(config_of(after, dtype=dtype, layers=4), second):
-        assert results[0][0] + losses == pytest.approx(expected, rel=tolerance)
+        assert losses_before + losses == pytest.approx(expected, rel=tolerance)
 
 
 def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_saves_it(
     tmp_path,
 ):
+    numbers = {}
+
     def copy(source, target):
         def main(engine):
-            pieces = list(engine.optimizer.pieces())
-            to = {
-                "coordinates": engine.mesh.coordinates,
-                "world": engine.mesh.group("world"),
-            }
             if source is None:
                 train(engine, range(2))
             else:
-                load(tmp_path / source, 1, pieces, **to)
-                engine.optimizer.after_load()
-            save(tmp_path / target, 1, pieces, run={}, **to)
+                load_state(engine, tmp_path / source, 1, numbers[source])
+            numbers[target] = save_state(engine, tmp_path / target, 1)
 
         return main
 

@@ -5,66 +5,19 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import load
-from megatron_ds.checkpoint.save import save
-from megatron_ds.config import parse
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.progress.ramps import Progress
-from megatron_ds.training import build
-from megatron_ds.training.step import train_step
 from megatron_ds.zero import optimizer
 from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
-from tests.harness.layout_comparison import (
-    global_batch_share,
-    parse_layout,
-    random_samples,
-)
-from tests.harness.threads import run_ranks
-from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
+from tests.harness.engines import BATCH, load_state, save_state, train
+from tests.harness.engines import config_of as config_of_job
+from tests.harness.engines import on_engines as run
+from tests.harness.samples import in_turns
+from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
 
-BATCH = 4
-
 
 def config_of(layout, dtype="fp32", style="gpt2"):
-    request = parse_layout(layout, mbs="1")
-    return parse(
-        [*tiny_job(style, dtype, False, 0.0, 3, BATCH, 8), *request.flags],
-        world_size=request.world_size,
-    )
-
-
-def run(config, main):
-    """main(engine) on every rank."""
-    p = config.parallel
-    grid = Grid.fit(
-        config.world_size,
-        tp=p.tensor_model_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        order=p.rank_order,
-    )
-    return run_ranks(
-        config.world_size,
-        lambda rank, world: main(
-            build.build_engine(config, Mesh(grid, rank, world.connect))
-        ),
-    )
-
-
-def train(engine, steps):
-    samples, losses = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
-    for step in steps:
-        batch = global_batch_share(
-            samples, step * BATCH, BATCH, engine.config, engine.mesh
-        )
-        losses.append(
-            train_step(
-                engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1
-            ).loss
-        )
-    return losses
+    return config_of_job(tiny_job(style, dtype, False, 0.0, 3, BATCH, 8), layout)
 
 
 def state_of(engine):
@@ -141,22 +94,23 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, dtype", in_turns(LAYOUTS, ["fp32", "bf16", "fp16"]))
 def test_offloaded_state_has_the_bits_of_state_that_stays(layout, dtype, far):
     layout = layout.replace("dp=3", "dp=2,tp=2")
     assert_same(trained(layout + ",offload=cpu", dtype), trained(layout, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "what",
-    [
-        "offload_param=cpu",
-        "offload=cpu,offload_param=cpu",
-        "offload=cpu,offload_param=cpu,pin=1",
-        "offload=cpu,offload_param=cpu,prefetch=0",
-    ],
+    "what, dtype",
+    in_turns(
+        [
+            "offload_param=cpu",
+            "offload=cpu,offload_param=cpu",
+            "offload=cpu,offload_param=cpu,pin=1",
+            "offload=cpu,offload_param=cpu,prefetch=0",
+        ],
+        ["fp32", "bf16"],
+    ),
 )
 def test_offloaded_weights_have_the_bits_of_weights_that_stay(what, dtype, far):
     assert_same(
@@ -200,15 +154,17 @@ def test_a_single_rank_offloads_its_weights_too(dtype, far):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,zero=1,offload=nvme",
-        "dp=2,zero=3,offload=nvme,offload_param=nvme",
-        "dp=2,zero=3,offload=cpu,offload_param=nvme",
-        "dp=2,zero=2,offload=nvme,ratio=0.4",
-    ],
+    "layout, dtype",
+    in_turns(
+        [
+            "dp=2,zero=1,offload=nvme",
+            "dp=2,zero=3,offload=nvme,offload_param=nvme",
+            "dp=2,zero=3,offload=cpu,offload_param=nvme",
+            "dp=2,zero=2,offload=nvme,ratio=0.4",
+        ],
+        ["bf16", "fp32"],
+    ),
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_disk_gives_the_bits_of_memory(layout, dtype, tmp_path):
     stays = ",".join(
         item for item in layout.split(",") if not item.startswith(("offload", "ratio"))
@@ -236,19 +192,20 @@ def test_a_part_of_the_state_can_stay(ratio, far):
         assert ratio <= share <= ratio + 0.15  # whole pages
 
 
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("dp=2,zero=1,offload=nvme", "dp=1,tp=2,zero=0"),
-        ("dp=1,tp=2,zero=0", "dp=2,zero=3,offload=nvme,offload_param=nvme"),
-        (
-            "dp=2,pp=2,zero=3,offload=cpu,offload_param=cpu",
-            "dp=4,zero=2,offload=nvme,ratio=0.5",
-        ),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_goes_on_from_offloaded_state_and_to_it(before, after, dtype, tmp_path):
+# before, after
+CONTINUED = [
+    ("dp=2,zero=1,offload=nvme", "dp=1,tp=2,zero=0"),
+    ("dp=1,tp=2,zero=0", "dp=2,zero=3,offload=nvme,offload_param=nvme"),
+    (
+        "dp=2,pp=2,zero=3,offload=cpu,offload_param=cpu",
+        "dp=4,zero=2,offload=nvme,ratio=0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize("layouts, dtype", in_turns(CONTINUED, ["fp32", "bf16"]))
+def test_a_run_goes_on_from_offloaded_state_and_to_it(layouts, dtype, tmp_path):
+    before, after = layouts
     disk = tmp_path / "disk"
     disk.mkdir()
     full = lambda layout: f"{layout},nvme={disk}" if "nvme" in layout else layout
@@ -258,28 +215,10 @@ def test_a_run_goes_on_from_offloaded_state_and_to_it(before, after, dtype, tmp_
 
     def first(engine):
         train(engine, range(3))
-        save(
-            tmp_path / "run",
-            3,
-            list(engine.optimizer.pieces()),
-            coordinates=engine.mesh.coordinates,
-            world=engine.mesh.group("world"),
-            run={"optimizer": engine.optimizer.extra_state()},
-            limit=None,
-        )
-        return engine.optimizer.extra_state()
+        return save_state(engine, tmp_path / "run", 3)
 
     def second(engine):
-        load(
-            tmp_path / "run",
-            3,
-            list(engine.optimizer.pieces()),
-            coordinates=engine.mesh.coordinates,
-            world=engine.mesh.group("world"),
-            kinds=None,
-        )
-        engine.optimizer.load_extra_state(numbers)
-        engine.optimizer.after_load()
+        load_state(engine, tmp_path / "run", 3, numbers)
         return train(engine, range(3, 6))
 
     numbers = run(config_of(full(before), dtype), first)[0]

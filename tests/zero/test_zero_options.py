@@ -11,29 +11,11 @@ from megatron_ds.zero.settings import ZeroSettings
 
 pytestmark = pytest.mark.plan
 
-JOB = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "8",
-    "--max-position-embeddings",
-    "8",
-    "--vocab-size",
-    "64",
-    "--micro-batch-size",
-    "1",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-]
+JOB = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 "
+    "--max-position-embeddings 8 --vocab-size 64 --micro-batch-size 1 --lr 1 --train-iters 1 "
+    "--mock-data --tokenizer-type NullTokenizer"
+).split()
 
 
 def problem_of(words, world_size=4):

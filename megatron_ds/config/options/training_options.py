@@ -585,12 +585,14 @@ class CheckpointConfig:
     """A checkpoint loads at any layout of the same model."""
 
     save: str | None = option(
-        None, help="Directory for checkpoints. Default: none are written."
+        None,
+        help="Directory for checkpoints, or a place in a store, such as s3://bucket/run or gs://bucket/run. "
+        "Default: none are written.",
     )
     load: str | None = option(
         None,
-        help="Directory to resume from. When it is also --save and holds no checkpoint yet, training starts "
-        "from scratch; otherwise a directory without a checkpoint is an error.",
+        help="Directory to resume from, or a place in a store. When it is also --save and holds no checkpoint yet, "
+        "training starts from scratch; otherwise a directory without a checkpoint is an error.",
     )
     load_format: str | None = option(
         None,

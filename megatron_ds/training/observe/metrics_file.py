@@ -18,6 +18,7 @@ import math
 import time
 from pathlib import Path
 
+from ...checkpoint.place import is_store
 from ...config import RunConfig
 from ...errors import ConfigError, DataError
 from .records import Record
@@ -52,12 +53,17 @@ class MetricsFile:
 
 
 def metrics_path(config: RunConfig) -> Path | None:
-    """--metrics-path, by default metrics.jsonl in the --save folder; None without either."""
+    """--metrics-path, by default metrics.jsonl in the --save folder; None without either.
+
+    Nothing can be appended to an object of a store, so --save s3://… has no default.
+    """
     path = config.logging.metrics_path
     save = config.checkpoint.save
     if path:
         return Path(path)
-    return Path(save) / "metrics.jsonl" if save else None
+    if save is None or is_store(save):
+        return None
+    return Path(save) / "metrics.jsonl"
 
 
 def check_metrics_file(path: Path) -> None:

@@ -13,10 +13,12 @@ from .axis import Axis
 # Iterations of Muon enlarge the rounding of small singular values.
 LOOSE = Difference(loss=1e-5, grad_norm=1e-5, weights=1e-4)
 LOOSE_OPTIMIZERS = ("lamb", "muon")
+# Else an element whose gradient is rounding alone moves as far as others.
+STEADY = {"--adam-eps": 1e-4}
 LAMB = {
     "--optimizer": "lamb",
     "--lamb-min-coeff": 0,
-    "--adam-eps": "1e-4",  # else an element whose gradient is rounding alone moves as far as others
+    **STEADY,
     "--lr": "1e-2",
     "--lr-warmup-iters": 0,
 }
@@ -28,14 +30,26 @@ MUON = {
     "--muon-scalar-lr": "1e-3",
     "--lr-warmup-iters": 0,
 }
+# A second moment that falls within a few steps; the rate and the first beta change at each step.
+AMSGRAD = {
+    **STEADY,
+    "--amsgrad": "",
+    "--adam-beta2": 0.5,
+    "--lr-warmup-iters": 0,
+    "--lr-decay-style": "OneCycle",
+    "--cycle-first-step-size": 2,
+    "--cycle-second-step-size": 1,
+    "--decay-step-size": 2,
+    "--decay-lr-rate": 0.5,
+    "--cycle-min-mom": 0.5,
+}
 
 AXES = (
     Axis(
         "optimizer",
         {
             "adam": {},
-            # with a second moment that falls within a few steps
-            "amsgrad": {"--amsgrad": "", "--adam-beta2": "0.5"},
+            "amsgrad": AMSGRAD,
             "uncorrected": {"--no-adam-bias-correction": ""},
             "adagrad": {"--optimizer": "adagrad"},
             "lamb": LAMB,

@@ -8,26 +8,37 @@ from tests.harness.covering import Case
 
 from .axis import Axis, Shown, layers, layout_axis, micro_batches
 
+# Bytes of the state of an element. Muon has one tensor for matrices, and two for everything else.
+OPTIMIZER_BYTES = {
+    "adam": 8,
+    "amsgrad": 12,
+    "uncorrected": 8,
+    "adagrad": 4,
+    "lamb": 8,
+}
+
 
 def bytes_of_state(shown: Shown) -> None:
-    """ZeRO divides optimizer, gradients and parameters over the data-parallel ranks, in this order."""
+    """ZeRO divides optimizer, gradients and parameters over the ranks that hold the same ones, in this order:
+    experts over those with the same experts, everything else over all data ranks."""
     case = shown.case
-    is_plain = case["experts"] == "none" and case["knobs"] == "none"
-    if not is_plain or case["optimizer"] not in ("adam", "uncorrected"):
-        return
-    copies_of_all = case["dp"] * case["cp"]
-    elements = sum(s.parameter_elements for s in shown.run.seen) / copies_of_all
+    data = case["dp"] * case["cp"]
     wide = case["dtype"] == "fp32"
-    for kind, split_from, size in (
-        ("parameter", 3, 4 if wide else 2),
-        ("gradient", 2, 4),
-        ("optimizer", 1, 8),
-        ("master", 1, 0 if wide else 4),
-    ):
-        copies = 1 if case["zero"] >= split_from else copies_of_all
-        held = sum(getattr(s, f"{kind}_bytes") for s in shown.run.seen)
+    kinds = [("master", 1, 0 if wide else 4)]
+    if case["optimizer"] in OPTIMIZER_BYTES:
+        kinds.append(("optimizer", 1, OPTIMIZER_BYTES[case["optimizer"]]))
+    if case["knobs"] == "none":
+        kinds += [("gradient", 2, 4), ("parameter", 3, 4 if wide else 2)]
+    for kind, split_from, size in kinds:
+        is_split = case["zero"] >= split_from
+        parts = (data, data // case["ep"]) if is_split else (1, 1)
+        expected = sum(
+            size * (seen.dense_elements / parts[0] + seen.expert_elements / parts[1])
+            for seen in shown.run.seen
+        )
+        held = sum(getattr(seen, f"{kind}_bytes") for seen in shown.run.seen)
         # rel: padding to 64
-        assert held == pytest.approx(copies * elements * size, rel=0.25), kind
+        assert held == pytest.approx(expected, rel=0.25), kind
 
 
 # What moves time and memory only.
@@ -59,13 +70,12 @@ def places(shown: Shown) -> None:
 def computed_again(shown: Shown) -> None:
     """How often attention and feed-forward parts ran."""
     case, calls = shown.case, shown.run.calls
-    once = layers(case) * micro_batches(case) * case["tp"] * case["dp"]
+    ranks = case["tp"] * case["cp"] * case["dp"]
+    once = layers(case) * micro_batches(case) * ranks
     again = case["recompute"]
-    if case["cp"] == 1:
-        assert calls.count("attention") == once * (1 if again == "none" else 2)
+    assert calls.count("attention") == once * (1 if again == "none" else 2)
     if case["tiles"] == 1 and case["experts"] == "none":
-        of_all = once * case["cp"]
-        assert calls.count("mlp") == of_all * (2 if again == "full" else 1)
+        assert calls.count("mlp") == once * (2 if again == "full" else 1)
 
 
 def logits_in_parts(shown: Shown) -> None:
@@ -81,10 +91,15 @@ def tiled(shown: Shown) -> None:
         assert (count("tile") > count("mlp")) == (shown.case["tiles"] > 1)
 
 
+def in_cpu(case: Case) -> dict[str, int]:
+    """Keys of the layout: where ranks can keep a part each, they move parts."""
+    return {"inputs_in_cpu": 1, "parts": int(case["tp"] > 1 and not case["sp"])}
+
+
 def saved(shown: Shown) -> None:
     """Inputs of blocks that tensor-parallel ranks divide are gathered in each recomputation."""
     case = shown.case
-    if case["saved"] == "in parts":
+    if "parts=1" in shown.layout:
         traffic = shown.run.seen[0].traffic
         gathered = traffic.calls["all_gather", "tp", case["tp"]]
         assert gathered >= micro_batches(case) * layers(case) // case["pp"]
@@ -111,7 +126,11 @@ AXES = (
     layout_axis("recompute", "none", "selective", "full", shows=computed_again),
     Axis(
         "saved",
-        {"whole": {}, "in cpu": {"inputs_in_cpu": 1}, "in parts": {"parts": 1}},
+        {
+            "whole": {},
+            "in cpu": in_cpu,
+            "in parts": {"parts": 1},
+        },
         needs=(
             lambda saved, recompute: saved == "whole" or recompute == "full",
             lambda saved, tp, sp: saved != "in parts" or tp > 1 and not sp,

@@ -1,0 +1,35 @@
+"""`place_of`: where checkpoints are, a folder or a place in an object store.
+
+Functions of `folder.py` and of the files below it take either. Their implementations for stores are in
+`store_folder.py`, which is imported, with fsspec, at the first place in a store.
+"""
+
+import os
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+
+def is_store(directory: str | os.PathLike) -> bool:
+    """Whether the text names a place in a store: "s3://bucket/run"."""
+    return "://" in str(directory)
+
+
+def place_of(directory: str | os.PathLike) -> Path:
+    """The folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
+
+    Raises CheckpointError when the libraries of the store are not installed.
+    """
+    if not is_store(directory):
+        return Path(directory)
+    text = str(directory)
+    try:
+        from . import store_lock_file  # noqa: F401  registers itself
+        from .store_folder import open_store
+
+        return open_store(text)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(
+            f"{text}: this store cannot be opened ({error}). pip install 'megatron_ds[stores]' has what "
+            "s3:// and gs:// need; other stores need their fsspec package."
+        ) from error
