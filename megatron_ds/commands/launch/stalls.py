@@ -49,11 +49,12 @@ class Stalls:
     def hang(self) -> Hang | None:
         """What hangs, if the job does."""
         now = time.monotonic()
-        if len(self._reports) < len(self._hosts):
+        reports = dict(self._reports)  # another thread adds to it
+        if len(reports) < len(self._hosts):
             return None
         running = {
             host: (now - when, report)
-            for host, (when, report) in self._reports.items()
+            for host, (when, report) in reports.items()
             if not report.is_last
         }
         silent = [host for host, (age, _) in running.items() if age > SILENT_SECONDS]
