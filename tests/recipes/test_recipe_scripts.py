@@ -186,6 +186,20 @@ def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     )
 
 
+def test_a_line_for_deepspeeds_launcher_keeps_its_words(tmp_path):
+    """The launcher of this package takes them, but not for another number of ranks."""
+    recipe = tmp_path / "train.sh"
+    recipe.write_text(
+        "exec /opt/bin/deepspeed --hostfile hosts -i a:0,1 --num_gpus 2 --no_python pretrain_gpt.py "
+        f"{TINY} --mock-data"
+    )
+    (training,) = read_recipe(recipe, {})
+    command = assess(training, {}).command
+    launcher = "megatron-ds launch --hostfile hosts -i a:0,1 --num_gpus 2 --module"
+    assert command[:11] == (*launcher.split(), "megatron_ds", "train")
+    assert assess(training, {}, ranks=4).command[0] == "torchrun"
+
+
 def test_a_yaml_of_megatrons_tests_and_a_json_are_recipes(tmp_path):
     words = TINY.split()
     lines = [f"  {flag}: {value}" for flag, value in zip(words[0:14:2], words[1:14:2])]

@@ -65,6 +65,7 @@ class Training:
     script   the Python file that it starts; "" for a JSON alone
     words    its command line, with open values (`shell_values`)
     ranks    how many processes; None if the recipe does not state it
+    launcher the words for DeepSpeed's launcher; None if another one starts the training
     files    name → text of the files that the recipe would write: the JSON for --deepspeed_config
     copies   names of `files` that are not the recipe's own: messages show none of their values
     """
@@ -74,6 +75,7 @@ class Training:
     ranks: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
+    launcher: tuple[str, ...] | None = None
 
 
 def read_recipe(
@@ -131,7 +133,14 @@ def _of_script(script: Script, path: Path) -> list[Training]:
             files = _files(script, launch.words)
             copies = frozenset(filter(script.is_copy, files))
             found.append(
-                Training(launch.script, launch.words, launch.ranks, files, copies)
+                Training(
+                    launch.script,
+                    launch.words,
+                    launch.ranks,
+                    files,
+                    copies,
+                    launch.launcher,
+                )
             )
     if not found:
         raise ConfigError(

@@ -60,15 +60,19 @@ MOST = 20_000  # statements that are read
 
 @dataclass(frozen=True)
 class ScriptLaunch:
-    """A training command. script: the Python file; words: after it; ranks: None if it does not state them.
+    """A training command. Values that only a run of the script could know are open (`shell_values`).
 
-    Values that only a run of the script could know are open (`shell_values`).
+    script     the Python file
+    words      after it
+    ranks      None if the command does not state them
+    launcher   the words for DeepSpeed's launcher; None if another one starts the training
     """
 
     script: str
     words: tuple[str, ...]
     ranks: int | None
     line: int = 0
+    launcher: tuple[str, ...] | None = None
 
 
 @dataclass
@@ -414,8 +418,11 @@ class Script:
             raise ShellError(
                 f"line {line}: a command of {len(words):,} words: this is not a recipe."
             )
-        ranks = self._ranks(words[:at])
-        self.launches.append(ScriptLaunch(words[at], tuple(after), ranks, line))
+        before = words[:at]
+        found = ScriptLaunch(
+            words[at], tuple(after), self._ranks(before), line, deepspeed_words(before)
+        )
+        self.launches.append(found)
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
         """The number of processes that the launcher would start."""
@@ -457,6 +464,14 @@ def neighbour(folder: Path, name: str) -> Path | None:
         except (OSError, ValueError, RuntimeError):
             continue
     return None
+
+
+def deepspeed_words(launcher: Sequence[str]) -> tuple[str, ...] | None:
+    """The words for DeepSpeed's launcher before the script; None for another launcher."""
+    names = [word.rpartition("/")[2] for word in launcher]
+    if "deepspeed" not in names:
+        return None
+    return tuple(launcher[names.index("deepspeed") + 1 :])
 
 
 def included_devices(text: str) -> int | None:

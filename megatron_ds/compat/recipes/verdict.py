@@ -452,16 +452,16 @@ def _problems(
 
 
 def _command(training: Training, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
-    launcher = ["torchrun", "--nproc-per-node", str(min(ranks, 8))]
-    if ranks > 8:
-        launcher = [
-            "torchrun",
-            "--nnodes",
-            str(-(-ranks // 8)),
-            "--nproc-per-node",
-            "8",
-        ]
     if not training.script:
         return ()
     command = "train-bert" if "bert" in training.script else "train"
-    return (*launcher, "-m", "megatron_ds", command, *words)
+    return (*_launcher(training, ranks), "megatron_ds", command, *words)
+
+
+def _launcher(training: Training, ranks: int) -> tuple[str, ...]:
+    """The words that start a module: those of the recipe for DeepSpeed's launcher, else torchrun's."""
+    if training.launcher is not None and training.ranks in (None, ranks):
+        words = (w for w in training.launcher if w not in ("--module", "--no_python"))
+        return ("megatron-ds", "launch", *words, "--module")
+    nodes = ("--nnodes", str(-(-ranks // 8))) if ranks > 8 else ()
+    return ("torchrun", *nodes, "--nproc-per-node", str(min(ranks, 8)), "-m")
