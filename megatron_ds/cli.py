@@ -30,18 +30,22 @@ from typing import Any, NoReturn
 
 from .console import is_name_too_long, paragraph, printable
 from .errors import (
+    CheckpointError,
     CommunicationError,
     ConfigError,
     DeviceMemoryError,
     LayoutError,
     MegatronDSError,
     ScheduleError,
+    StorageError,
 )
 from .launch_env import ends_siblings, is_launched, local_rank_in, rank_in, size_in
 from .registry import did_you_mean
 
 # All ranks raise these errors, because they follow from the same flags.
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)
+# A restart may end better after these. After other errors of this package it ends alike.
+PASSING = (CheckpointError, CommunicationError, DeviceMemoryError, StorageError)
 WAIT_SECONDS = 5.0
 
 # Note: the order of exits.  torchrun, mpirun and srun -K end all ranks as soon as one of them fails. If rank
@@ -100,7 +104,10 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
             text = f"error{f' on rank {rank}' if rank > 0 else ''}: {_shown(error)}"
             print(text, file=sys.stderr, flush=True)
             note_for_torchrun(
-                os.environ, text, is_consequence=isinstance(error, CommunicationError)
+                os.environ,
+                text,
+                is_consequence=isinstance(error, CommunicationError),
+                is_passing=isinstance(error, PASSING),
             )
         return 2
     # A stop on request, and errors of the system.
@@ -134,13 +141,16 @@ def _shown(error: MegatronDSError) -> str:
 
 
 def note_for_torchrun(
-    env: Mapping[str, str], text: str, is_consequence: bool = False
+    env: Mapping[str, str],
+    text: str,
+    is_consequence: bool = False,
+    is_passing: bool = True,
 ) -> None:
     """Write the error that torchrun's summary shows for this rank.
 
     The summary takes the earliest failure for the cause. Other ranks fail within the same second because a
     peer is gone, and torchrun dates a killed rank by the time at which it noticed; therefore consequences get
-    a later time.
+    a later time. is_passing: a restart may end better, which `megatron-ds launch` reads.
     """
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -148,6 +158,7 @@ def note_for_torchrun(
     details = {
         "py_callstack": text,
         "timestamp": str(int(time.time() + WAIT_SECONDS * is_consequence)),
+        "is_passing": is_passing,
     }
     try:
         with open(path, "w") as file:

@@ -6,6 +6,8 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 OWN_LAUNCHER = "MEGATRON_DS_LAUNCH"
+RESTARTS = "MEGATRON_DS_RESTARTS"
+RUN = "MEGATRON_DS_RUN"
 LAUNCHERS = (
     "TORCHELASTIC_RUN_ID",
     OWN_LAUNCHER,
@@ -28,6 +30,16 @@ def size_in(env: Mapping[str, str]) -> int:
 def local_rank_in(env: Mapping[str, str]) -> int:
     """The rank on this machine; 0 if the environment has none."""
     return _first_number(env, LOCAL_RANKS) or 0
+
+
+def restarts_in(env: Mapping[str, str]) -> int:
+    """How often `megatron-ds launch` has started this job again; 0 at its first start."""
+    return _first_number(env, (RESTARTS,)) or 0
+
+
+def run_in(env: Mapping[str, str]) -> str:
+    """The identifier that the launcher gives a run that begins, the same after restarts; "" without one."""
+    return env.get(RUN, "")
 
 
 def is_launched(env: Mapping[str, str]) -> bool:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from .memory_maps import warn_of_messages
+from .places import WAITING
 
 _FORMAT = struct.Struct("<qqqq")  # shorter than PIPE_BUF: written and read whole
 
@@ -65,8 +66,12 @@ class SignalPipes:
 
     def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
         """The next signal of a peer, None if there is none within the time. Raises ConnectionError."""
-        if not self._polls[peer].poll(1000 * wait_seconds):
-            return None
+        if not self._polls[peer].poll(0):
+            if not wait_seconds:
+                return None
+            with WAITING:
+                if not self._polls[peer].poll(1000 * wait_seconds):
+                    return None
         data = os.read(self._inbound[peer], _FORMAT.size)
         if not data:
             raise self._ended(peer)

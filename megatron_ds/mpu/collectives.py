@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import LayoutError
+from ..host.places import writer
 from .group import DONE, Group, Messages, Transport, Work
 from .shared_sums import SharedSums
 
@@ -126,7 +127,7 @@ def all_to_all_(
         return DONE
     first = sum(sent[: group.rank])
     elsewhere = tensor.nbytes - tensor[first : first + sent[group.rank]].nbytes
-    group.traffic.add("all_to_all_v", group.axes, group.size, elsewhere)
+    _count("all_to_all_v", group, elsewhere)
     return _finish(group.transport.all_to_all(out, tensor, sent, received), async_op)
 
 
@@ -151,7 +152,7 @@ def exchange(
         )
     if sends:
         num_bytes = sum(tensor.nbytes for tensor, _ in sends)
-        group.traffic.add("send", group.axes, group.size, num_bytes, len(sends))
+        _count("send", group, num_bytes, len(sends))
     sends = [(tensor.contiguous(), peer) for tensor, peer in sends]
     return _finish(group.transport.exchange(sends, receives), async_op)
 
@@ -167,12 +168,16 @@ def broadcast_(
 
 def all_gather_object(obj: Any, group: Group) -> list:
     """The ranks' picklable objects, in group order. For small control data among trusted peers only."""
-    return [obj] if group.size == 1 else group.transport.all_gather_object(obj)
+    if group.size == 1:
+        return [obj]
+    _note("all_gather_object", group)
+    return group.transport.all_gather_object(obj)
 
 
 def barrier(group: Group) -> None:
     """Return when every rank of the group has called it."""
     if group.size > 1:
+        _note("barrier", group)
         group.transport.barrier()
 
 
@@ -213,10 +218,19 @@ def _run(
 ) -> Work:
     if group.size == 1:
         return DONE
-    group.traffic.add(
-        operation, group.axes, group.size, counted.numel() * counted.element_size()
-    )
+    _count(operation, group, counted.numel() * counted.element_size())
     return _finish(call(group.transport), async_op)
+
+
+def _count(operation: str, group: Group, num_bytes: int, calls: int = 1) -> None:
+    """Count what begins in the traffic of the group, and note it as the place of this rank."""
+    group.traffic.add(operation, group.axes, group.size, num_bytes, calls)
+    _note(operation, group)
+
+
+def _note(operation: str, group: Group) -> None:
+    if (places := writer()) is not None:
+        places.collective(operation, group.axes)
 
 
 def _is_shared(tensor: torch.Tensor, group: Group, op: str) -> bool:

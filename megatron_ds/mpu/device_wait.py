@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..host.places import WAITING
 from .group import Group
 
 SHARE = 0.1  # of the timeout that is left for the reports of the ranks, before the watchdog acts
@@ -34,7 +35,9 @@ def read_numbers(numbers: torch.Tensor, group: Group) -> list:
     event = torch.cuda.Event()
     event.record()
     seconds = patience(group.transport.wait_seconds)
-    if not _is_reached(event, seconds):
+    with WAITING:
+        is_reached = _is_reached(event, seconds)
+    if not is_reached:
         error = TimeoutError(
             f"the work of the device timed out: it was not complete after {seconds:g} s"
         )

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..host import places
 from .group import Work
 from .slots import Slots, open_slots
 from .transport import TorchTransport, TranslatedWork
@@ -266,7 +267,7 @@ class _Outbox:
         while (entry := self._sends.get()) is not None:
             work, sent = entry
             try:
-                work.wait()
+                work.wait_in_thread()
             except Exception as error:  # raised in `_Sent.wait`
                 sent.error = error
             sent.over.set()
@@ -283,7 +284,8 @@ class _Sent:
         self.error = None
 
     def wait(self) -> None:
-        self.over.wait()
+        with places.WAITING:
+            self.over.wait()
         if self.error is not None:
             raise self.error
 

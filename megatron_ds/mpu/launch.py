@@ -21,6 +21,7 @@ import torch
 
 from ..console import one_line, shortened
 from ..errors import CommunicationError, ConfigError, MegatronDSError
+from ..host import places
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
 from .control import control_group, forget
@@ -114,6 +115,7 @@ def start(
     connect in time, have another world size, or ended by an error.
     """
     with reported_to_others(launch):
+        places.open_places(os.environ, launch.rank)
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = _own_device(launch)
@@ -310,8 +312,9 @@ def _own_device(launch: Launch) -> torch.device:
 def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
     begin = time.monotonic()
     try:
-        meet(backend, _place(launch), timeout)
-        register_host()
+        with places.WAITING:
+            meet(backend, _place(launch), timeout)
+            register_host()
     except (RuntimeError, ValueError, OSError) as error:
         hint = (
             "srun, not plain python, starts the ranks of a Slurm job"
@@ -381,7 +384,7 @@ def _new_group(
     import torch.distributed as dist
 
     try:
-        with only_errors():
+        with only_errors(), places.WAITING:
             return dist.new_group(
                 ranks,
                 timeout=timeout,

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError
+from ..host import places
 from ..host.memory_maps import SharedPages, share_pages
 from ..host.signal_pipes import SignalPipes, share_pipes
 from .control import ring_gather
@@ -190,7 +191,7 @@ class TorchTransport:
     def all_gather_object(self, obj: Any) -> list:
         """The picklable objects of all ranks, in rank order."""
         objects = [None] * self.size
-        with _Translated(self, "all-gather of objects"):
+        with _Translated(self, "all-gather of objects"), places.WAITING:
             if self.control is not None:
                 return ring_gather(obj, self.ranks, self.axes, self.control)
             dist.all_gather_object(objects, obj, group=self.process_group)
@@ -201,7 +202,7 @@ class TorchTransport:
         if self.control is not None:
             self.all_gather_object(None)
             return
-        with _Translated(self, "barrier"):
+        with _Translated(self, "barrier"), places.WAITING:
             dist.barrier(self.process_group)
 
     def share_memory(self) -> SharedPages | None:
@@ -280,6 +281,12 @@ class TranslatedWork:
         self._what = what
 
     def wait(self) -> None:
+        with _Translated(self._transport, self._what):
+            with places.WAITING:
+                self._work.wait()
+
+    def wait_in_thread(self) -> None:
+        """`wait`, by a thread beside the one that trains."""
         with _Translated(self._transport, self._what):
             self._work.wait()
 

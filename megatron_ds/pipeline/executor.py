@@ -16,6 +16,7 @@ from torch import Tensor
 from ..batch.batch import Batch
 from ..batch.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
+from ..host.places import writer
 from ..mpu.channels import Channels, FromItself, Pending
 from .device_place import DevicePlace
 from .instruction import Instruction, Op, Program
@@ -175,13 +176,18 @@ class Executor:
         return [loss for _, loss in sorted(self._losses.items())]
 
     def _run_steps(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
+        places = writer()
         if self.timeline is None:
             for handler, self._current in steps:
+                if places is not None:
+                    places.instruction(*self._current)
                 handler(self._current)
                 if self._place is not None:
                     self._place.add(self._current)
             return
         for handler, self._current in steps:
+            if places is not None:
+                places.instruction(*self._current)
             self._await(self._current)
             start = self.timeline.now()
             handler(self._current)

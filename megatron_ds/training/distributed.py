@@ -11,6 +11,7 @@ import torch
 from ..config import RunConfig
 from ..config.compared_values import compared_values
 from ..errors import CommunicationError
+from ..host import places
 from ..host.allocator import set_allocator
 from ..mpu import launch as launching
 from ..mpu.agreement import require_agreement
@@ -40,6 +41,8 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     grid = config.grid(launch.world_size)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = launching.start(launch, timeout)
+    if (watched := places.writer()) is not None:
+        watched.phase(places.STARTING)
     try:
         nccl = NcclSettings.over(
             grid,

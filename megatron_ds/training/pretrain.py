@@ -56,6 +56,7 @@ from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
 from .prepared_kernels import prepare_kernels
+from .restart import continued
 from .run_checkpoint import (
     all_pieces,
     check_same_run,
@@ -161,6 +162,7 @@ def train(
     a stop signal before the first step.
     """
     world = mesh.group("world")
+    as_given = continued(as_given, world, os.environ)
     checkpoint = as_given.checkpoint
     of_others = foreign_checkpoints()
     if mesh.rank == 0:

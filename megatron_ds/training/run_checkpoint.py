@@ -39,6 +39,7 @@ from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
+from ..launch_env import run_in
 from ..models import MODELS
 from ..models.model_identity import (
     MOE_FIELDS,
@@ -111,7 +112,7 @@ def _move_aside(save: str) -> None:
 
 
 def _look(checkpoint: CheckpointConfig) -> Start:
-    run_id = secrets.token_hex(4)
+    run_id = run_in(os.environ) or secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
     if foreign := foreign_checkpoints().format_of_folder(

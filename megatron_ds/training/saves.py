@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint.background_save import BackgroundSave, Copies
+from ..host import places
 from ..host.pace import Pace
 from ..progress.ramps import Progress
 from .build import Replica
@@ -64,10 +65,11 @@ class Saves:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""
         self.finish()
         self.tried = progress.step
-        if self._engine.config.checkpoint.async_save and not is_last:
-            self._begin(progress)
-        elif save_run(self._engine, progress, self._description):
-            self.step = progress.step
+        with places.phase(places.SAVING):
+            if self._engine.config.checkpoint.async_save and not is_last:
+                self._begin(progress)
+            elif save_run(self._engine, progress, self._description):
+                self.step = progress.step
 
     @property
     def is_ready(self) -> bool:
@@ -98,7 +100,8 @@ class Saves:
         # After an error there is nothing to wait for.
         self._pending = None
         begin = time.perf_counter()
-        has_ended = pending.save.advance()
+        with places.phase(places.SAVING):
+            has_ended = pending.save.advance()
         pending.stall += time.perf_counter() - begin
         if not has_ended:
             self._pending = pending

@@ -16,6 +16,7 @@ import torch
 from ..batch.batch import Batch
 from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import MegatronDSError
+from ..host import places
 from ..mpu.device_wait import read_numbers
 from ..pipeline.timeline import Timeline, write_trace
 from ..progress.ramps import Progress
@@ -198,9 +199,10 @@ def evaluate(
     reduction = StepMetrics(engine.mesh, train.calculate_per_token_loss)
     # All ranks learn in each batch whether one of them was asked to stop.
     while done < iterations and not stop:
-        batch = engine.batches.evaluation(
-            loader, first_sample + done * global_batch_size, global_batch_size
-        )
+        with places.phase(places.READING):
+            batch = engine.batches.evaluation(
+                loader, first_sample + done * global_batch_size, global_batch_size
+            )
         microbatches = batch.split(train.micro_batch_size)
         losses = engine.executor.forward(microbatches)
         report = reduction.reduce(losses, engine.executor.entries, should_stop())

@@ -5,6 +5,8 @@ them, together with the norm of the gradient: the one time in a step that it wai
 
     [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]   float64; a pair per ledger name
 
+Where each rank has a number of its own to report, such as its time, a column for each rank follows.
+
 A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step,
 and agreed in the order of the ranks. A rank whose layers add a new name later votes for another exchange in
 the same all-reduce, so no step waits for a message of its own.
@@ -45,6 +47,7 @@ class StepReport:
     ready    ranks that have done their part of the checkpoint under way
     terms    loss terms that layers added, by name, without their weight
     metrics  metrics that layers recorded, by name
+    of_ranks  the numbers of all ranks, in their order; empty unless `share` was given one
     """
 
     loss: float
@@ -53,6 +56,7 @@ class StepReport:
     terms: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     ready: int = 0
+    of_ranks: Sequence[float] = ()
 
     @property
     def named(self) -> Mapping[str, float]:
@@ -76,6 +80,11 @@ class StepMetrics:
         self.mesh = mesh
         self.per_token = per_token
         self.names: dict[str, bool] | None = None
+        self._own: float | None = None
+
+    def share(self, own: float | None) -> None:
+        """The next report has this number of all ranks. All ranks give one, or none does."""
+        self._own = own
 
     def reduce(
         self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False
@@ -105,7 +114,9 @@ class StepMetrics:
         votes = stop + READY * is_ready
         if not mine <= self.names.items():
             votes += NEW_NAMES
-        return self._summed(losses, entries, votes)
+        own = self._own
+        self._own = None
+        return self._summed(losses, entries, votes, own)
 
     def report(
         self, numbers: Sequence[float], losses: Sequence[Loss], entries: Sequence[Entry]
@@ -113,6 +124,7 @@ class StepMetrics:
         """The means, from what `queue` returned for the same losses and entries. Collective over the world
         if a rank has new names, which all ranks see in the numbers."""
         total, count, tokens, votes, *pairs = numbers
+        of_ranks = pairs[2 * len(self.names) :]
         if votes >= NEW_NAMES:
             self._exchange(_names(entries))
             pairs = self._summed(losses, entries, 0.0).tolist()[4:]
@@ -129,6 +141,7 @@ class StepMetrics:
             terms,
             metrics,
             int(votes % NEW_NAMES // READY),
+            of_ranks,
         )
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
@@ -153,14 +166,22 @@ class StepMetrics:
         self.names = agreed
 
     def _summed(
-        self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float
+        self,
+        losses: Sequence[Loss],
+        entries: Sequence[Entry],
+        votes: float,
+        own: float | None = None,
     ) -> torch.Tensor:
-        row = self._row(losses, entries, votes)
+        row = self._row(losses, entries, votes, own)
         all_reduce_(row, self.mesh.group("world"))
         return row
 
     def _row(
-        self, losses: Sequence[Loss], entries: Sequence[Entry], votes: float
+        self,
+        losses: Sequence[Loss],
+        entries: Sequence[Entry],
+        votes: float,
+        own: float | None,
     ) -> torch.Tensor:
         """This rank's sums, on the device.
 
@@ -171,8 +192,12 @@ class StepMetrics:
         reports = self.mesh.coordinate("tp") == 0
         counts = self.mesh.coordinate("cp") == 0
         # What the host has: the votes, and the number of losses.
-        known = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
+        columns = 0 if own is None else self.mesh.group("world").size
+        end = 4 + 2 * len(self.names)
+        known = torch.zeros(end + columns, dtype=torch.float64)
         known[3] = votes
+        if own is not None:
+            known[end + self.mesh.group("world").rank] = own
         if reports and counts and losses and not self.per_token:
             known[1] = len(losses)
         row = on_device(known, device)

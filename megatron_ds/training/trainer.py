@@ -22,6 +22,7 @@ from ..config.training_schedule import (
     make_weight_decay,
 )
 from ..errors import MegatronDSError
+from ..host import places
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..ops.kernel_table import implementations_recorded, kernels_text
@@ -36,6 +37,7 @@ from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, TrainRecord
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
+from .observe.stragglers import Stragglers
 from .replica_check import check_replicas
 from .saves import Saves
 from .step import StepOutcome, Tracer, evaluate, train_step
@@ -110,6 +112,7 @@ class Trainer:
         self._peak = peak_flops(engine.mesh.device, dtype)
         self.noise_scale = NoiseScale()
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
+        self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -117,6 +120,8 @@ class Trainer:
         first = self.progress.step
         self.stop.defer()
         self.log.begin(first, self._total)
+        if (watched := places.writer()) is not None:
+            watched.step(first, places.STARTING)
         try:
             if (
                 first == 0
@@ -139,6 +144,8 @@ class Trainer:
                 self.saves.finish()
             raise
         finally:
+            if (watched := places.writer()) is not None:
+                watched.phase(places.ENDING)
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
@@ -230,12 +237,18 @@ class Trainer:
         mesh = self.engine.mesh
         before = self.progress
         size = self.batch_size(before)
-        batch = self.engine.batches.training(self.loaders.train, before, size)
+        with places.phase(places.READING):
+            batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
         square, measuring = self._first_square(batch)
         # Train
         profile = self.profiler.times(before.step)
-        with self.tracer.step():
+        own = self.stragglers.take()
+        self.engine.metrics.share(own)
+        with (
+            self.tracer.step(),
+            self.stragglers.measured(before.step + 1, self.engine.executor),
+        ):
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(
                 self.engine,
@@ -247,6 +260,8 @@ class Trainer:
                 stop=self._wants_to_stop(),
                 times=profile or self.times,
             )
+        if own is not None:
+            self.stragglers.report(before.step, outcome.of_ranks)
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
         self.times.wait(data_seconds)
         # Count samples, tokens of whole sequences, FLOPs
@@ -264,6 +279,8 @@ class Trainer:
         dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
+        if (watched := places.writer()) is not None:
+            watched.step(self.progress.step)
         # Profile
         seconds = outcome.seconds + data_seconds
         if square is not None:
@@ -413,7 +430,10 @@ class Trainer:
         rounds = (
             step // train.eval_interval - 1 if validation and train.eval_interval else 0
         )
-        with self.log.evaluating(split, train.eval_iters, size) as after_batch:
+        with (
+            places.phase(places.EVALUATING),
+            self.log.evaluating(split, train.eval_iters, size) as after_batch,
+        ):
             result = evaluate(
                 self.engine,
                 self.loaders.valid if validation else self.loaders.test,

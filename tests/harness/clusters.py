@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +80,46 @@ def is_listening(address: str, port: int) -> bool:
 # ------------------------------------------------------------------------------------------------------ sshd
 @dataclass(frozen=True)
 class SshHosts:
-    """hosts: their names; config: a file for ssh -F, by which they are reached"""
+    """hosts: their names; config: a file for ssh -F, by which they are reached; starts: begin each one's sshd"""
 
     hosts: tuple[str, ...]
     config: Path
+    starts: dict[str, Callable[[], subprocess.Popen]] = field(default_factory=dict)
+    daemons: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    def lose(self, host: str) -> None:
+        """What the failure of a host looks like: its agent, ranks and connections end at once."""
+        for process in processes_with("--host", host):
+            os.kill(process, signal.SIGKILL)  # the kernel ends its ranks
+        daemon = self.daemons[host]
+        for process in descendants_of(daemon.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        daemon.kill()
+        daemon.wait()
+
+    def bring_back(self, host: str) -> None:
+        """The host answers again."""
+        self.daemons[host] = self.starts[host]()
+
+
+def processes_with(*words: str) -> list[int]:
+    """Ids of the processes with these words, one after the other, in their command line."""
+    found = []
+    wanted = "\0".join(("", *words, ""))
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            text = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
+            if wanted in f"{text}\0":
+                found.append(int(entry.name))
+    return found
+
+
+def descendants_of(process: int) -> list[int]:
+    """Ids of the processes that a process has started, and those that they have."""
+    path = Path(f"/proc/{process}/task/{process}/children")
+    children = [int(word) for word in path.read_text().split()]
+    return [*children, *(each for child in children for each in descendants_of(child))]
 
 
 @contextlib.contextmanager
@@ -96,6 +132,8 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
     Path("/run/sshd").mkdir(exist_ok=True)
     port = free_port()
     sections = []
+    starts: dict[str, Callable[[], subprocess.Popen]] = {}
+    daemons: dict[str, subprocess.Popen] = {}
     with contextlib.ExitStack() as stack:
         for i in range(1, count + 1):
             address = f"127.0.1.{i}"
@@ -106,7 +144,11 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
                 "PasswordAuthentication no\nMaxStartups 100\nPermitRootLogin yes\n"
             )
             words = [which("sshd"), "-D", "-e", "-f", str(settings)]
-            stack.enter_context(daemon(words, folder / f"sshd{i}.log"))
+            log = folder / f"sshd{i}.log"
+            starts[f"n{i}"] = lambda words=words, log=log: stack.enter_context(
+                daemon(words, log)
+            )
+            daemons[f"n{i}"] = starts[f"n{i}"]()
             sections.append(
                 f"Host n{i}\n HostName {address}\n Port {port}\n User {getpass.getuser()}\n"
                 f" IdentityFile {key}\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
@@ -114,7 +156,7 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
             wait_until(lambda at=address: is_listening(at, port), f"sshd {i} listens")
         config = folder / "ssh_config"
         config.write_text("".join(sections))
-        yield SshHosts(tuple(f"n{i}" for i in range(1, count + 1)), config)
+        yield SshHosts(tuple(starts), config, starts, daemons)
 
 
 # ----------------------------------------------------------------------------------------------------- Slurm

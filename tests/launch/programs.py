@@ -15,6 +15,8 @@ NAMES = (
     "LOCAL_WORLD_SIZE",
     "CUDA_VISIBLE_DEVICES",
     "A_VARIABLE",
+    "MEGATRON_DS_RESTARTS",
+    "MEGATRON_DS_RUN",
 )
 
 
@@ -53,11 +55,28 @@ def fail() -> None:
     raise RuntimeError(f"a mistake on rank {RANK}")
 
 
+def kill_in_life(life: str) -> None:
+    """Die by SIGKILL in this life; in others, print all."""
+    if os.environ["MEGATRON_DS_RESTARTS"] == life:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    print_all()
+
+
+def fail_on_signal() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    print(f"rank {RANK} waits", flush=True)
+    time.sleep(60)
+
+
 ACTIONS = {
     "print": print_all,
     "wait": lambda: wait(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
     "ignore": ignore,
     "fail": fail,
+    "exit 2": lambda: sys.exit(2),
+    "kill in life 0": lambda: kill_in_life("0"),
+    "fail on SIGTERM": fail_on_signal,
     "exit 7": lambda: (time.sleep(0.5), sys.exit(7)),
     "kill": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),
     "bar": lambda: (

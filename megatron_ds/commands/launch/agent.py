@@ -22,21 +22,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from ...cli import main_guard
 from ...errors import ConfigError
+from ...host.places import PLACES_FILE, read_places
 from .failures import Failure, first_failure
 from .job import Job, Rank
 from .output import pieces
-from .signals import END, FORWARDED, pid_file
+from .rank_places import NodeReport
+from .restarts import USER_ERROR
+from .signals import END, FORWARDED, KILL, STACKS, pid_file
+from .watch import Watch, last_place, last_places
 
 LAST_LINES = 25  # of a failed rank's output that are reported
 POLL_SECONDS = 0.1
 HOST_VARIABLES = ("SLURMD_NODENAME",)
 NUMBER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "SLURM_NODEID")
-SIGNAL_WORDS = {str(int(number)) for number in (*FORWARDED, END)}
+REPORT_SECONDS = 1.0  # between two reports of the places of ranks
+SIGNAL_WORDS = {str(int(number)) for number in (*FORWARDED, END, STACKS, KILL)}
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -48,10 +54,13 @@ class RankProcess:
 
     def __init__(self, job: Job, host: str, rank: Rank, folder: Path):
         self.rank = rank
+        self.number = rank.rank
         self.host = host
         self.error_file = folder / f"error{rank.rank}.json"
+        self.places = folder / f"places{rank.rank}"
         self.last: deque[bytes] = deque(maxlen=LAST_LINES)
         self.ended: float | None = None
+        self._mark = b""  # before each line
         words = job.program.command(rank.local_rank)
         variables = {**os.environ, **job.environment(host, rank)}
         try:
@@ -60,7 +69,11 @@ class RankProcess:
                 words,
                 cwd=job.folder,
                 # the error that a rank records is worth more than its last lines
-                env=variables | {"TORCHELASTIC_ERROR_FILE": str(self.error_file)},
+                env=variables
+                | {
+                    "TORCHELASTIC_ERROR_FILE": str(self.error_file),
+                    PLACES_FILE: str(self.places),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -79,6 +92,15 @@ class RankProcess:
         """Begin to read its output."""
         self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        """The id of the process that trains: the one that was started, or one that this has started."""
+        read = read_places(self.places, newest_only=True)
+        with contextlib.suppress(OSError):
+            if read and os.getsid(read.rank["pid"]) == self.process.pid:
+                return read.rank["pid"]
+        return self.process.pid
+
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
         code = self.process.poll()
@@ -94,28 +116,49 @@ class RankProcess:
     def failure(self) -> Failure:
         """Its report. The rank has ended."""
         self._reader.join(timeout=2)  # a child of the rank may hold the pipe
-        message, recorded = _recorded_error(self.error_file)
+        error = _recorded_error(self.error_file)
         lines = b"".join(self.last).decode(errors="replace")
+        code = self.process.returncode
         return Failure(
             rank=self.rank.rank,
             local_rank=self.rank.local_rank,
             host=self.host,
-            code=self.process.returncode,
-            time=_time_of_error(recorded, self.ended or time.time()),
-            message=message or lines,
+            code=code,
+            time=_time_of_error(error.time, self.ended or time.time()),
+            message=error.message or lines,
             log=self.log.name if self.log else "",
+            place=last_place(self.places),
+            is_passing=error.is_passing if error.message else code != USER_ERROR,
         )
+
+    def print_stacks(self) -> None:
+        """Have the rank print its stacks, if it is one of this package: others would end by the signal."""
+        if self.poll() is None and read_places(self.places, newest_only=True):
+            self._mark = f"[rank {self.number}] ".encode()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, STACKS)
+
+    def keep_places(self) -> None:
+        """Write what the rank did last beside its log."""
+        lines = last_places(self.places) if self.log else []
+        if lines:
+            path = Path(self.log.name).with_suffix(".places")
+            with contextlib.suppress(OSError):
+                path.write_text("\n".join([*lines, ""]))
 
     def _pass_on(self) -> None:
         """Copy the rank's output to the log and to the agent's output, as it comes."""
-        files = [sys.stdout.buffer, self.log] if self.log else [sys.stdout.buffer]
         for piece in pieces(self.process.stdout):
             self.last.append(piece)
-            for file in files:
-                # a closed terminal must not stop the log, nor a full disk the training
-                with contextlib.suppress(OSError, ValueError):
-                    file.write(piece)
-                    file.flush()
+            # a closed terminal must not stop the log, nor a full disk the training
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.buffer.write(self._mark + piece)
+                sys.stdout.buffer.flush()
+            if self.log is None:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                self.log.write(piece)
+                self.log.flush()
 
 
 class Node:
@@ -136,9 +179,13 @@ class Node:
         for number in FORWARDED:
             signal.signal(number, self._forward)
         signal.signal(END, lambda *_: self._end())
+        signal.signal(KILL, lambda *_: self._kill())
+        signal.signal(STACKS, lambda *_: self._print_stacks())
         with (
             pid_file(self.job, self.host),
-            tempfile.TemporaryDirectory(prefix="megatron-ds-") as folder,
+            tempfile.TemporaryDirectory(
+                prefix="megatron-ds-", dir=_memory_folder()
+            ) as folder,
         ):
             try:
                 for rank in self.job.ranks(self.host):
@@ -156,6 +203,8 @@ class Node:
 
     def _supervise(self) -> int:
         is_reported = False
+        watch = Watch(self.job, self.host, self.ranks)
+        next_look = time.monotonic()
         while True:
             codes = [rank.poll() for rank in self.ranks]
             # The first failure is reported at once, so that the launcher ends the other nodes.
@@ -165,6 +214,9 @@ class Node:
                 self._end()
             if all(code is not None for code in codes):
                 break
+            if self.job.hang_seconds and time.monotonic() > next_look:
+                next_look = time.monotonic() + REPORT_SECONDS
+                _print_line(watch.look())
             # The launcher is gone, or the time is over.
             if self._end_time is None and _reader_is_gone():
                 self._end()
@@ -172,6 +224,11 @@ class Node:
                 if time.time() > self._end_time + self.job.grace_seconds:
                     self._send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
+        # What ranks did last, unless all ended well.
+        _print_line(watch.look(is_last=True) or NodeReport(self.host, is_last=True))
+        if any(codes):
+            for rank in self.ranks:
+                rank.keep_places()
         # An earlier error may have been recorded by a rank that took longer to end.
         first = self._report()
         return first.exit_code if first else max(map(abs, codes))
@@ -185,8 +242,7 @@ class Node:
         ]
         first = first_failure(found)
         if first is not None:
-            with contextlib.suppress(OSError, ValueError):
-                print(first.line(time.time()), flush=True)
+            _print_line(first, time.time())
         return first
 
     def _ended_alone(self, rank: RankProcess) -> bool:
@@ -197,6 +253,15 @@ class Node:
         if self._end_time is None:
             self._end_time = time.time()
             self._send(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        """End all ranks at once: there is nothing that they can save."""
+        self._end_time = self._end_time or time.time()
+        self._send(signal.SIGKILL)
+
+    def _print_stacks(self) -> None:
+        for rank in self.ranks:
+            rank.print_stacks()
 
     def _forward(self, number: int, frame: object) -> None:
         is_second = number == signal.SIGINT and number in self._received
@@ -224,6 +289,19 @@ def _log_file(job: Job, rank: Rank) -> BinaryIO | None:
     return Path(job.log_folder, f"rank{rank.rank}.log").open("ab")
 
 
+def _memory_folder() -> str | None:
+    """The folder of files that never touch a disk; None where there is none."""
+    folder = "/dev/shm"
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:
+    """Print the line of a report, if there is one; the reader of the output may be gone."""
+    if report is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(report.line(*arguments), flush=True)
+
+
 def _die_with_parent() -> Callable[[], object] | None:
     """What a new process calls so that the kernel kills it when this one is gone; None where there is no such."""
     if sys.platform != "linux":
@@ -240,17 +318,29 @@ def _time_of_error(recorded: float, ended: float) -> float:
     return recorded if recorded > ended else min(ended, recorded + 1)
 
 
-def _recorded_error(path: Path) -> tuple[str, float]:
-    """(message, seconds since 1970) of torchrun's error file; ("", 0) without one."""
+@dataclass(frozen=True)
+class _Recorded:
+    """An error as the rank recorded it. time: seconds since 1970, 0 if it is not known"""
+
+    message: str = ""
+    time: float = 0.0
+    is_passing: bool = True
+
+
+def _recorded_error(path: Path) -> _Recorded:
+    """The error in torchrun's error file; one without a message where there is none."""
     try:
         message = json.loads(path.read_text())["message"]
         if isinstance(message, str):
-            return message, 0.0
-        recorded = float(message["extraInfo"]["timestamp"])
-        details = message["extraInfo"].get("py_callstack") or message["message"]
-        return str(details), recorded
+            return _Recorded(message)
+        info = message["extraInfo"]
+        return _Recorded(
+            str(info.get("py_callstack") or message["message"]),
+            float(info["timestamp"]),
+            bool(info.get("is_passing", True)),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "", 0.0
+        return _Recorded()
 
 
 def _reader_is_gone() -> bool:

@@ -7,6 +7,9 @@ megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the c
 """
 
 import argparse
+import contextlib
+import functools
+import math
 import os
 import re
 import secrets
@@ -15,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +26,10 @@ from ...cli import Arguments
 from ...errors import ConfigError
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram, core_list
+from .layout_check import LayoutCheck
+from .restarts import Ended, Lives, Policy
 from .runners import Means, runner_named, ssh_to
-from .supervise import run_all
+from .supervise import Requests, note, pid_of_launcher, run_all
 from .variables import exported_variables
 
 HOSTFILE = Path("/job/hostfile")
@@ -39,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     _add_hosts(made.add_argument_group("hosts").add_argument)
     _add_ways(made.add_argument_group("how the hosts are reached").add_argument)
     _add_ranks(made.add_argument_group("ranks").add_argument)
+    _add_watch(made.add_argument_group("failures").add_argument)
     _add_own(made.add_argument_group("the launcher itself").add_argument)
     made.add_argument("script", help="the program that each rank runs")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -107,6 +114,34 @@ def _add_ranks(add: Callable[..., object]) -> None:
     )
 
 
+def _add_watch(add: Callable[..., object]) -> None:
+    add(
+        "--max-restarts",
+        type=_whole,
+        default=0,
+        help="start the job again so often, after a crash, a hang or the loss of a host (0)",
+    )
+    add(
+        "--min-nodes",
+        type=_count,
+        help="with --max-restarts: fewest hosts of a start: others are left out if they do not answer or fail "
+        "repeatedly (default: all)",
+    )
+    add(
+        "--hang-seconds",
+        type=_seconds,
+        default=8.0,
+        help="a rank that does nothing for so long and two median steps is named, and the run ends with code 75; "
+        "0: ranks are not watched (8)",
+    )
+    add(
+        "--patience-seconds",
+        type=_seconds,
+        default=1800.0,
+        help="the same while a rank starts, saves, or reads data (1800)",
+    )
+
+
 def _add_own(add: Callable[..., object]) -> None:
     add("--dry-run", "--print-command", action="store_true", help="print the commands")
     add("--save_pid", action="store_true", help="write TMP/PID.deepspeed while it runs")
@@ -124,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = launcher_of(args, slots)
     runner = runner_named(name)
     means = means_of(args, name, os.environ)
+    policy = policy_of(args, slots)
     job = job_of(args, slots, name, means)
     if args.no_ssh:
         means = replace(means, host=job.hosts[args.node_rank])
@@ -132,7 +168,67 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = [f"{key}={value}" for key, value in process.variables.items()]
             print(shlex.join([*settings, *process.words]))
         return 0
-    return run_all(job, runner, means, quiet=args.quiet, writes_pid=args.save_pid)
+    with pid_of_launcher() if args.save_pid else contextlib.nullcontext():
+        return lives_of(args, job, name, means).run(slots, policy)
+
+
+def policy_of(args: argparse.Namespace, slots: Slots) -> Policy:
+    """When the job is started again. Raises ConfigError."""
+    fewest = len(slots) if args.min_nodes is None else args.min_nodes
+    if fewest > len(slots):
+        raise ConfigError(
+            f"--min-nodes {fewest}, but the job has {len(slots)} hosts: {', '.join(slots)}."
+        )
+    if args.max_restarts and args.no_ssh:
+        raise ConfigError(
+            "--max-restarts with --no_ssh: each host would start its ranks again by itself, at another time than "
+            "the others. Use a launcher that starts all hosts."
+        )
+    return Policy(args.max_restarts, fewest)
+
+
+def lives_of(args: argparse.Namespace, job: Job, name: str, means: Means) -> Lives:
+    """How the job is started, once or several times. job: of the first start"""
+    runner = runner_named(name)
+    requests = Requests()
+    requests.install()
+    run = secrets.token_hex(4)
+
+    def start(slots: Slots, life: int) -> Ended:
+        made = job_of(args, slots, name, means) if life else job
+        made = replace(made, restarts=life, run=run)
+        return run_all(made, runner, means, requests, args.quiet)
+
+    @functools.cache
+    def check() -> LayoutCheck:
+        return LayoutCheck((args.script, *args.arguments), job.world_size)
+
+    return Lives(
+        start,
+        (lambda slots: answering(slots, means)) if runner.can_probe else dict,
+        lambda world_size: check().problem(world_size),
+        requests.pause,
+        note,
+    )
+
+
+def answering(slots: Slots, means: Means) -> Slots:
+    """The hosts that ssh reaches now."""
+
+    def is_there(host: str) -> bool:
+        words = ssh_to(host, "true", means.ssh_arguments).words
+        try:
+            nothing = subprocess.DEVNULL
+            done = subprocess.run(
+                words, stdin=nothing, stdout=nothing, stderr=nothing, timeout=10
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        found = list(pool.map(is_there, slots))
+    return {host: slots[host] for host, is_found in zip(slots, found) if is_found}
 
 
 def means_of(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> Means:
@@ -294,6 +390,8 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
         log_folder=str(folder / args.log_dir) if args.log_dir else "",
         bound_cores=cores if is_bound else None,
         grace_seconds=args.grace_seconds,
+        hang_seconds=args.hang_seconds,
+        patience_seconds=args.patience_seconds,
     )
 
 
@@ -321,6 +419,22 @@ def master_address(
         ) from error
     addresses = answer.stdout.split()
     return addresses[0] if addresses else first
+
+
+def _whole(text: str) -> int:
+    """A number from 0 on."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    """Seconds from 0 on."""
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return seconds
 
 
 def _count(text: str) -> int | None:

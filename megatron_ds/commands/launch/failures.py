@@ -26,6 +26,8 @@ class Failure:
     time     seconds since 1970 at which the error arose
     message  what the rank recorded of its error, else its last lines of output
     log      its log file, "" for none
+    place    what it did last, "" if that is not known
+    is_passing  whether a restart may end better
     """
 
     rank: int
@@ -35,6 +37,8 @@ class Failure:
     time: float
     message: str
     log: str = ""
+    place: str = ""
+    is_passing: bool = True
 
     @property
     def exit_code(self) -> int:
@@ -53,7 +57,8 @@ class Failure:
             hint = SIGNAL_HINTS.get(name)
             how = name + (f": {hint}" if hint else "")
         place = f"rank {self.rank} on {self.host} (local rank {self.local_rank})"
-        log = f"\nits whole output: {self.log}" if self.log else ""
+        log = f"\nit was at {self.place}" if self.place else ""
+        log += f"\nits whole output: {self.log}" if self.log else ""
         return f"{place} failed first, {how}\n{self.message.rstrip()}{log}"
 
 

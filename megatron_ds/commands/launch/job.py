@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import ConfigError
+from ...launch_env import OWN_LAUNCHER, RESTARTS, RUN
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Job:
     log_folder       of a file for each rank; "" for none
     bound_cores      the cores that ranks of a host share out among them; None binds nothing, () means all
     grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
+    hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
+    restarts         how often the job was started again
+    run              identifier of a run that begins, the same after restarts
+    patience_seconds  what it may take while it starts, saves or reads data
     """
 
     name: str
@@ -72,6 +77,10 @@ class Job:
     log_folder: str = ""
     bound_cores: Sequence[int] | None = None
     grace_seconds: float = 30.0
+    hang_seconds: float = 8.0
+    patience_seconds: float = 1800.0
+    restarts: int = 0
+    run: str = ""
 
     @property
     def hosts(self) -> list[str]:
@@ -107,7 +116,9 @@ class Job:
             "CROSS_RANK": str(node),
             "CROSS_SIZE": str(len(self.slots)),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots)),
-            "MEGATRON_DS_LAUNCH": self.name,
+            OWN_LAUNCHER: self.name,
+            RESTARTS: str(self.restarts),
+            RUN: self.run,
         }
 
     def cores(self, host: str, rank: Rank) -> list[int]:

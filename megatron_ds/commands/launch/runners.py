@@ -149,18 +149,20 @@ class Runner:
     signals    the processes that signal the agents; None: the started processes do
     has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
                end everything by the signals that a training is to see
+    can_probe  ssh shows whether a host can be reached
     """
 
     start: Callable[[Job, Means], list[Started]]
     program: str = ""
     signals: Callable[[Job, Means, int], list[Started]] | None = None
     has_input: bool = False
+    can_probe: bool = False
 
 
 RUNNERS = {
     "local": Runner(local),
-    "ssh": Runner(ssh, "ssh", ssh_signals),
-    "pdsh": Runner(pdsh, "pdsh", pdsh_signals),
+    "ssh": Runner(ssh, "ssh", ssh_signals, can_probe=True),
+    "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True),
     "slurm": Runner(slurm, "srun", has_input=True),
     "openmpi": Runner(openmpi, "mpirun", has_input=True),
 }

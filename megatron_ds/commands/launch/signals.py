@@ -13,12 +13,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...host import places
 from .job import Job
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What the launcher and the agents pass on: programs save and stop, or do what their authors chose."""
 END = signal.SIGHUP
 """An agent ends its ranks: SIGTERM, and after the job's grace period SIGKILL."""
+STACKS = places.STACKS
+"""An agent has its ranks print their stacks."""
+KILL = signal.SIGABRT
+"""An agent ends its ranks by SIGKILL."""
 
 
 def pid_name(job: Job, node: int | str) -> str:

@@ -15,10 +15,14 @@ from pathlib import Path
 from .failures import Failure, failure_in, first_failure
 from .job import Job
 from .output import pieces
+from .rank_places import report_in
+from .restarts import Ended
 from .runners import Means, Runner, Started
-from .signals import END, FORWARDED
+from .signals import END, FORWARDED, KILL, STACKS
+from .stalls import HANG_CODE, Hang, Stalls
 
 POLL_SECONDS = 0.1
+STACK_SECONDS = 1.0  # in which ranks print their stacks
 CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
 
 
@@ -27,6 +31,9 @@ class Processes:
 
     def __init__(self, job: Job, runner: Runner, means: Means):
         self.failures: list[Failure] = []
+        self.hang: Hang | None = None
+        seen = [means.host] if means.host else job.hosts
+        self.stalls = Stalls(seen, sees_all=len(seen) == len(job.hosts))
         self.commands = runner.start(job, means)
         self._job = job
         self._runner = runner
@@ -62,6 +69,8 @@ class Processes:
                 self.end()
             if all(code is not None for code in codes):
                 break
+            if self._kill_time is None and (hang := self.stalls.hang()):
+                self._end_hanging(hang)
             if self._kill_time is not None and time.monotonic() > self._kill_time:
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
@@ -78,6 +87,15 @@ class Processes:
         self._kill_time = (
             time.monotonic() + self._job.grace_seconds + CONNECTION_SECONDS
         )
+
+    def _end_hanging(self, hang: Hang) -> None:
+        """Name the rank that does not move, have all ranks print their stacks, and end them."""
+        self.hang = hang
+        note(f"{hang.text} The stacks of all ranks follow.")
+        self._send(STACKS)
+        time.sleep(STACK_SECONDS)
+        self._send(KILL)
+        self._kill_time = time.monotonic() + CONNECTION_SECONDS
 
     def _forward(self, number: int) -> None:
         """Pass a signal on. After a second Ctrl-C nothing is waited for long."""
@@ -109,10 +127,15 @@ class Processes:
     def _read(self, process: subprocess.Popen) -> None:
         """Pass the output of a process on, and keep the failures that it reports."""
         for line in pieces(process.stdout):
-            failure = failure_in(line.decode(errors="replace"), time.time())
+            text = line.decode(errors="replace")
+            failure = failure_in(text, time.time())
+            report = report_in(text)
             with self._lock:
                 if failure is not None:
                     self.failures.append(failure)
+                    continue
+                if report is not None:
+                    self.stalls.add(report)
                     continue
                 with contextlib.suppress(OSError, ValueError):
                     sys.stdout.buffer.write(line)
@@ -130,35 +153,72 @@ def _started(one: Started, source: int, output: int) -> subprocess.Popen:
     )
 
 
+class Requests:
+    """The signals that this process receives for its job. received: their numbers"""
+
+    def __init__(self):
+        self.received: list[int] = []
+        self._processes: Processes | None = None
+
+    def install(self) -> None:
+        """Handle them from now on."""
+        for number in FORWARDED:
+            signal.signal(number, self._handle)
+
+    def go_to(self, processes: Processes | None) -> None:
+        """Pass signals on to these processes."""
+        self._processes = processes
+
+    def pause(self, seconds: float) -> bool:
+        """Wait; False if a signal has come, then or before."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.received:
+            time.sleep(POLL_SECONDS)
+        return not self.received
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.received.append(number)
+        if self._processes is not None:
+            self._processes.request(number)
+
+
 def run_all(
-    job: Job,
-    runner: Runner,
-    means: Means,
-    quiet: bool = False,
-    writes_pid: bool = False,
-) -> int:
-    """Run a job; its exit code: 0, or that of the rank that failed first."""
+    job: Job, runner: Runner, means: Means, requests: Requests, quiet: bool = False
+) -> Ended:
+    """Run a job. Its exit code is 0, or that of the rank that failed first."""
     if not quiet:
         ranks = "rank" if job.world_size == 1 else "ranks"
-        _note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
+        note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
     processes = Processes(job, runner, means)
-    for number in FORWARDED:
-        signal.signal(number, lambda number, _: processes.request(number))
-    with _pid_file() if writes_pid else contextlib.nullcontext():
-        codes = processes.wait()
+    requests.go_to(processes)
+    codes = processes.wait()
+    requests.go_to(None)
+    step = processes.stalls.step
+    was_asked = bool(requests.received)
     # What failed first, last.
+    if (hang := processes.hang) is not None:
+        note(f"{hang.table}\n{hang.text}")
+        return Ended(HANG_CODE, hang.host, step, was_asked)
     failure = first_failure(processes.failures)
+    code = next((code if code > 0 else 128 - code for code in codes if code), 0)
     if failure is not None:
-        _note(failure.text())
-        return failure.exit_code
-    failed = next((code for code in codes if code), 0)
-    if failed:
-        program = processes.commands[codes.index(failed)].words[0]
-        _note(f"{program} ended with code {failed} before any rank reported an error")
-    return failed if failed >= 0 else 128 - failed
+        note(failure.text())
+        code = failure.exit_code
+    lost = processes.stalls.lost() if code else []
+    if lost:
+        note(
+            f"no end was reported by the agent of {', '.join(lost)}: it was killed, or the host or the connection "
+            "to it is down"
+        )
+        return Ended(code, lost[0], step, was_asked)
+    if failure is None:
+        return Ended(code, "", step, was_asked)
+    is_final = was_asked or not failure.is_passing
+    return Ended(code, failure.host, step, is_final)
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Print a line of the launcher itself."""
     sys.stdout.flush()
     print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
 
@@ -170,7 +230,7 @@ def _hosts_text(job: Job) -> str:
 
 
 @contextlib.contextmanager
-def _pid_file() -> Iterator[None]:
+def pid_of_launcher() -> Iterator[None]:
     """A file with the launcher's process id, as DeepSpeed's --save_pid writes it."""
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     path.write_text(f"{os.getpid()}\n")

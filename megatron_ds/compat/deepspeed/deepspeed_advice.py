@@ -59,7 +59,10 @@ CONVERT = (
     "of ranks; docs/scale/checkpoints.md describes the conversion."
 )
 RNG = "activations are not split over ranks; the tracker of random states is get_cuda_rng_tracker()."
-ELASTIC = "checkpoints load on any number of ranks: start the program again with another number."
+ELASTIC = (
+    "checkpoints load on any number of ranks; megatron-ds launch --max-restarts N --min-nodes M starts a program "
+    "again, with fewer hosts if some are lost."
+)
 SWAP = (
     'use "offload_optimizer" and "offload_param" with "device": "nvme" in the config.'
 )

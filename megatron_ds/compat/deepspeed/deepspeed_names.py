@@ -21,6 +21,7 @@ _UTILS = "compat.deepspeed.utils:"
 _COMM = "compat.deepspeed.comm:"
 _ACCELERATOR = "compat.deepspeed.accelerator:"
 _SEQUENCE = "compat.deepspeed.deepspeed_sequence:"
+_ELASTICITY = "compat.deepspeed.elasticity:"
 _ENGINE = "compat.engine:"
 _OPTIMIZER = "compat.engine.engine_optimizer:"
 _LOADER = "compat.engine.engine_loader:"
@@ -145,6 +146,11 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "default_pg_timeout": "mpu.launch:DEFAULT_TIMEOUT",
         **_texts("CROSS_RANK=CROSS_RANK CROSS_SIZE=CROSS_SIZE"),
     },
+    "elasticity": _each(
+        _ELASTICITY,
+        "compute_elastic_config elasticity_enabled ElasticityError ElasticityConfigError "
+        "ElasticityIncompatibleWorldSize",
+    ),
     "moe.utils": MOE_GROUPS,
     "monitor.monitor": MONITORS,
     "ops.adagrad": ADAGRAD,
@@ -236,6 +242,8 @@ SAME: Mapping[str, str] = {
     "comm.comm": "comm",
     "comm.torch": "comm",
     "comm.reduce_op": "comm",
+    "elasticity.elasticity": "elasticity",
+    "elasticity.config": "elasticity",
     "monitor": "monitor.monitor",
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",

@@ -99,6 +99,14 @@ class LoggingConfig:
         help="Which times of --timing-log-level are printed: the largest of all ranks, the smallest and the "
         "largest, or those of all ranks.",
     )
+    straggler_report: int | None = option(
+        None,
+        at_least=1,
+        unit="iterations",
+        help="Steps between reports that name ranks whose computation takes more than 1.2 times the median, with "
+        "their hosts. Default: none.",
+        avoid="On GPUs the host waits for the device in a step that is measured, so not in each step.",
+    )
     progress_bar: bool = option(
         True,
         per_host=True,

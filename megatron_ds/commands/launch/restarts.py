@@ -1,0 +1,157 @@
+"""Lives of a job: after a crash, a hang or a lost host it is started again, by rules that are pure functions.
+
+The script continues from its newest checkpoint. MEGATRON_DS_RESTARTS is the number of its life, from 0 on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .hostfile import Slots
+
+USER_ERROR = 2  # exit code of a wrong command line or configuration
+FAILURES_OF_A_HOST = 3  # after which it is left out, if there are others
+LIVES_WITHOUT_PROGRESS = 3
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a life of the job ended.
+
+    code      exit code of the launcher
+    host      of the rank that failed first or does not move; "" if it is not known
+    step      that was reached, -1 if it is not known
+    is_final  a restart would not help: the configuration is wrong, or a signal asked for the end
+    """
+
+    code: int
+    host: str = ""
+    step: int = -1
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Policy:
+    """max_restarts: of the job; min_nodes: fewest hosts of a life"""
+
+    max_restarts: int
+    min_nodes: int
+
+
+def reason_to_end(lives: Sequence[Ended], policy: Policy) -> str:
+    """Why there is no further life; "" if there is one. lives: all that have ended, the last by an error"""
+    last = lives[-1]
+    if last.is_final:
+        return f"exit code {last.code}: a restart would end alike"
+    if len(lives) > policy.max_restarts:
+        return f"--max-restarts {policy.max_restarts} is reached"
+    before = lives[:-LIVES_WITHOUT_PROGRESS]
+    recent = lives[-LIVES_WITHOUT_PROGRESS:]
+    furthest = max((life.step for life in before), default=-1)
+    if furthest >= 0 and all(life.step <= furthest for life in recent):
+        steps = ", ".join(str(max(life.step, 0)) for life in recent)
+        return (
+            f"no progress: the last {len(recent)} lives reached iterations {steps}, and an earlier one reached "
+            f"{furthest}. Look for the cause of the failure, or save more often"
+        )
+    return ""
+
+
+def pause_seconds(lives: Sequence[Ended]) -> float:
+    """Seconds before the next life: more with each life that got no further."""
+    steps = [life.step for life in lives]
+    vain = len(steps) - 1 - steps.index(max(steps))
+    return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**vain)
+
+
+def without_failing(slots: Slots, lives: Sequence[Ended], policy: Policy) -> Slots:
+    """The hosts without those that fail repeatedly; the worst go first, down to --min-nodes."""
+    failures = Counter(life.host for life in lives)
+    left = dict(slots)
+    for host, count in failures.most_common():
+        is_bad = host in left and count >= FAILURES_OF_A_HOST
+        if is_bad and len(left) > policy.min_nodes:
+            del left[host]
+    return left
+
+
+def fitting(
+    slots: Slots, policy: Policy, problem: Callable[[int], str]
+) -> tuple[Slots, str]:
+    """(the largest number of hosts whose world size fits, from the first on; why not all of them, "" for all).
+
+    problem: world size → what is wrong with it, "" for nothing. No hosts if none fits.
+    """
+    why = ""
+    for count in range(len(slots), policy.min_nodes - 1, -1):
+        left = dict(list(slots.items())[:count])
+        found = problem(sum(map(len, left.values())))
+        if not found:
+            return left, why
+        why = why or found
+    return {}, why
+
+
+@dataclass(frozen=True)
+class Lives:
+    """What the lives of a job need.
+
+    start      run a life on hosts, as the life of that number
+    answering  the hosts that can be reached now
+    problem    world size → what is wrong with it, "" for nothing
+    pause      wait for some seconds; False when a signal asks for the end
+    note       print a line
+    """
+
+    start: Callable[[Slots, int], Ended]
+    answering: Callable[[Slots], Slots]
+    problem: Callable[[int], str]
+    pause: Callable[[float], bool]
+    note: Callable[[str], None]
+
+    def run(self, slots: Slots, policy: Policy) -> int:
+        """The exit code of the job."""
+        used = slots
+        ended: list[Ended] = []
+        while True:
+            life = self.start(used, len(ended))
+            ended.append(life)
+            if life.code == 0 or not policy.max_restarts:
+                return life.code
+            # Whether and where there is a next life.
+            reason = reason_to_end(ended, policy)
+            if not reason and not self.pause(pause_seconds(ended)):
+                return life.code
+            if not reason:
+                used, reason = self._next_hosts(slots, ended, policy)
+            if reason:
+                self.note(f"no restart: {reason}.")
+                return life.code
+            self.note(
+                f"restart {len(ended)} of at most {policy.max_restarts}, after iteration {max(life.step, 0)}"
+            )
+
+    def _next_hosts(
+        self, slots: Slots, ended: Sequence[Ended], policy: Policy
+    ) -> tuple[Slots, str]:
+        """(the hosts of the next life, why there is none)"""
+        there = self.answering(slots)
+        for host in slots.keys() - there.keys():
+            self.note(f"{host} does not answer, and is left out.")
+        if len(there) < policy.min_nodes:
+            return (
+                {},
+                f"{len(there)} hosts answer, and --min-nodes is {policy.min_nodes}",
+            )
+        left = without_failing(there, ended, policy)
+        for host in there.keys() - left.keys():
+            self.note(f"{host} failed {FAILURES_OF_A_HOST} times, and is left out.")
+        # Fewer ranks may not fit the layout.
+        used, why = fitting(left, policy, self.problem)
+        if not used:
+            return {}, f"the ranks of {len(left)} hosts do not fit the layout. {why}"
+        if why:
+            self.note(f"{len(used)} of {len(left)} hosts are used. {why}")
+        return used, ""

@@ -1,0 +1,70 @@
+"""A run that the launcher has started again continues from the newest checkpoint in its --save folder.
+
+The launcher gives its runs an identifier, which is the same in all starts: by it a checkpoint of an earlier start is
+known, and that of another run in the folder is not loaded.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from ..checkpoint.load import latest, read_run
+from ..checkpoint.place import place_of
+from ..checkpoint.save_folder import run_id_of
+from ..config import RunConfig, Source
+from ..config.options.training_options import CheckpointConfig
+from ..errors import CheckpointError
+from ..launch_env import restarts_in, run_in
+from ..mpu.agree import on_one_rank
+from ..mpu.group import Group
+
+FROM_SAVE = {
+    "checkpoint.load_format": None,
+    "checkpoint.finetune": False,
+    "checkpoint.no_load_optim": False,
+    "checkpoint.overwrite_save": False,
+}
+logger = logging.getLogger(__name__)
+
+
+def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> RunConfig:
+    """The configuration of this start: after a restart, --load is --save if that holds a checkpoint of this run.
+
+    Collective over the world.
+    """
+    restarts = restarts_in(environ)
+    checkpoint = config.checkpoint
+    if not restarts or not checkpoint.save:
+        return config
+    step = on_one_rank(world, lambda: _own_step(checkpoint, run_in(environ)))
+    if step is None:
+        return config
+    if world.rank == 0:
+        logger.info(
+            "restart %d: continuing from iteration %d in %s",
+            restarts,
+            step,
+            checkpoint.save,
+        )
+    source = Source("derived", f"restart {restarts}")
+    return config.with_values({**FROM_SAVE, "checkpoint.load": checkpoint.save}, source)
+
+
+def _own_step(checkpoint: CheckpointConfig, run_id: str) -> int | None:
+    """The newest step of this run in the --save folder."""
+    step = latest(checkpoint.save)
+    if step is None:
+        return None
+    own = {run_id}
+    # A run that continues from --load in another folder keeps its identifier.
+    if checkpoint.load and not checkpoint.finetune:
+        own.add(_run_id(checkpoint.load))
+    return step if _run_id(checkpoint.save) in own - {None, ""} else None
+
+
+def _run_id(folder: str) -> str | None:
+    """The identifier of the newest checkpoint; None where there is none of this package."""
+    try:
+        step = latest(folder) if place_of(folder).is_dir() else None
+        return None if step is None else run_id_of(read_run(folder, step))
+    except CheckpointError:
+        return None
