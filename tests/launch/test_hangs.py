@@ -12,12 +12,13 @@ from tests.launch.starts import Launcher, all_end
 
 pytestmark = pytest.mark.processes
 
+SHORT = ["--hang-seconds", "1", "--end-seconds", "1"]
 PROGRAM = str(Path(__file__).with_name("hanging.py"))
 
 
 @pytest.mark.parametrize("how", ["stop", "loop"] if ALL else ["stop"])
 def test_a_rank_that_does_not_go_on_is_named(tmp_path, how):
-    words = ["--num_gpus", "3", "--hang-seconds", "1", "--log-dir", "logs"]
+    words = ["--num_gpus", "3", *SHORT, "--log-dir", "logs"]
     started = Launcher([*words, PROGRAM, how], tmp_path)
     assert started.end() == HANG_CODE, started.text
     assert all_end(tmp_path)
@@ -32,9 +33,18 @@ def test_a_rank_that_does_not_go_on_is_named(tmp_path, how):
     for rank in (0, 2) if how == "stop" else (0, 1, 2):
         assert re.search(rf"\[rank {rank}\]   File .*hanging.py", started.text)
     # the table, and what is kept
-    assert started.text.count("waits for other ranks") == 2
+    assert started.text.count("waits for other ranks") == 2 * 2
     kept = (tmp_path / "logs/rank0.places").read_text().splitlines()
     assert "collective 1 (all_reduce over dp)" in kept[-1] and len(kept) == 9
+
+
+def test_a_rank_that_is_only_slow_is_named_and_the_run_is_complete(tmp_path):
+    words = ["--num_gpus", "2", "--hang-seconds", "1", PROGRAM, "pause"]
+    started = Launcher(words, tmp_path)
+    assert started.end() == 0, started.text
+    named = started.text.index("rank 1 on localhost is behind")
+    assert named < started.text.index("the ranks move again")
+    assert "ends if it does not move for 60 s more" in started.text
 
 
 @pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)")

@@ -35,6 +35,7 @@ WORDS = (
     "--global-batch-size 12 --lr 1e-3 --mock-data --vocab-size 61 --eval-iters 0 --log-interval 1 "
     f"--zero-stage 1 --train-iters {STEPS} --save-interval 4 --save save"
 ).split()
+HANGS = ["--hang-seconds", "3", "--end-seconds", "0"]
 PATIENCE = 240
 
 
@@ -71,7 +72,7 @@ def undisturbed(tmp_path_factory):
 def test_a_training_goes_on_to_the_same_bits(tmp_path, undisturbed, how):
     spoiled = json.dumps({"0": [1, 6, how], "1": [2, 13, how]})
     started = Launcher(
-        words("--num_gpus", "3", "--max-restarts", "2", "--hang-seconds", "3"),
+        words("--num_gpus", "3", "--max-restarts", "2", *HANGS),
         tmp_path,
         SPOIL=spoiled,
         OMP_NUM_THREADS="1",
@@ -111,7 +112,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path, undisturbed):
     with ssh_hosts(tmp_path / "ssh") as hosts:
         before = ["--hostfile", "hosts", "--launcher", "ssh", "--min-nodes", "1"]
         before += [f"--launcher_args=-F {hosts.config}", "--max-restarts", "3"]
-        before += ["--master_addr", "127.0.0.1", "--hang-seconds", "8"]
+        before += ["--master_addr", "127.0.0.1", "--end-seconds", "0"]
         (tmp_path / ".deepspeed_env").write_text("SLOW=0.5\n")
         started = Launcher(words(*before), tmp_path, OMP_NUM_THREADS="1")
         is_there = lambda step: (

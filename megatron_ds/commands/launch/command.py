@@ -131,8 +131,13 @@ def _add_watch(add: Callable[..., object]) -> None:
         "--hang-seconds",
         type=_seconds,
         default=8.0,
-        help="a rank that does nothing for so long and two median steps is named, and the run ends with code 75; "
-        "0: ranks are not watched (8)",
+        help="a rank that does nothing for so long and two median steps is named; 0: ranks are not watched (8)",
+    )
+    add(
+        "--end-seconds",
+        type=_seconds,
+        default=60.0,
+        help="the run ends, with code 75, if a rank that was named does nothing for so long after it (60)",
     )
     add(
         "--patience-seconds",
@@ -391,6 +396,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
         bound_cores=cores if is_bound else None,
         grace_seconds=args.grace_seconds,
         hang_seconds=args.hang_seconds,
+        end_seconds=args.end_seconds,
         patience_seconds=args.patience_seconds,
     )
 

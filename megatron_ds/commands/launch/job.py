@@ -64,6 +64,7 @@ class Job:
     hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
     restarts         how often the job was started again
     run              identifier of a run that begins, the same after restarts
+    end_seconds      what it may take beyond that, when it was named, before the job ends
     patience_seconds  what it may take while it starts, saves or reads data
     """
 
@@ -78,6 +79,7 @@ class Job:
     bound_cores: Sequence[int] | None = None
     grace_seconds: float = 30.0
     hang_seconds: float = 8.0
+    end_seconds: float = 60.0
     patience_seconds: float = 1800.0
     restarts: int = 0
     run: str = ""

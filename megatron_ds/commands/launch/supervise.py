@@ -32,6 +32,7 @@ class Processes:
     def __init__(self, job: Job, runner: Runner, means: Means):
         self.failures: list[Failure] = []
         self.hang: Hang | None = None
+        self._named: float | None = None  # when a rank that does not move was named
         seen = [means.host] if means.host else job.hosts
         self.stalls = Stalls(seen, sees_all=len(seen) == len(job.hosts))
         self.commands = runner.start(job, means)
@@ -69,8 +70,8 @@ class Processes:
                 self.end()
             if all(code is not None for code in codes):
                 break
-            if self._kill_time is None and (hang := self.stalls.hang()):
-                self._end_hanging(hang)
+            if self._kill_time is None:
+                self._look_for_hang()
             if self._kill_time is not None and time.monotonic() > self._kill_time:
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
@@ -88,12 +89,28 @@ class Processes:
             time.monotonic() + self._job.grace_seconds + CONNECTION_SECONDS
         )
 
-    def _end_hanging(self, hang: Hang) -> None:
-        """Name the rank that does not move, have all ranks print their stacks, and end them."""
-        self.hang = hang
-        note(f"{hang.text} The stacks of all ranks follow.")
+    def _look_for_hang(self) -> None:
+        """Name a rank that does not move, and end the job if it still does not after `end_seconds`."""
+        hang = self.stalls.hang()
+        if hang is None:
+            if self._named is not None:
+                note("the ranks move again")
+            self._named = None
+        elif self._named is None:
+            self._named = time.monotonic()
+            self._name(hang)
+        if hang and time.monotonic() - self._named >= self._job.end_seconds:
+            self._end_hanging(hang)
+
+    def _name(self, hang: Hang) -> None:
+        """Print which rank does not move, the places of all, and the stacks of all."""
+        ends = f"The job ends if it does not move for {self._job.end_seconds:g} s more"
+        note(f"{hang.table}\n{hang.text} {ends}. The stacks of all ranks follow.")
         self._send(STACKS)
         time.sleep(STACK_SECONDS)
+
+    def _end_hanging(self, hang: Hang) -> None:
+        self.hang = hang
         self._send(KILL)
         self._kill_time = time.monotonic() + CONNECTION_SECONDS
 
