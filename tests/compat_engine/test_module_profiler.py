@@ -1,14 +1,18 @@
 """The FLOPs profiler for any module: closed forms, DeepSpeed's own profiler where it counts the same, and texts."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
-from megatron_ds.compat.deepspeed import module_profiler
-from megatron_ds.compat.deepspeed.module_profiler import (
+from megatron_ds.compat.engine import initialize, module_profiler
+from megatron_ds.compat.engine.json_settings import read_settings
+from megatron_ds.compat.engine.module_profiler import (
     ModuleProfiler,
     get_model_profile,
 )
+from megatron_ds.errors import ConfigError
 
 pytestmark = pytest.mark.plan
 
@@ -149,3 +153,43 @@ def test_the_report_has_sums_the_costliest_and_the_tree(tmp_path):
 def test_a_model_without_input_is_an_error():
     with pytest.raises(ValueError, match="Give input_shape, or args or kwargs"):
         get_model_profile(model())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_profiles_the_forward_that_its_json_asks_for(stage, tmp_path):
+    path = tmp_path / "profile.txt"
+    block = {"enabled": True, "profile_step": 1, "output_file": str(path)}
+    module = model()
+    engine, *_ = initialize(
+        model=module,
+        model_parameters=module.parameters(),
+        config={
+            "train_batch_size": 6,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage},
+            "flops_profiler": block,
+        },
+    )
+    written = []
+    for _ in range(6):
+        engine.backward(engine(torch.randn(3, 5, 8)).square().mean())
+        engine.step()
+        written.append(path.exists())
+        path.unlink(missing_ok=True)
+    # the first micro-batch behind one update of two
+    assert written == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "block, message",
+    [
+        ({"enable": True}, 'unknown key "flops_profiler.enable"'),
+        ({"profile_step": True}, '"flops_profiler.profile_step" is true'),
+        ({"top_modules": "3"}, '"flops_profiler.top_modules" is'),
+        ([], '"flops_profiler" is'),
+    ],
+)
+def test_a_wrong_block_is_an_error(block, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_settings({"train_batch_size": 1, "flops_profiler": block}, 1)

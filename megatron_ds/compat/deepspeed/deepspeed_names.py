@@ -67,9 +67,9 @@ LEAVES = _each(
     "set_z3_leaf_modules_by_suffix",
 )
 PROFILER = {
-    "FlopsProfiler": "compat.deepspeed.module_profiler:ModuleProfiler",
+    "FlopsProfiler": "compat.engine.module_profiler:ModuleProfiler",
     **_each(
-        "compat.deepspeed.module_profiler:",
+        "compat.engine.module_profiler:",
         "get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
         "bytes_to_string duration_to_string",
     ),

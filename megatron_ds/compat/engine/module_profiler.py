@@ -279,6 +279,7 @@ def get_model_profile(
     mode          "forward", or "generate" for `model.generate`
     Raises ValueError without any input. The model is put into evaluation mode, as DeepSpeed does.
     """
+    # The input, and what is called with it.
     if input_shape is not None:
         like = next(model.parameters(), torch.ones(()))
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
@@ -291,6 +292,7 @@ def get_model_profile(
     model.eval()
     for _ in range(warm_up):
         call()
+    # Operations are counted in one call, and times are measured in another.
     profiler = ModuleProfiler(model)
     profiler.start_profile(ignore_modules)
     call()
