@@ -42,7 +42,7 @@ ADVISED = """PipelineModule pipe.PipelineModule pipe.LayerSpec pipe.TiedLayerSpe
     runtime.pipe.module.PipelineModule runtime.pipe.topology.ProcessTopology zero.TiledLinear
     InferenceEngine
     runtime.zero.tiling.TiledLinear ops.op_builder.CPUAdamBuilder compression.compress.init_compression
-    module_inject.replace_policy.HFBertLayerPolicy profiling.flops_profiler.FlopsProfiler tp_model_init
+    module_inject.replace_policy.HFBertLayerPolicy tp_model_init
     inference.config.DeepSpeedInferenceConfig ops.transformer.DeepSpeedTransformerLayer"""
 
 

@@ -49,7 +49,7 @@ ADVICE = dict.fromkeys(
 PROGRAMS: Mapping[str, str] = {
     "logging.wandb_": "an engine writes TensorBoard's and CSV files; the program logs to W&B itself",
     "logging.": "an engine does not time the parts of a step; torch.profiler does",
-    "profiler.": "an engine neither profiles nor tunes itself; pretrain_gpt.py does",
+    "profiler.": "an engine does not tune itself; pretrain_gpt.py does",
     "curriculum.": "the program cuts its sequences or orders its samples itself",
     "random_ltd.": "the program wraps the layers of its module itself",
     "model.sparse_": "the module computes its own attention",

@@ -67,6 +67,14 @@ LEAVES = _each(
     "set_z3_leaf_module set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix",
 )
+PROFILER = {
+    "FlopsProfiler": "compat.engine.module_profiler:ModuleProfiler",
+    **_each(
+        "compat.engine.module_profiler:",
+        "get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
+        "bytes_to_string duration_to_string",
+    ),
+}
 ESTIMATES_2 = _each(
     _FUNCTIONS,
     "estimate_zero2_model_states_mem_needs_all_live "
@@ -95,6 +103,8 @@ MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
 HERE: Mapping[str, Mapping[str, str]] = {
+    "profiling.flops_profiler": PROFILER,
+    "profiling.flops_profiler.profiler": PROFILER,
     "": {
         **ENGINE,
         **CONFIG,

@@ -48,7 +48,8 @@ class Engine(EngineStatus):
             kwargs = _in_fp16(kwargs)
         if self.training:
             self.tput_timer.start()
-        output = self.module(*args, **kwargs)
+        with self.forward_profile.around_forward(self.global_steps):
+            output = self.module(*args, **kwargs)
         if (
             torch.is_grad_enabled()
             and self.optimizer.param_groups

@@ -36,6 +36,7 @@ from .backwards import Backwards
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
+from .forward_profile import ForwardProfile, profile_wish
 from .gradients import Gradients
 from .module_gathering import ModuleGathering
 from .throughput import Throughput
@@ -54,6 +55,7 @@ class EngineStatus(EngineAnswers):
     gradients, backwards   gradients between backward and step; the backwards themselves
     step_state  what routers remember from step to step, beside parameters
     tput_timer         micro-batches, updates and samples per second
+    forward_profile    of the FLOPs of one forward
     is_destroyed       whether `destroy` was called
     progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
@@ -98,6 +100,8 @@ class EngineStatus(EngineAnswers):
         self._forced_boundary: bool | None = None
         self._in_no_sync = self._warned_of_loss = self.is_destroyed = False
         self.tput_timer = Throughput(self.train_batch_size())
+        wish = profile_wish("config", config)
+        self.forward_profile = ForwardProfile(wish, module, world.world.rank)
         optimizer.zero_grad = self.zero_grad
         self.discard_gradients()  # begins the first update
 

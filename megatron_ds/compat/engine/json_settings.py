@@ -44,6 +44,8 @@ from ..config.deepspeed_json import auto_keys, load_json, with_autos
 from ..config.deepspeed_spellings import loads
 from ..config.targets import LEFT_OUT, reading_for
 from ..config.unsupported import answer_to_key
+from .forward_profile import BLOCK as PROFILE
+from .forward_profile import profile_wish
 from .number_formats import formats_of
 
 # A constant rate has no span, but `make_learning_rate` needs one.
@@ -156,6 +158,7 @@ def read_settings(
     name = name or found
     drops_last(name, block)
     unused_rule(name, block)
+    profile_wish(name, block)
     block = _without_engine_keys(name, block)
     reading = reading_for(block, "engine", name)
     settings = reading.settings_or_error()
@@ -226,7 +229,7 @@ def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     rest = {
         key: value
         for key, value in block.items()
-        if key != DROP_LAST and (key, value) != NEVER_PRINTS
+        if key not in (DROP_LAST, PROFILE) and (key, value) != NEVER_PRINTS
     }
     if isinstance(zero := rest.get("zero_optimization"), Mapping):
         rest["zero_optimization"] = {
