@@ -43,6 +43,7 @@ class Processes:
         self._received: list[int] = []
         self._kill_time: float | None = None
         self._lock = threading.Lock()
+        # The processes, with a thread for the output of each.
         source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
         self._processes = [
             _started(one, source, subprocess.PIPE) for one in self.commands
