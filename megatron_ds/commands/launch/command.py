@@ -115,6 +115,7 @@ def _add_ranks(add: Callable[..., object]) -> None:
 
 
 def _add_watch(add: Callable[..., object]) -> None:
+    # Restarts; then what is taken for a hang.
     add(
         "--max-restarts",
         type=_whole,
