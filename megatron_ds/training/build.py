@@ -43,6 +43,7 @@ from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
 from .batches import Batches, make_batches
 from .save_under_way import SaveUnderWay
+from .spikes import SpikeGuard, make_spike_guard
 from .step_metrics import StepMetrics
 
 
@@ -56,6 +57,7 @@ class Replica:
     why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
+    spikes         judges the norm of the gradient; None without --skip-spikes
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
@@ -73,6 +75,7 @@ class Replica:
     metrics: StepMetrics
     step_state: StepState
     saving: SaveUnderWay | None = None
+    spikes: SpikeGuard | None = None
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -145,6 +148,7 @@ def build_engine(
         planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
+        spikes=make_spike_guard(config.train),
     )
 
 

@@ -24,6 +24,7 @@ from .build import Replica
 from .nan_locator import locate_nonfinite
 from .observe.phase_times import PhaseTimes
 from .observe.sink import reason_of
+from .spikes import Spike
 from .step_metrics import StepMetrics, StepReport
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class StepOutcome(StepReport):
     grad_norm                unscaled, before clipping; NaN where it is not finite
     decoupled_learning_rate  of word embeddings and output layers; None without --decoupled-lr
     num_zeros                elements of the gradient that are zero, with --log-num-zeros-in-grad
+    spike                    why the update was dropped, with --skip-spikes
     """
 
     grad_norm: float
@@ -52,6 +54,7 @@ class StepOutcome(StepReport):
     weight_decay: float
     seconds: float
     num_zeros: int | None = None
+    spike: Spike | None = None
 
 
 def train_step(
@@ -115,13 +118,11 @@ def train_step(
         optimizer.set_beta1(beta1)
     if saving is not None:
         saving.before_update()
+    gradient = numbers[len(sums) :]
+    divisor = max(report.tokens, 1) if per_token else 1.0
+    judge = None if engine.spikes is None else engine.spikes.judge
     with times.phase("optimizer"):
-        result = optimizer.update(
-            numbers[len(sums) :],
-            learning_rate,
-            weight_decay,
-            max(report.tokens, 1) if per_token else 1.0,
-        )
+        result = optimizer.update(gradient, learning_rate, weight_decay, divisor, judge)
     engine.step_state.after_step(applied=not result.skipped)
     return StepOutcome(
         **vars(report),
@@ -132,7 +133,8 @@ def train_step(
         seconds=time.perf_counter() - start,
         learning_rate=rates[MAIN_RATE],
         decoupled_learning_rate=rates.get(DECOUPLED_RATE),
-        num_zeros=int(numbers[len(sums) + 2]) if counts else None,
+        num_zeros=int(gradient[2]) if counts else None,
+        spike=result.dropped,
     )
 
 

@@ -34,10 +34,11 @@ from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
-from .observe.records import EvalRecord, TrainRecord
+from .observe.records import EvalRecord, SpikeRecord, TrainRecord
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .replica_check import check_replicas
 from .saves import Saves
+from .spikes import check_spikes_in_a_row
 from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
 from .trigger_files import exit_file, take_save_file
@@ -264,6 +265,8 @@ class Trainer:
         dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
+        if outcome.spike is not None:
+            self._record_spike(outcome, before, size)
         # Profile
         seconds = outcome.seconds + data_seconds
         if square is not None:
@@ -296,6 +299,25 @@ class Trainer:
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
+
+    def _record_spike(self, outcome: StepOutcome, before: Progress, size: int) -> None:
+        """Log a step whose update was dropped, with its samples; raises SpikesError after too many."""
+        spike = outcome.spike
+        step = before.step + 1
+        if self.engine.mesh.rank == 0:
+            self.log.write(
+                SpikeRecord(
+                    step=step,
+                    samples=before.samples + size,
+                    loss=outcome.loss,
+                    grad_norm=spike.norm,
+                    norm_bound=spike.bound,
+                    in_a_row=spike.in_a_row,
+                    first_sample=before.samples,
+                    sample_ids=tuple(self.loaders.train.indices(before.samples, size)),
+                )
+            )
+        check_spikes_in_a_row(spike, step, self.config.train.skip_spikes_limit)
 
     def _first_square(self, batch: Batch) -> tuple[float | None, float]:
         """(squared norm of the gradient of the first micro-batches, where --grad-noise-scale asks for it now,

@@ -14,10 +14,11 @@ update each pass over the gradients once: unscaling and clipping are one divisor
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,11 +56,13 @@ class StepResult:
 
     grad_norm   of the unscaled gradient, before clipping; not finite if the step was skipped for overflow
     loss_scale  the factor of this step's loss
+    dropped     why the update was skipped although the gradient is finite, as `judge` of `update` returned it
     """
 
     grad_norm: float
     skipped: bool
     loss_scale: float
+    dropped: Any = None
 
 
 class ZeroOptimizer:
@@ -265,11 +268,14 @@ class ZeroOptimizer:
         lr: Rates,
         weight_decay: float = 0.0,
         grad_divisor: float = 1.0,
+        judge: Callable[[float], Any] | None = None,
     ) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
         measured: the numbers of `measure`, on the host
+        judge: of the norm; returns why the update is skipped although all are finite, or None. The loss scale
+        counts such a step as good. The same on all ranks
         lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
         groups have their own of both.
         Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
@@ -280,11 +286,12 @@ class ZeroOptimizer:
         scale = self.loss_scale
         divisor = scale * grad_divisor
         norm = self._hook.norm_of(measured) / divisor
-        skipped = self._check_overflow(norm)
+        dropped = None if judge is None else judge(norm)
+        skipped = self._check_overflow(norm) or dropped is not None
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)
             self._refresh()
-        return StepResult(norm, skipped, scale)
+        return StepResult(norm, skipped, scale, dropped)
 
     def set_beta1(self, beta1: float) -> None:
         """Adam's beta1 in the following updates, where a schedule changes it."""

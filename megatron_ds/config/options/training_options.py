@@ -544,6 +544,34 @@ class TrainConfig:
         help="What to do when the loss is not finite. It is printed, counted and located in both cases.",
         avoid="A run that continues rarely recovers.",
     )
+    skip_spikes: float | None = option(
+        None,
+        above=1,
+        help="Drop the update of a step, as after an overflow, when the norm of its gradient is more than this "
+        "factor times a quantile of the norms of recent updates. Its samples are recorded in metrics.jsonl.",
+        avoid="Samples of dropped steps are not trained on. A small factor drops good steps too: begin at 3.",
+    )
+    skip_spikes_quantile: float = option(
+        0.9,
+        above=0,
+        at_most=1,
+        needs=need("train.skip_spikes"),
+        help="The quantile of recent norms with which --skip-spikes compares: 0.5 is the median, 1 the maximum.",
+    )
+    skip_spikes_window: int = option(
+        128,
+        at_least=1,
+        unit="iterations",
+        needs=need("train.skip_spikes"),
+        help="Updates whose norms --skip-spikes keeps. It drops nothing before that many were made.",
+    )
+    skip_spikes_limit: int = option(
+        10,
+        at_least=1,
+        unit="iterations",
+        needs=need("train.skip_spikes"),
+        help="Stop the run with an error when --skip-spikes drops this many updates in a row.",
+    )
     calculate_per_token_loss: bool = option(
         False,
         help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",

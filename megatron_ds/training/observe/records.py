@@ -188,7 +188,46 @@ class EvalRecord:
         return _flat(self) | {"perplexity": self.perplexity}
 
 
-Record = TrainRecord | EvalRecord
+@dataclass(frozen=True)
+class SpikeRecord:
+    """A step whose update --skip-spikes dropped.
+
+    samples       consumed so far, with those of this step
+    grad_norm     of the gradient; norm_bound: the largest that is no spike
+    in_a_row      spikes since the last update
+    first_sample  position in the stream of the run of the step's first sample; the others follow it
+    sample_ids    their indices in the training dataset, in this order
+    """
+
+    step: int
+    samples: int
+    loss: float
+    grad_norm: float
+    norm_bound: float
+    in_a_row: int
+    first_sample: int
+    sample_ids: tuple[int, ...]
+
+    kind = "spike"
+
+    def line(self) -> str:
+        """The step, its norm, and the positions of its samples."""
+        return (
+            f"iteration {self.step} is a spike: grad norm {self.grad_norm:.4g} is beyond {self.norm_bound:.4g} "
+            f"(loss {self.loss:.4g}); its update is dropped (--skip-spikes). Samples {self.first_sample} to "
+            f"{self.samples - 1} of the run"
+        )
+
+    def short(self) -> str:
+        """The same: a spike is rare."""
+        return self.line()
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
+        return asdict(self)
+
+
+Record = TrainRecord | EvalRecord | SpikeRecord
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:

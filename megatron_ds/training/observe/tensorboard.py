@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...progress.ramps import Progress
-from .records import EvalRecord, Record
+from .records import EvalRecord, Record, SpikeRecord
 from .sink import AppendedFile
 
 TAGS = {
@@ -78,6 +78,9 @@ def scalars_of(
             f"lm loss {split} ppl": record.perplexity,
             **{f"{name} {split}": mean for name, mean in record.metrics.items()},
         }
+    elif isinstance(record, SpikeRecord):
+        losses = {}
+        others = {"spike-grad-norm": record.grad_norm}
     else:
         losses = {"lm loss": record.loss, **record.metrics}
         tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
