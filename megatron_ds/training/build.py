@@ -42,6 +42,7 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
 from .batches import Batches, make_batches
+from .rerun import Reruns
 from .save_under_way import SaveUnderWay
 from .spikes import SpikeGuard, make_spike_guard
 from .step_metrics import StepMetrics
@@ -58,6 +59,7 @@ class Replica:
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
     spikes         judges the norm of the gradient; None without --skip-spikes
+    reruns         compares runs of a step; None without --rerun-bad-steps
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
@@ -76,6 +78,7 @@ class Replica:
     step_state: StepState
     saving: SaveUnderWay | None = None
     spikes: SpikeGuard | None = None
+    reruns: Reruns | None = None
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -149,6 +152,9 @@ def build_engine(
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
         spikes=make_spike_guard(config.train),
+        reruns=None
+        if optimizer.checksum is None
+        else Reruns(mesh, optimizer.checksum, config.train.rerun_steps_interval),
     )
 
 

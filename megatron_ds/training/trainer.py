@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
-from .observe.records import EvalRecord, SpikeRecord, TrainRecord
+from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .replica_check import check_replicas
+from .rerun import Rerun
 from .saves import Saves
 from .spikes import check_spikes_in_a_row
 from .step import StepOutcome, Tracer, evaluate, train_step
@@ -247,6 +249,7 @@ class Trainer:
                 beta1=self.beta1(before) if self.beta1 else None,
                 stop=self._wants_to_stop(),
                 times=profile or self.times,
+                on_rerun=partial(self._record_rerun, before.samples + size),
             )
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
         self.times.wait(data_seconds)
@@ -318,6 +321,22 @@ class Trainer:
                 )
             )
         check_spikes_in_a_row(spike, step, self.config.train.skip_spikes_limit)
+
+    def _record_rerun(self, samples: int, rerun: Rerun) -> None:
+        """Log a step that was computed again. samples: consumed with it."""
+        if self.engine.mesh.rank or not rerun.is_news:
+            return
+        self.log.write(
+            RerunRecord(
+                self.progress.step + 1,
+                samples,
+                rerun.why,
+                rerun.verdict,
+                rerun.ranks,
+                *rerun.losses,
+                *rerun.norms,
+            )
+        )
 
     def _first_square(self, batch: Batch) -> tuple[float | None, float]:
         """(squared norm of the gradient of the first micro-batches, where --grad-noise-scale asks for it now,

@@ -28,6 +28,7 @@ from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, reads_in_place
 from .gathering import LayerGathering
+from .gradient_checksum import GradientChecksum
 from .norm import (
     ParameterNorms,
     count_zeros,
@@ -98,6 +99,7 @@ class ZeroOptimizer:
         )
         # Sets of parameters, with their weights and gradients.
         self.exchange = settings.make_exchange(self.device)
+        self.checksum = GradientChecksum(self.device) if settings.checksums else None
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
         readers = (
@@ -113,6 +115,7 @@ class ZeroOptimizer:
             self.exchange,
             self._tiers,
             self.offloaded,
+            self.checksum,
         )
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]
@@ -215,6 +218,8 @@ class ZeroOptimizer:
         for s in self.trained:
             s.buckets.begin()
         self.exchange.begin()
+        if self.checksum is not None:
+            self.checksum.begin()
         self._tied.begin()
 
     def arm(self, stage_index: int | None = None) -> None:

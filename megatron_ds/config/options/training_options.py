@@ -572,6 +572,23 @@ class TrainConfig:
         needs=need("train.skip_spikes"),
         help="Stop the run with an error when --skip-spikes drops this many updates in a row.",
     )
+    rerun_bad_steps: bool = option(
+        False,
+        help="Compute a step again, before its update, when its loss or gradient is not finite or it is a spike of "
+        "--skip-spikes, and compare the bits: a transient fault of the hardware is logged with its rank and the "
+        "run goes on with the gradients that repeat. Not after an overflow of dynamic loss scaling.",
+        avoid="Each step reads all gradients once more, for their checksum. On a GPU add --deterministic-mode: "
+        "other operations do not repeat their bits.",
+    )
+    rerun_steps_interval: int | None = option(
+        None,
+        at_least=1,
+        unit="iterations",
+        needs=need("train.rerun_bad_steps"),
+        help="With --rerun-bad-steps, compute also every step again that is a multiple of this, whatever its "
+        "result.",
+        avoid="A step that is computed again takes twice its time.",
+    )
     calculate_per_token_loss: bool = option(
         False,
         help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",
