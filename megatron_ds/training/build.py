@@ -58,7 +58,7 @@ class Replica:
     why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
-    spikes         judges the norm of the gradient; None without --skip-spikes
+    spikes         checks the norm of the gradient; None without --skip-spikes
     reruns         compares runs of a step; None without --rerun-bad-steps
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """

@@ -74,12 +74,14 @@ class Reruns:
 
     checksum  of the gradients of this rank
     interval  every so many steps are computed again whatever their result; None: only bad ones
+    report    is called with what was found, before the update
     """
 
     def __init__(self, mesh: Mesh, checksum: GradientChecksum, interval: int | None):
         self.mesh = mesh
         self.checksum = checksum
         self.interval = interval
+        self.report: Callable[[Rerun], None] = lambda rerun: None
 
     def is_due(self, step: int) -> bool:
         """Whether this step is computed again whatever its result."""
@@ -87,12 +89,13 @@ class Reruns:
 
     def compare(
         self, first: Computed, again: Callable[[], Computed], why: str
-    ) -> tuple[Computed, Rerun]:
-        """Compute the step again: (the last run, whose gradients are kept; what was found). Collective over
-        the world; the host waits for the device.
+    ) -> Computed:
+        """Compute the step again, and report what was found. Returns the last run, whose gradients are kept.
+        Collective over the world; the host waits for the device.
 
         first: the run whose gradients are kept now; again: computes the step once more
         """
+        # A second run, and a third one where they differ. A result has the checksums of all ranks.
         runs = [first]
         sums = [int(self.checksum.total)]
         for _ in range(2):
@@ -107,20 +110,23 @@ class Reruns:
             ]
             if results[-1] in results[:-1]:
                 break
+        # The ranks whose checksum is another one in the run that differs.
         verdict, odd, good = _verdict(results)
         ranks = tuple(
             f"{rank} ({host})"
             for rank, (host, theirs) in enumerate(of_ranks)
             if verdict == TRANSIENT and theirs[odd] != theirs[good]
         )
-        found = Rerun(
-            why,
-            verdict,
-            ranks,
-            tuple(run.report.loss for run in runs[:2]),
-            tuple(math.sqrt(run.gradient[0]) for run in runs[:2]),
+        self.report(
+            Rerun(
+                why,
+                verdict,
+                ranks,
+                tuple(run.report.loss for run in runs[:2]),
+                tuple(math.sqrt(run.gradient[0]) for run in runs[:2]),
+            )
         )
-        return runs[-1], found
+        return runs[-1]
 
 
 def _verdict(results: list[tuple]) -> tuple[str, int, int]:

@@ -150,7 +150,7 @@ class SharedReader:
         return replace(frame, **tensors)
 
     def indices(self, first: int, size: int) -> list[int]:
-        """Those of the loader, which every rank has. Not collective."""
+        """Return the indices of the loader, which every rank has. Not collective."""
         return self.loader.indices(first, size)
 
     def close(self) -> None:

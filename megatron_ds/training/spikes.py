@@ -33,7 +33,7 @@ class Spike:
 
 
 class SpikeGuard:
-    """Judges the norm of the gradient of each step.
+    """Checks the norm of the gradient of each step.
 
     factor    of the quantile; above 1
     quantile  above 0, at most 1 (nearest rank: one of the norms, nothing is interpolated)
@@ -54,7 +54,7 @@ class SpikeGuard:
         rank = math.ceil(self.quantile * len(self.norms))
         return self.factor * sorted(self.norms)[rank - 1]
 
-    def judge(self, norm: float) -> Spike | None:
+    def check(self, norm: float) -> Spike | None:
         """The spike that this norm is, or None; then it enters the window.
 
         A norm that is not finite is neither: the step is skipped for overflow.

@@ -25,7 +25,7 @@ from .build import Replica
 from .nan_locator import locate_nonfinite
 from .observe.phase_times import PhaseTimes
 from .observe.sink import reason_of
-from .rerun import NOT_FINITE, SCHEDULED, SPIKE, Computed, Rerun
+from .rerun import NOT_FINITE, SCHEDULED, SPIKE, Computed
 from .spikes import Spike
 from .step_metrics import StepMetrics, StepReport
 
@@ -69,7 +69,6 @@ def train_step(
     beta1: float | None = None,
     stop: bool = False,
     times: PhaseTimes | None = None,
-    on_rerun: Callable[[Rerun], None] = lambda rerun: None,
 ) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
@@ -77,7 +76,6 @@ def train_step(
     beta1: Adam's in this step; None: that of the configuration
     stop: whether this rank asks to end the run after this step; the outcome has whether any rank did
     times: receives the times of the phases
-    on_rerun: is called with what a second run of the step has shown, before anything is raised
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
@@ -94,8 +92,7 @@ def train_step(
     # The loss and the gradients; once more if they are bad, when that is asked for.
     computed = compute()
     if why := _why_rerun(engine, computed, progress.step + 1):
-        computed, rerun = engine.reruns.compare(computed, compute, why)
-        on_rerun(rerun)
+        computed = engine.reruns.compare(computed, compute, why)
     report = computed.report
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
@@ -110,14 +107,14 @@ def train_step(
         optimizer.set_beta1(beta1)
     if saving is not None:
         saving.before_update()
-    judge = None if engine.spikes is None else engine.spikes.judge
+    check = None if engine.spikes is None else engine.spikes.check
     with times.phase("optimizer"):
         result = optimizer.update(
             computed.gradient,
             learning_rate,
             weight_decay,
             _divisor(engine, report),
-            judge,
+            check,
         )
     engine.step_state.after_step(applied=not result.skipped)
     counts = engine.config.logging.log_num_zeros_in_grad
@@ -170,7 +167,7 @@ def _compute(
 
 
 def _divisor(engine: Replica, report: StepReport) -> float:
-    """Of the gradients, besides the loss scale."""
+    """Return what gradients are divided by besides the loss scale."""
     per_token = engine.config.train.calculate_per_token_loss
     return max(report.tokens, 1) if per_token else 1.0
 

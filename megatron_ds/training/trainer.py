@@ -8,7 +8,6 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +103,8 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
+        if engine.reruns is not None:
+            engine.reruns.report = self._record_rerun
         self._validated_step = -1
         self._has_warned_of_stall = self._has_tuned = False
         # What is logged, since the last line.
@@ -249,7 +250,6 @@ class Trainer:
                 beta1=self.beta1(before) if self.beta1 else None,
                 stop=self._wants_to_stop(),
                 times=profile or self.times,
-                on_rerun=partial(self._record_rerun, before.samples + size),
             )
         outcome = replace(outcome, seconds=outcome.seconds + measuring)
         self.times.wait(data_seconds)
@@ -322,14 +322,15 @@ class Trainer:
             )
         check_spikes_in_a_row(spike, step, self.config.train.skip_spikes_limit)
 
-    def _record_rerun(self, samples: int, rerun: Rerun) -> None:
-        """Log a step that was computed again. samples: consumed with it."""
+    def _record_rerun(self, rerun: Rerun) -> None:
+        """Log the step under way, which was computed again."""
         if self.engine.mesh.rank or not rerun.is_news:
             return
+        before = self.progress
         self.log.write(
             RerunRecord(
-                self.progress.step + 1,
-                samples,
+                before.step + 1,
+                before.samples + self.batch_size(before),
                 rerun.why,
                 rerun.verdict,
                 rerun.ranks,

@@ -57,7 +57,7 @@ class StepResult:
 
     grad_norm   of the unscaled gradient, before clipping; not finite if the step was skipped for overflow
     loss_scale  the factor of this step's loss
-    dropped     why the update was skipped although the gradient is finite, as `judge` of `update` returned it
+    dropped     why the update was skipped although the gradient is finite, as `check` of `update` returned it
     """
 
     grad_norm: float
@@ -273,13 +273,13 @@ class ZeroOptimizer:
         lr: Rates,
         weight_decay: float = 0.0,
         grad_divisor: float = 1.0,
-        judge: Callable[[float], Any] | None = None,
+        check: Callable[[float], Any] | None = None,
     ) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
         measured: the numbers of `measure`, on the host
-        judge: of the norm; returns why the update is skipped although all are finite, or None. The loss scale
+        check: of the norm; returns why the update is skipped although all are finite, or None. The loss scale
         counts such a step as good. The same on all ranks
         lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
         groups have their own of both.
@@ -291,7 +291,7 @@ class ZeroOptimizer:
         scale = self.loss_scale
         divisor = scale * grad_divisor
         norm = self._hook.norm_of(measured) / divisor
-        dropped = None if judge is None else judge(norm)
+        dropped = None if check is None else check(norm)
         skipped = self._check_overflow(norm) or dropped is not None
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)

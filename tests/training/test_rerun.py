@@ -173,9 +173,11 @@ def test_verdicts(results, verdict, named):
             checksum.add(torch.tensor([value if rank else 1.0, -3.0]))
             return computed(value)
 
-        return reruns.compare(run(), run, "a reason"), left
+        found = []
+        reruns.report = found.append
+        return reruns.compare(run(), run, "a reason"), found, left
 
-    for (last, found), left in run_ranks(2, rank_of):
+    for last, (found,), left in run_ranks(2, rank_of):
         assert left == [] and found.verdict == verdict
         assert tuple(place.split()[0] for place in found.ranks) == named
         assert last.bits == computed(results[-1]).bits

@@ -60,7 +60,7 @@ def test_the_bound_is_that_of_numpy(quantile, window):
         if len(kept) >= window:
             bound = 1.3 * np.quantile(kept[-window:], quantile, method="inverted_cdf")
         assert guard.bound == bound
-        spike = guard.judge(norm)
+        spike = guard.check(norm)
         assert (spike is not None) == (norm > bound)
         found += spike is not None
         kept += [norm] if spike is None else []
@@ -69,18 +69,18 @@ def test_the_bound_is_that_of_numpy(quantile, window):
 
 def test_a_norm_that_is_not_finite_is_no_spike_and_is_not_kept():
     guard = SpikeGuard(2.0, 1.0, 1)
-    assert guard.judge(1.0) is None
+    assert guard.check(1.0) is None
     for norm in (math.nan, math.inf):
-        assert guard.judge(norm) is None
+        assert guard.check(norm) is None
     assert guard.state() == {"norms": [1.0], "in_a_row": 0}
-    assert guard.judge(2.5) == Spike(2.5, 2.0, 1)
-    assert guard.judge(3.5) == Spike(3.5, 2.0, 2)
+    assert guard.check(2.5) == Spike(2.5, 2.0, 1)
+    assert guard.check(3.5) == Spike(3.5, 2.0, 2)
 
 
 def test_state_goes_through_json_to_the_bit_and_into_another_window():
     guard = SpikeGuard(2.0, 0.5, 4)
     for norm in (0.1, 1 / 3, 0.7, 0.9, 50.0):
-        guard.judge(norm)
+        guard.check(norm)
     state = json.loads(json.dumps(guard.state()))
     same, smaller = SpikeGuard(2.0, 0.5, 4), SpikeGuard(2.0, 0.5, 2)
     same.load_state(state)
@@ -172,7 +172,7 @@ def test_all_layouts_drop_the_same_updates(layout, whole_run, tmp_path):
 
 
 @pytest.mark.parametrize("ranks, flags", [(1, []), (2, ["--zero-stage", "1"])])
-def test_a_resumed_run_judges_as_the_whole_one(ranks, flags, whole_run, tmp_path):
+def test_a_resumed_run_decides_as_the_whole_one(ranks, flags, whole_run, tmp_path):
     """From a checkpoint amid spikes: at the same layout to the bit, at another with the same decisions."""
     middle = LENGTH - 2
     words = [*TRAIN, *SKIP, "--save", tmp_path, "--load", tmp_path]
