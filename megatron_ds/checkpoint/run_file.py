@@ -230,6 +230,18 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
+def _is_spikes(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_count(value.get("in_a_row"))
+        and isinstance(value.get("norms"), list)
+        and all(
+            type(norm) in (int, float) and math.isfinite(norm)
+            for norm in value["norms"]
+        )
+    )
+
+
 def _is_scale(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
@@ -250,6 +262,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_optimizer,
         "a table of num_updates and, with dynamic loss scaling, its four numbers",
     ),
+    "spikes": (_is_spikes, "a table of norms, all finite, and in_a_row, a count"),
     **{
         name: (lambda value: isinstance(value, dict), "a table")
         for name in ("versions", "config", "identity", "engine", "client_state")

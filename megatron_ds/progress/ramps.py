@@ -25,7 +25,7 @@ class Progress:
     tokens             tokens consumed
     scheduled_samples  samples of steps that were not skipped: learning rate and weight decay advance on
                        these, as in Megatron
-    skipped_steps      steps skipped because a gradient was not finite
+    skipped_steps      steps skipped because a gradient was not finite, or was a spike (--skip-spikes)
     nan_steps          steps whose loss was not finite
     layer_tokens       tokens consumed, counted once for each block that processed them
     """

@@ -33,6 +33,9 @@ class BatchSource(Protocol):
     ) -> Batch:
         """The samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
 
+    def indices(self, first: int, size: int) -> list[int]:
+        """Where in the dataset the `size` samples from position `first` of the run on are."""
+
 
 @dataclass(frozen=True)
 class Batches:

@@ -42,7 +42,9 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
 from .batches import Batches, make_batches
+from .rerun import Reruns
 from .save_under_way import SaveUnderWay
+from .spikes import SpikeGuard, make_spike_guard
 from .step_metrics import StepMetrics
 
 
@@ -56,6 +58,8 @@ class Replica:
     why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
+    spikes         checks the norm of the gradient; None without --skip-spikes
+    reruns         compares runs of a step; None without --rerun-bad-steps
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
@@ -73,6 +77,8 @@ class Replica:
     metrics: StepMetrics
     step_state: StepState
     saving: SaveUnderWay | None = None
+    spikes: SpikeGuard | None = None
+    reruns: Reruns | None = None
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -145,6 +151,10 @@ def build_engine(
         planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
+        spikes=make_spike_guard(config.train),
+        reruns=None
+        if optimizer.checksum is None
+        else Reruns(mesh, optimizer.checksum, config.train.rerun_steps_interval),
     )
 
 

@@ -289,10 +289,15 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
 
 def run_values(engine: Replica, progress: Progress, description: dict) -> dict:
     """The values of run.json at this moment: the tensors are in other files."""
-    return description | {
-        "progress": progress.to_dict(),
-        "optimizer": engine.optimizer.extra_state(),
-    }
+    spikes = engine.spikes
+    return (
+        description
+        | {
+            "progress": progress.to_dict(),
+            "optimizer": engine.optimizer.extra_state(),
+        }
+        | ({} if spikes is None else {"spikes": spikes.state()})
+    )
 
 
 def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
@@ -392,6 +397,8 @@ def load_run(engine: Replica, start: Start) -> Progress:
     )
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])
+        if engine.spikes is not None:
+            engine.spikes.load_state(start.run.get("spikes", {}))
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     # Differences that are allowed are logged.

@@ -149,6 +149,10 @@ class SharedReader:
         }
         return replace(frame, **tensors)
 
+    def indices(self, first: int, size: int) -> list[int]:
+        """Return the indices of the loader, which every rank has. Not collective."""
+        return self.loader.indices(first, size)
+
     def close(self) -> None:
         """Stop the threads of the loader."""
         self.loader.close()

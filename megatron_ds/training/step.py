@@ -5,6 +5,7 @@ the trace of a few steps.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from .build import Replica
 from .nan_locator import locate_nonfinite
 from .observe.phase_times import PhaseTimes
 from .observe.sink import reason_of
+from .rerun import NOT_FINITE, SCHEDULED, SPIKE, Computed
+from .spikes import Spike
 from .step_metrics import StepMetrics, StepReport
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class StepOutcome(StepReport):
     grad_norm                unscaled, before clipping; NaN where it is not finite
     decoupled_learning_rate  of word embeddings and output layers; None without --decoupled-lr
     num_zeros                elements of the gradient that are zero, with --log-num-zeros-in-grad
+    spike                    why the update was dropped, with --skip-spikes
     """
 
     grad_norm: float
@@ -53,6 +57,7 @@ class StepOutcome(StepReport):
     weight_decay: float
     seconds: float
     num_zeros: int | None = None
+    spike: Spike | None = None
 
 
 def train_step(
@@ -75,38 +80,25 @@ def train_step(
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
-    config = engine.config
     optimizer = engine.optimizer
-    executor = engine.executor
-    microbatches = batch.split(config.train.micro_batch_size)
-    per_token = config.train.calculate_per_token_loss
+    train = engine.config.train
+    microbatches = batch.split(train.micro_batch_size)
     loss_scale = optimizer.loss_scale
-
-    # Gradients are summed over micro-batches and ranks, so each micro-batch has its share of the global
-    # batch as weight.
-    optimizer.begin_step()
-    # Ranks along other axes than dp work on the same micro-batches.
-    global_microbatches = len(microbatches) * engine.mesh.samples.size
-    times = times or PhaseTimes(0, engine.mesh.device)
-    with times.phase("forward-backward"), times.instructions(executor):
-        losses = executor.run(
-            microbatches, loss_scale if per_token else loss_scale / global_microbatches
-        )
-
-    # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
-    # step. While the update runs, the host prepares the next step.
-    counts = config.logging.log_num_zeros_in_grad
-    # A checkpoint that is written in the background learns here that other ranks are ready.
+    # A checkpoint that is written in the background learns in the metrics that other ranks are ready.
     saving = engine.saving
-    is_ready = saving is not None and saving.is_ready
-    sums = engine.metrics.queue(losses, executor.entries, stop, is_ready)
-    measured = optimizer.measure(counts)
-    with executor.place_named():
-        numbers = read_numbers(torch.cat([sums, measured]), engine.mesh.group("world"))
-    report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
+    votes = stop, saving is not None and saving.is_ready
+    times = times or PhaseTimes(0, engine.mesh.device)
+    compute = lambda: _compute(engine, microbatches, votes, times)
+
+    # The loss and the gradients; once more if they are bad, when that is asked for.
+    computed = compute()
+    if why := _why_rerun(engine, computed, progress.step + 1):
+        computed = engine.reruns.compare(computed, compute, why)
+    report = computed.report
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
 
+    # The update. While it runs on the device, the host prepares the next step.
     rates = (
         learning_rate
         if isinstance(learning_rate, Mapping)
@@ -116,14 +108,17 @@ def train_step(
         optimizer.set_beta1(beta1)
     if saving is not None:
         saving.before_update()
+    check = None if engine.spikes is None else engine.spikes.check
     with times.phase("optimizer"):
         result = optimizer.update(
-            numbers[len(sums) :],
+            computed.gradient,
             learning_rate,
             weight_decay,
-            max(report.tokens, 1) if per_token else 1.0,
+            _divisor(engine, report),
+            check,
         )
     engine.step_state.after_step(applied=not result.skipped)
+    counts = engine.config.logging.log_num_zeros_in_grad
     return StepOutcome(
         **vars(report),
         grad_norm=result.grad_norm,
@@ -133,7 +128,70 @@ def train_step(
         seconds=time.perf_counter() - start,
         learning_rate=rates[MAIN_RATE],
         decoupled_learning_rate=rates.get(DECOUPLED_RATE),
-        num_zeros=int(numbers[len(sums) + 2]) if counts else None,
+        num_zeros=int(computed.gradient[2]) if counts else None,
+        spike=result.dropped,
+    )
+
+
+def _compute(
+    engine: Replica,
+    microbatches: Sequence[Batch],
+    votes: tuple[bool, bool],
+    times: PhaseTimes,
+) -> Computed:
+    """Forward and backward of all micro-batches, and the numbers of all ranks. Collective over the world.
+
+    votes: (stop, is_ready) of `StepMetrics.queue`
+    """
+    optimizer = engine.optimizer
+    executor = engine.executor
+    world = engine.mesh.group("world")
+    # Gradients are summed over micro-batches and ranks, so each micro-batch has its share of the global
+    # batch as weight.
+    optimizer.begin_step()
+    engine.step_state.forget()
+    scale = optimizer.loss_scale
+    if not engine.config.train.calculate_per_token_loss:
+        # Ranks along other axes than dp work on the same micro-batches.
+        scale /= len(microbatches) * engine.mesh.samples.size
+    with times.phase("forward-backward"), times.instructions(executor):
+        losses = executor.run(microbatches, scale)
+
+    # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
+    # step.
+    sums = engine.metrics.queue(losses, executor.entries, *votes)
+    measured = optimizer.measure(engine.config.logging.log_num_zeros_in_grad)
+    with executor.place_named():
+        numbers = read_numbers(torch.cat([sums, measured]), world)
+    report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
+    return Computed(report, numbers[len(sums) :])
+
+
+def _divisor(engine: Replica, report: StepReport) -> float:
+    """Return what gradients are divided by besides the loss scale."""
+    per_token = engine.config.train.calculate_per_token_loss
+    return max(report.tokens, 1) if per_token else 1.0
+
+
+def _why_rerun(engine: Replica, computed: Computed, step: int) -> str | None:
+    """Why the step is to be computed again, or None. The same on all ranks."""
+    if engine.reruns is None:
+        return None
+    report = computed.report
+    norm = math.sqrt(computed.gradient[0])
+    norm /= engine.optimizer.loss_scale * _divisor(engine, report)
+    if not (report.is_finite and math.isfinite(norm)) and not _seeks_scale(engine):
+        return NOT_FINITE
+    if engine.spikes is not None and engine.spikes.bound < norm < math.inf:
+        return SPIKE
+    return SCHEDULED if engine.reruns.is_due(step) else None
+
+
+def _seeks_scale(engine: Replica) -> bool:
+    """Whether an overflow is part of finding the loss scale: the optimizer skips the step."""
+    return (
+        engine.optimizer.loss_scale != 1.0
+        and engine.config.optimizer.loss_scale is None
     )
 
 
@@ -144,11 +202,8 @@ def _report_nonfinite(
     progress: Progress,
 ) -> None:
     """Locate the first NaN, then raise or warn. Collective over the world."""
-    if (
-        engine.optimizer.loss_scale != 1.0
-        and engine.config.optimizer.loss_scale is None
-    ):
-        return  # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
+    if _seeks_scale(engine):
+        return
     weights = [
         (p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"
     ]

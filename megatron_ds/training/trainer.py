@@ -35,11 +35,13 @@ from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
-from .observe.records import EvalRecord, TrainRecord
+from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .observe.stragglers import Stragglers
 from .replica_check import check_replicas
+from .rerun import Rerun
 from .saves import Saves
+from .spikes import check_spikes_in_a_row
 from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
 from .trigger_files import exit_file, take_save_file
@@ -103,6 +105,8 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
+        if engine.reruns is not None:
+            engine.reruns.report = self._record_rerun
         self._validated_step = -1
         self._has_warned_of_stall = self._has_tuned = False
         # What is logged, since the last line.
@@ -281,6 +285,8 @@ class Trainer:
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
         if (watched := places.writer()) is not None:
             watched.step(self.progress.step)
+        if outcome.spike is not None:
+            self._record_spike(outcome, before, size)
         # Profile
         seconds = outcome.seconds + data_seconds
         if square is not None:
@@ -313,6 +319,42 @@ class Trainer:
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
+
+    def _record_spike(self, outcome: StepOutcome, before: Progress, size: int) -> None:
+        """Log a step whose update was dropped, with its samples; raises SpikesError after too many."""
+        spike = outcome.spike
+        step = before.step + 1
+        if self.engine.mesh.rank == 0:
+            self.log.write(
+                SpikeRecord(
+                    step=step,
+                    samples=before.samples + size,
+                    loss=outcome.loss,
+                    grad_norm=spike.norm,
+                    norm_bound=spike.bound,
+                    in_a_row=spike.in_a_row,
+                    first_sample=before.samples,
+                    sample_ids=tuple(self.loaders.train.indices(before.samples, size)),
+                )
+            )
+        check_spikes_in_a_row(spike, step, self.config.train.skip_spikes_limit)
+
+    def _record_rerun(self, rerun: Rerun) -> None:
+        """Log the step under way, which was computed again."""
+        if self.engine.mesh.rank or not rerun.is_news:
+            return
+        before = self.progress
+        self.log.write(
+            RerunRecord(
+                before.step + 1,
+                before.samples + self.batch_size(before),
+                rerun.why,
+                rerun.verdict,
+                rerun.ranks,
+                *rerun.losses,
+                *rerun.norms,
+            )
+        )
 
     def _first_square(self, batch: Batch) -> tuple[float | None, float]:
         """(squared norm of the gradient of the first micro-batches, where --grad-noise-scale asks for it now,

@@ -34,6 +34,7 @@ from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Work
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange, reads_in_place
+from .gradient_checksum import GradientChecksum
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
@@ -63,12 +64,14 @@ class Reduction:
     tp        ranks over which parameters whose gradient is a partial sum are summed
     exchange  sums them
     overlap   start reductions during backward; False: later (see the two stores)
+    checksum  to which each bucket is added before its reduction, if any
     """
 
     ranks: Hierarchy
     tp: Group
     exchange: GradientExchange
     overlap: bool
+    checksum: GradientChecksum | None = None
 
 
 class GradientStore:
@@ -96,6 +99,7 @@ class GradientStore:
         self.flat = flat
         self._overlap = reduction.overlap
         self._exchange = reduction.exchange
+        self._checksum = reduction.checksum
         self._tp = reduction.tp
         # Sums over tensor-parallel ranks are completed for the parts in this rank's shard.
         self._partial = [
@@ -264,6 +268,8 @@ class GradientStore:
     def _reduce(
         self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool
     ) -> Work:
+        if self._checksum is not None:
+            self._checksum.add(whole)
         bucket = self.layout.buckets[b]
         start = 0 if out is whole else self._shard_pieces[b].start - bucket.start
         name = self.layout.slots[bucket.first_slot].name

@@ -14,10 +14,11 @@ update each pass over the gradients once: unscaling and clipping are one divisor
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, reads_in_place
 from .gathering import LayerGathering
+from .gradient_checksum import GradientChecksum
 from .norm import (
     ParameterNorms,
     count_zeros,
@@ -55,11 +57,13 @@ class StepResult:
 
     grad_norm   of the unscaled gradient, before clipping; not finite if the step was skipped for overflow
     loss_scale  the factor of this step's loss
+    dropped     why the update was skipped although the gradient is finite, as `check` of `update` returned it
     """
 
     grad_norm: float
     skipped: bool
     loss_scale: float
+    dropped: Any = None
 
 
 class ZeroOptimizer:
@@ -95,6 +99,7 @@ class ZeroOptimizer:
         )
         # Sets of parameters, with their weights and gradients.
         self.exchange = settings.make_exchange(self.device)
+        self.checksum = GradientChecksum(self.device) if settings.checksums else None
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
         readers = (
@@ -110,6 +115,7 @@ class ZeroOptimizer:
             self.exchange,
             self._tiers,
             self.offloaded,
+            self.checksum,
         )
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]
@@ -212,6 +218,8 @@ class ZeroOptimizer:
         for s in self.trained:
             s.buckets.begin()
         self.exchange.begin()
+        if self.checksum is not None:
+            self.checksum.begin()
         self._tied.begin()
 
     def arm(self, stage_index: int | None = None) -> None:
@@ -265,11 +273,14 @@ class ZeroOptimizer:
         lr: Rates,
         weight_decay: float = 0.0,
         grad_divisor: float = 1.0,
+        check: Callable[[float], Any] | None = None,
     ) -> StepResult:
         """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
         any rank is not finite. Collective over the world.
 
         measured: the numbers of `measure`, on the host
+        check: of the norm; returns why the update is skipped although all are finite, or None. The loss scale
+        counts such a step as good. The same on all ranks
         lr, weight_decay: of all parameter groups, or learning rates by name; lr None: torch's parameter
         groups have their own of both.
         Raises ConfigError if the loss scale cannot be lowered any more, MegatronDSError, on all ranks, if
@@ -280,11 +291,12 @@ class ZeroOptimizer:
         scale = self.loss_scale
         divisor = scale * grad_divisor
         norm = self._hook.norm_of(measured) / divisor
-        skipped = self._check_overflow(norm)
+        dropped = None if check is None else check(norm)
+        skipped = self._check_overflow(norm) or dropped is not None
         if not skipped:
             self._clip_and_update(lr, weight_decay, divisor, norm)
             self._refresh()
-        return StepResult(norm, skipped, scale)
+        return StepResult(norm, skipped, scale, dropped)
 
     def set_beta1(self, beta1: float) -> None:
         """Adam's beta1 in the following updates, where a schedule changes it."""

@@ -19,6 +19,7 @@ from .data_groups import DataGroups
 from .exchange import BufferPool, GradientExchange
 from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
+from .gradient_checksum import GradientChecksum
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
 from .offload import (
@@ -86,6 +87,7 @@ class SetMaker:
     exchange: GradientExchange
     tiers: Tiers
     update: OffloadedUpdate
+    checksum: GradientChecksum | None = None
 
     @property
     def device(self) -> torch.device:
@@ -178,6 +180,7 @@ class SetMaker:
             self.groups.tp,
             self.exchange,
             self._overlaps(plan, parameters),
+            self.checksum,
         )
         if whole:
             return GradBuckets(

@@ -83,6 +83,7 @@ class ZeroSettings:
     prefetch         stage 3: elements gathered ahead of the current layer; None: one layer of any size
     offload          where state is kept that is not on the device
     unused           what an update does with parameters that a rank has not used (unused.py)
+    checksums        keep a checksum of the gradients of each rank
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -102,6 +103,7 @@ class ZeroSettings:
     prefetch: int | None = None
     offload: OffloadSettings = OffloadSettings()
     unused: Rule = "same"
+    checksums: bool = False
 
     @classmethod
     def from_config(
@@ -134,10 +136,17 @@ class ZeroSettings:
             persistence=zero.param_persistence_threshold,
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
+            checksums=config.train.rerun_bad_steps,
         )
 
     def __post_init__(self):
         self._check_update_rule()
+        if self.checksums and self.update_rule != SUMMED:
+            raise ConfigError(
+                "a step is computed again (--rerun-bad-steps) from its weights alone, but this optimizer counts "
+                "every gradient in the state of its exchange. Use an optimizer that sums gradients, such as "
+                "adam, or leave --rerun-bad-steps out."
+            )
         # Quantization needs the collectives of the stages that split weights and gradients.
         if self.weight_blocks and (
             self.policy.parameter is None or self.offload.parameters != "device"

@@ -115,7 +115,6 @@ def _add_ranks(add: Callable[..., object]) -> None:
 
 
 def _add_watch(add: Callable[..., object]) -> None:
-    # Restarts; then what is taken for a hang.
     add(
         "--max-restarts",
         type=_whole,
@@ -128,6 +127,7 @@ def _add_watch(add: Callable[..., object]) -> None:
         help="with --max-restarts: fewest hosts of a start: others are left out if they do not answer or fail "
         "repeatedly (default: all)",
     )
+    # What is taken for a hang.
     add(
         "--hang-seconds",
         type=_seconds,

@@ -12,7 +12,7 @@ So micro-batch j of all ranks together is the same set of samples as in Megatron
 same set for any number of ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 
@@ -88,6 +88,14 @@ class Loader:
         self._ahead = futures
         return futures.pop(wanted[0]).result()
 
+    def indices(self, first: int, size: int) -> list[int]:
+        """Where in the dataset the samples at positions `first` to `first + size` of the stream are: [size],
+        in the order of positions. Nothing is read. Raises DataError when the data ends."""
+        return self._places(range(first, first + size))
+
+    def _places(self, positions: Sequence[int]) -> list[int]:
+        return self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
+
     def close(self) -> None:
         """End the threads. Optional: they keep a process alive for at most the time of one batch."""
         if self._pool is not None:
@@ -104,7 +112,7 @@ class Loader:
         positions = local_positions(
             consumed, global_batch, self.micro_batch_size, dp_rank, dp_size
         )
-        indices = self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
+        indices = self._places(positions)
         batch = self.collate(
             [self.dataset[i] for i in indices], indices, tuple(positions), training
         )

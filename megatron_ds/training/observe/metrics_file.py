@@ -2,7 +2,8 @@
 
     {"kind": "train", "run": "5f0c…", "start": 1763832150.125031, "time": 1763832163.482114, "step": 10, …}
 
-    kind   "train", "validation" or "test"
+    kind   "train", "validation", "test"; "spike": a step whose update --skip-spikes dropped; "rerun": one that
+           --rerun-bad-steps computed again
     run    id of the run, the same after each resume
     start  when the process that wrote the record started, in s since the epoch; distinguishes repeated steps
     time   when the record was written, in seconds since the epoch

@@ -188,7 +188,101 @@ class EvalRecord:
         return _flat(self) | {"perplexity": self.perplexity}
 
 
-Record = TrainRecord | EvalRecord
+@dataclass(frozen=True)
+class SpikeRecord:
+    """A step whose update --skip-spikes dropped.
+
+    samples       consumed so far, with those of this step
+    grad_norm     of the gradient; norm_bound: the largest that is no spike
+    in_a_row      spikes since the last update
+    first_sample  position in the stream of the run of the step's first sample; the others follow it
+    sample_ids    their indices in the training dataset, in this order
+    """
+
+    step: int
+    samples: int
+    loss: float
+    grad_norm: float
+    norm_bound: float
+    in_a_row: int
+    first_sample: int
+    sample_ids: tuple[int, ...]
+
+    kind = "spike"
+
+    def line(self) -> str:
+        """The step, its norm, and the positions of its samples."""
+        return (
+            f"iteration {self.step} is a spike: grad norm {self.grad_norm:.4g} is beyond {self.norm_bound:.4g} "
+            f"(loss {self.loss:.4g}); its update is dropped (--skip-spikes). Samples {self.first_sample} to "
+            f"{self.samples - 1} of the run"
+        )
+
+    def short(self) -> str:
+        """The same: a spike is rare."""
+        return self.line()
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RerunRecord:
+    """A step that --rerun-bad-steps computed again.
+
+    samples    consumed so far, with those of this step
+    why        it was computed again
+    verdict    "deterministic", "transient" or "unrepeatable"
+    ranks      of a transient fault: those whose own gradients differed, "3 (host)"
+    loss, loss_again            of the first two runs
+    grad_norm, grad_norm_again  of their scaled gradients
+    """
+
+    step: int
+    samples: int
+    why: str
+    verdict: str
+    ranks: tuple[str, ...]
+    loss: float
+    loss_again: float
+    grad_norm: float
+    grad_norm_again: float
+
+    kind = "rerun"
+
+    def line(self) -> str:
+        """What was found, and what follows from it."""
+        return (
+            f"iteration {self.step} was computed again ({self.why}): {self.verdict}. loss {self.loss!r} and "
+            f"{self.loss_again!r}, grad norm {self.grad_norm!r} and {self.grad_norm_again!r}. "
+            + RERUN_TEXTS[self.verdict].format(self._place())
+        )
+
+    def _place(self) -> str:
+        if not self.ranks:
+            return "between ranks or in the loss, as the gradients that each rank computed are the same"
+        plural = "s" if len(self.ranks) > 1 else ""
+        return f"on rank{plural} {', '.join(self.ranks)}, whose own gradients differ"
+
+    def short(self) -> str:
+        """The same: such a step is rare."""
+        return self.line()
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
+        return asdict(self)
+
+
+RERUN_TEXTS = {
+    "deterministic": "The bits are the same: the data or the model is the cause, or a device that fails alike "
+    "each time. A start from the last checkpoint on other devices distinguishes the two",
+    "transient": "Two of three runs have the same bits: a fault of the hardware {}. Training goes on with the "
+    "gradients that were the same twice",
+    "unrepeatable": "All three runs differ: operations add in a changing order (--deterministic-mode prevents "
+    "that), or the hardware fails often. Training goes on with the gradients of the third run",
+}
+Record = TrainRecord | EvalRecord | SpikeRecord | RerunRecord
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...progress.ramps import Progress
-from .records import EvalRecord, Record
+from .records import EvalRecord, Record, RerunRecord, SpikeRecord
 from .sink import AppendedFile
 
 TAGS = {
@@ -78,6 +78,10 @@ def scalars_of(
             f"lm loss {split} ppl": record.perplexity,
             **{f"{name} {split}": mean for name, mean in record.metrics.items()},
         }
+    # Steps that are recorded besides the intervals have no loss of their own.
+    elif isinstance(record, SpikeRecord | RerunRecord):
+        losses = {}
+        others = {f"{record.kind}-grad-norm": record.grad_norm}
     else:
         losses = {"lm loss": record.loss, **record.metrics}
         tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
