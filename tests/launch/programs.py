@@ -55,9 +55,9 @@ def fail() -> None:
     raise RuntimeError(f"a mistake on rank {RANK}")
 
 
-def kill_in_life(life: str) -> None:
-    """Die by SIGKILL in this life; in others, print all."""
-    if os.environ["MEGATRON_DS_RESTARTS"] == life:
+def kill_in_start(start: str) -> None:
+    """Die by SIGKILL in this start; in others, print all."""
+    if os.environ["MEGATRON_DS_RESTARTS"] == start:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     print_all()
@@ -75,7 +75,7 @@ ACTIONS = {
     "ignore": ignore,
     "fail": fail,
     "exit 2": lambda: sys.exit(2),
-    "kill in life 0": lambda: kill_in_life("0"),
+    "kill in start 0": lambda: kill_in_start("0"),
     "fail on SIGTERM": fail_on_signal,
     "exit 7": lambda: (time.sleep(0.5), sys.exit(7)),
     "kill": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),

@@ -1,6 +1,6 @@
-"""A training of which a rank fails in some lives: pretrain_gpt.py with SPOIL, JSON {"LIFE": [rank, step, how]}.
+"""A training of which a rank fails in some starts: pretrain_gpt.py with SPOIL, JSON {"START": [rank, step, how]}.
 
-The rank fails at the beginning of the step; in a life that SPOIL does not name, none does.
+The rank fails at the beginning of the step; in a start that SPOIL does not name, none does.
 """
 
 import json
@@ -54,8 +54,8 @@ def slow_down(seconds: float) -> None:
 
 if __name__ == "__main__":
     wanted = json.loads(os.environ.get("SPOIL", "{}"))
-    life = os.environ.get("MEGATRON_DS_RESTARTS", "0")
-    if life in wanted or "all" in wanted:
-        spoil(*wanted.get(life, wanted.get("all")))
+    start = os.environ.get("MEGATRON_DS_RESTARTS", "0")
+    if start in wanted or "all" in wanted:
+        spoil(*wanted.get(start, wanted.get("all")))
     slow_down(float(os.environ.get("SLOW", "0")))
     sys.exit(pretrain(model="gpt"))

@@ -1,4 +1,4 @@
-"""Whether, when and where a job is started again: pure rules, then lives of programs that fail."""
+"""Whether, when and where a job is started again: pure rules, then starts of programs that fail."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 
 from megatron_ds.commands.launch.layout_check import LayoutCheck
 from megatron_ds.commands.launch.restarts import (
+    Attempts,
     Ended,
-    Lives,
     Policy,
     fitting,
     pause_seconds,
@@ -22,7 +22,7 @@ TRAINING = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 DATA = "--mock-data --vocab-size 61 --train-iters 2"
 
 
-def lives(*steps: int) -> list[Ended]:
+def starts(*steps: int) -> list[Ended]:
     return [Ended(1, "n1", step) for step in steps]
 
 
@@ -30,8 +30,8 @@ def lives(*steps: int) -> list[Ended]:
 class TestRules:
     def test_restarts_are_counted(self):
         policy = Policy(2, 1)
-        assert reason_to_end(lives(1, 2), policy) == ""
-        assert "--max-restarts 2 is reached" in reason_to_end(lives(1, 2, 3), policy)
+        assert reason_to_end(starts(1, 2), policy) == ""
+        assert "--max-restarts 2 is reached" in reason_to_end(starts(1, 2, 3), policy)
 
     def test_an_error_of_the_user_is_final(self):
         ended = [Ended(2, "n1", 3, is_final=True)]
@@ -40,7 +40,7 @@ class TestRules:
     @pytest.mark.parametrize(
         "steps, is_stuck",
         [
-            ((7, 7, 7), False),  # three lives, of which the first got there
+            ((7, 7, 7), False),  # three starts, of which the first got there
             ((7, 7, 7, 7), True),
             ((7, 5, -1, 6), True),
             ((7, 5, 8, 6), False),
@@ -50,15 +50,15 @@ class TestRules:
     )
     def test_a_run_without_progress_ends(self, steps, is_stuck):
         assert (
-            "no progress" in reason_to_end(lives(*steps), Policy(99, 1))
+            "no progress" in reason_to_end(starts(*steps), Policy(99, 1))
         ) == is_stuck
 
     def test_pauses_grow_without_progress(self):
-        assert pause_seconds(lives(3)) == 1
-        assert pause_seconds(lives(3, 3)) == 2
-        assert pause_seconds(lives(3, 3, 3)) == 4
-        assert pause_seconds(lives(3, 3, 4)) == 1
-        assert pause_seconds(lives(*[3] * 40)) == 60
+        assert pause_seconds(starts(3)) == 1
+        assert pause_seconds(starts(3, 3)) == 2
+        assert pause_seconds(starts(3, 3, 3)) == 4
+        assert pause_seconds(starts(3, 3, 4)) == 1
+        assert pause_seconds(starts(*[3] * 40)) == 60
 
     def test_a_host_that_fails_often_is_left_out_down_to_the_fewest(self):
         hosts = ("n2", "n1", "n2", "n1", "n2", "n2", "n1")
@@ -79,14 +79,14 @@ class TestRules:
 
 @pytest.mark.plan
 def test_hosts_go_and_come_back():
-    """n2 is lost in the first life and back for the third; n3 fails three times."""
+    """n2 is lost in the first start and back for the third; n3 fails three times."""
     failures = [Ended(1, "n3", step) for step in (6, 7, 8)]
     ended = iter([Ended(255, "n2", 3), *failures, Ended(0)])
     there = iter([["n1", "n3"], *[["n1", "n2", "n3"]] * 3])
     used = []
     notes = []
-    made = Lives(
-        start=lambda slots, life: used.append((life, list(slots))) or next(ended),
+    made = Attempts(
+        start=lambda slots, start: used.append((start, list(slots))) or next(ended),
         answering=lambda slots: {host: slots[host] for host in next(there)},
         problem=lambda world: "",
         pause=lambda seconds: True,
@@ -151,12 +151,12 @@ def plan(**actions: str) -> str:
 @pytest.mark.processes
 def test_a_program_is_started_again_until_it_ends_well(tmp_path):
     words = ["--num_gpus", "2", "--max-restarts", "3", PROGRAM]
-    code, text = launch(words, tmp_path, PLAN=plan(r1="kill in life 0"))
+    code, text = launch(words, tmp_path, PLAN=plan(r1="kill in start 0"))
     assert code == 0, text
     assert text.count("rank 1 on localhost (local rank 1) failed first, SIGKILL") == 1
     assert "restart 1 of at most 3" in text and "restart 2" not in text
-    lives = [found["MEGATRON_DS_RESTARTS"] for found in printed(text)]
-    assert sorted(lives) == ["0", "1", "1"]
+    starts = [found["MEGATRON_DS_RESTARTS"] for found in printed(text)]
+    assert sorted(starts) == ["0", "1", "1"]
     assert len({found["MEGATRON_DS_RUN"] for found in printed(text)}) == 1
     assert all_end(tmp_path)
 

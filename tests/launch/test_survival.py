@@ -96,7 +96,7 @@ def test_a_run_without_progress_ends_with_the_reason(tmp_path):
         OMP_NUM_THREADS="1",
     )
     assert end(started) == 1
-    assert "no progress: the last 3 lives reached iterations 5, 5, 5" in started.text
+    assert "no progress: the last 3 starts reached iterations 5, 5, 5" in started.text
 
 
 def test_a_host_is_lost_and_comes_back(tmp_path, undisturbed):
@@ -121,9 +121,9 @@ def test_a_host_is_lost_and_comes_back(tmp_path, undisturbed):
         # n2 is lost: three ranks go on
         wait_until(is_there(5), "step 5", PATIENCE)
         hosts.lose("n2")
-        wait_until(lambda: "restart 1: continuing" in started.text, "life 1", PATIENCE)
+        wait_until(lambda: "restart 1: continuing" in started.text, "start 1", PATIENCE)
         hosts.bring_back("n2")
-        # a rank of n1 is lost: n2 is back for the next life
+        # a rank of n1 is lost: n2 is back for the next start
         step = max(losses(save)) + 5
         wait_until(is_there(step), f"step {step}", PATIENCE)
         assert started.process.poll() is None, started.text

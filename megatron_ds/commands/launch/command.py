@@ -27,7 +27,7 @@ from ...errors import ConfigError
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram, core_list
 from .layout_check import LayoutCheck
-from .restarts import Ended, Lives, Policy
+from .restarts import Attempts, Ended, Policy
 from .runners import Means, runner_named, ssh_to
 from .supervise import Requests, note, pid_of_launcher, run_all
 from .variables import exported_variables
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(shlex.join([*settings, *process.words]))
         return 0
     with pid_of_launcher() if args.save_pid else contextlib.nullcontext():
-        return lives_of(args, job, name, means).run(slots, policy)
+        return attempts_of(args, job, name, means).run(slots, policy)
 
 
 def policy_of(args: argparse.Namespace, slots: Slots) -> Policy:
@@ -193,23 +193,25 @@ def policy_of(args: argparse.Namespace, slots: Slots) -> Policy:
     return Policy(args.max_restarts, fewest)
 
 
-def lives_of(args: argparse.Namespace, job: Job, name: str, means: Means) -> Lives:
+def attempts_of(
+    args: argparse.Namespace, job: Job, name: str, means: Means
+) -> Attempts:
     """How the job is started, once or several times. job: of the first start"""
     runner = runner_named(name)
     requests = Requests()
     requests.install()
     run = secrets.token_hex(4)
 
-    def start(slots: Slots, life: int) -> Ended:
-        made = job_of(args, slots, name, means) if life else job
-        made = replace(made, restarts=life, run=run)
+    def start(slots: Slots, restarts: int) -> Ended:
+        made = job_of(args, slots, name, means) if restarts else job
+        made = replace(made, restarts=restarts, run=run)
         return run_all(made, runner, means, requests, args.quiet)
 
     @functools.cache
     def check() -> LayoutCheck:
         return LayoutCheck((args.script, *args.arguments), job.world_size)
 
-    return Lives(
+    return Attempts(
         start,
         (lambda slots: answering(slots, means)) if runner.can_probe else dict,
         lambda world_size: check().problem(world_size),

@@ -1,6 +1,6 @@
-"""Lives of a job: after a crash, a hang or a lost host it is started again, by rules that are pure functions.
+"""Starts of a job: after a crash, a hang or a lost host it is started again, by rules that are pure functions.
 
-The script continues from its newest checkpoint. MEGATRON_DS_RESTARTS is the number of its life, from 0 on.
+The script continues from its newest checkpoint. MEGATRON_DS_RESTARTS is the number of its start, from 0 on.
 """
 
 from collections import Counter
@@ -11,14 +11,14 @@ from .hostfile import Slots
 
 USER_ERROR = 2  # exit code of a wrong command line or configuration
 FAILURES_OF_A_HOST = 3  # after which it is left out, if there are others
-LIVES_WITHOUT_PROGRESS = 3
+STARTS_WITHOUT_PROGRESS = 3
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a life of the job ended.
+    """How a start of the job ended.
 
     code      exit code of the launcher
     host      of the rank that failed first or does not move; "" if it is not known
@@ -34,41 +34,41 @@ class Ended:
 
 @dataclass(frozen=True)
 class Policy:
-    """max_restarts: of the job; min_nodes: fewest hosts of a life"""
+    """max_restarts: of the job; min_nodes: fewest hosts of a start"""
 
     max_restarts: int
     min_nodes: int
 
 
-def reason_to_end(lives: Sequence[Ended], policy: Policy) -> str:
-    """Why there is no further life; "" if there is one. lives: all that have ended, the last by an error"""
-    last = lives[-1]
+def reason_to_end(starts: Sequence[Ended], policy: Policy) -> str:
+    """Why there is no further start; "" if there is one. starts: all that have ended, the last by an error"""
+    last = starts[-1]
     if last.is_final:
         return f"exit code {last.code}: a restart would end alike"
-    if len(lives) > policy.max_restarts:
+    if len(starts) > policy.max_restarts:
         return f"--max-restarts {policy.max_restarts} is reached"
-    before = lives[:-LIVES_WITHOUT_PROGRESS]
-    recent = lives[-LIVES_WITHOUT_PROGRESS:]
-    furthest = max((life.step for life in before), default=-1)
-    if furthest >= 0 and all(life.step <= furthest for life in recent):
-        steps = ", ".join(str(max(life.step, 0)) for life in recent)
+    before = starts[:-STARTS_WITHOUT_PROGRESS]
+    recent = starts[-STARTS_WITHOUT_PROGRESS:]
+    furthest = max((start.step for start in before), default=-1)
+    if furthest >= 0 and all(start.step <= furthest for start in recent):
+        steps = ", ".join(str(max(start.step, 0)) for start in recent)
         return (
-            f"no progress: the last {len(recent)} lives reached iterations {steps}, and an earlier one reached "
+            f"no progress: the last {len(recent)} starts reached iterations {steps}, and an earlier one reached "
             f"{furthest}. Look for the cause of the failure, or save more often"
         )
     return ""
 
 
-def pause_seconds(lives: Sequence[Ended]) -> float:
-    """Seconds before the next life: more with each life that got no further."""
-    steps = [life.step for life in lives]
+def pause_seconds(starts: Sequence[Ended]) -> float:
+    """Seconds before the next start: more with each start that got no further."""
+    steps = [start.step for start in starts]
     vain = len(steps) - 1 - steps.index(max(steps))
     return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**vain)
 
 
-def without_failing(slots: Slots, lives: Sequence[Ended], policy: Policy) -> Slots:
+def without_failing(slots: Slots, starts: Sequence[Ended], policy: Policy) -> Slots:
     """The hosts without those that fail repeatedly; the worst go first, down to --min-nodes."""
-    failures = Counter(life.host for life in lives)
+    failures = Counter(start.host for start in starts)
     left = dict(slots)
     for host, count in failures.most_common():
         is_bad = host in left and count >= FAILURES_OF_A_HOST
@@ -95,10 +95,10 @@ def fitting(
 
 
 @dataclass(frozen=True)
-class Lives:
-    """What the lives of a job need.
+class Attempts:
+    """What the starts of a job need.
 
-    start      run a life on hosts, as the life of that number
+    start      start the job on hosts, behind so many restarts, and wait for its end
     answering  the hosts that can be reached now
     problem    world size → what is wrong with it, "" for nothing
     pause      wait for some seconds; False when a signal asks for the end
@@ -116,27 +116,27 @@ class Lives:
         used = slots
         ended: list[Ended] = []
         while True:
-            life = self.start(used, len(ended))
-            ended.append(life)
-            if life.code == 0 or not policy.max_restarts:
-                return life.code
-            # Whether and where there is a next life.
+            last = self.start(used, len(ended))
+            ended.append(last)
+            if last.code == 0 or not policy.max_restarts:
+                return last.code
+            # Whether and where there is a next start.
             reason = reason_to_end(ended, policy)
             if not reason and not self.pause(pause_seconds(ended)):
-                return life.code
+                return last.code
             if not reason:
                 used, reason = self._next_hosts(slots, ended, policy)
             if reason:
                 self.note(f"no restart: {reason}.")
-                return life.code
+                return last.code
             self.note(
-                f"restart {len(ended)} of at most {policy.max_restarts}, after iteration {max(life.step, 0)}"
+                f"restart {len(ended)} of at most {policy.max_restarts}, after iteration {max(last.step, 0)}"
             )
 
     def _next_hosts(
         self, slots: Slots, ended: Sequence[Ended], policy: Policy
     ) -> tuple[Slots, str]:
-        """(the hosts of the next life, why there is none)"""
+        """(the hosts of the next start, why there is none)"""
         there = self.answering(slots)
         for host in slots.keys() - there.keys():
             self.note(f"{host} does not answer, and is left out.")
