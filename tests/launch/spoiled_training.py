@@ -1,17 +1,21 @@
 """A training of which a rank fails in some starts: pretrain_gpt.py with SPOIL, JSON {"START": [rank, step, how]}.
 
-The rank fails at the beginning of the step; in a start that SPOIL does not name, none does.
+The rank fails at the beginning of the step, or so many seconds later if SPOIL has them as a fourth value; in a start
+that SPOIL does not name, none does.
 """
 
 import json
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megatron_ds.checkpoint.save import Saving  # noqa: E402
 from megatron_ds.training import trainer  # noqa: E402
 from megatron_ds.training.pretrain import pretrain  # noqa: E402
 
@@ -21,21 +25,61 @@ def loop() -> None:
         pass
 
 
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut_newest() -> None:
+    """The largest file of the newest checkpoint loses its second half, and the rank dies."""
+    newest = max(Path("save").glob("iter_*"))
+    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    kill()
+
+
+def fill_disk() -> None:
+    """Files can have 50 kB from now on: metrics fit, and no checkpoint."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+
+
+def write_slowly() -> None:
+    """A file of a checkpoint takes seconds, and the rank dies at the third one."""
+    write = Saving.write
+    left = [3]
+
+    def slowly(*arguments):
+        left[0] -= 1
+        if not left[0]:
+            threading.Timer(1.0, kill).start()
+        time.sleep(2.0)
+        return write(*arguments)
+
+    Saving.write = slowly
+
+
 HOW = {
+    "end": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "cut": cut_newest,
+    "full": fill_disk,
+    "slow": write_slowly,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill": kill,
     "loop": loop,
     "raise": lambda: 1 / 0,
     "exit 2": lambda: os._exit(2),
 }
 
 
-def spoil(rank: int, step: int, how: str) -> None:
+def spoil(rank: int, step: int, how: str, later: float = 0.0) -> None:
     train_step = trainer.train_step
 
     def spoiled(engine, batch, progress, **values):
         if engine.mesh.rank == rank and progress.step == step:
-            HOW[how]()
+            if later:
+                threading.Timer(later, HOW[how]).start()
+            else:
+                HOW[how]()
         return train_step(engine, batch, progress, **values)
 
     trainer.train_step = spoiled

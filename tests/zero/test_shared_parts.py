@@ -222,12 +222,12 @@ def test_no_room_for_a_map_is_told_with_what_limits_it():
 
 
 # --------------------------------------------------------------------------------------------------- training
-def train(layout: str, dtype: str, shares_memory: bool):
+def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
     """Of each rank (losses, whole weights, bytes sent, kinds of units)."""
     config = config_of(tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), layout)
 
     def main(engine):
-        losses = train_engine(engine, range(STEPS))
+        losses = train_engine(engine, range(steps))
         sent = dict(engine.mesh.traffic.bytes)
         with engine.optimizer.gathered(next(iter(engine.stages))):
             weights = {p.spec.name: p.detach().clone() for p in engine.parameters}
