@@ -31,7 +31,6 @@ CURRICULUM = {
 }
 # Blocks of DeepSpeed's documentation that inform, or that belong to the program's model and loop.
 INFORMING = {
-    "wall_clock_breakdown": True,
     "dump_state": True,
     "memory_breakdown": True,
     "comms_logger": {

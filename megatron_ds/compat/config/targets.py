@@ -24,6 +24,7 @@ TAKEN = (
     "train.micro_batch_size",
     "train.gradient_accumulation_steps",
     "logging.log_interval",
+    "logging.timing_log_level",
     "logging.tensorboard_dir",
     "logging.csv_monitor_dir",
     # of megatron_ds.checkpointing.configure, which takes the same JSON
@@ -48,7 +49,7 @@ ADVICE = dict.fromkeys(
 # How paths begin → why an engine accepts the option without doing anything.
 PROGRAMS: Mapping[str, str] = {
     "logging.wandb_": "an engine writes TensorBoard's and CSV files; the program logs to W&B itself",
-    "logging.": "an engine does not time the parts of a step; torch.profiler does",
+    "logging.": "an engine has no log of its own beside the lines of steps_per_print",
     "profiler.": "an engine does not tune itself; pretrain_gpt.py does",
     "curriculum.": "the program cuts its sequences or orders its samples itself",
     "random_ltd.": "the program wraps the layers of its module itself",

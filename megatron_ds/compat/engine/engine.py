@@ -32,6 +32,7 @@ from .engine_loader import EngineLoader
 from .engine_status import EngineStatus
 from .json_settings import drops_last
 from .module_specs import name_of
+from .step_clock import BACKWARD, EVERY, FORWARD, STEP
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,10 @@ class Engine(EngineStatus):
             kwargs = _in_fp16(kwargs)
         if self.training:
             self.tput_timer.start()
-        with self.forward_profile.around_forward(self.global_steps):
+        with (
+            self.clock.phase(FORWARD),
+            self.forward_profile.around_forward(self.global_steps),
+        ):
             output = self.module(*args, **kwargs)
         if (
             torch.is_grad_enabled()
@@ -75,7 +79,8 @@ class Engine(EngineStatus):
         microbatches = self._accumulation_steps if scale_wrt_gas else 1
         # See "Note: averages" above.
         weight = self.zero.loss_scale / (microbatches * self.world.data.size)
-        self.backwards.run(loss.float() * weight, retain_graph)
+        with self.clock.phase(BACKWARD):
+            self.backwards.run(loss.float() * weight, retain_graph)
         return loss if microbatches == 1 else loss / microbatches
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -105,7 +110,9 @@ class Engine(EngineStatus):
         self._microbatch += 1
         self.micro_steps += 1
         if updates:
-            self._update(lr_kwargs or {})
+            with self.clock.phase(STEP):
+                self._update(lr_kwargs or {})
+            self._show_times()
         self.tput_timer.stop(updates)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -318,6 +325,15 @@ class Engine(EngineStatus):
                 f"step {self.global_steps} | skipped {self.skipped_steps} | lr {lr} | "
                 f"grad norm {self._last.grad_norm:.4f} | loss scale {self._last.loss_scale:g}"
             )
+
+    def _show_times(self) -> None:
+        """Print the times of the phases as often as progress, or every ten updates."""
+        if not self.clock.is_on:
+            return
+        self.clock.count_update()
+        every = self.steps_per_print() or EVERY
+        if self.global_steps % every == 0:
+            show(self.clock.line())
 
     def _check_alive(self) -> None:
         if self.is_destroyed:

@@ -39,6 +39,7 @@ from .engine_optimizer import EngineOptimizer
 from .forward_profile import ForwardProfile, profile_wish
 from .gradients import Gradients
 from .module_gathering import ModuleGathering
+from .step_clock import StepClock
 from .throughput import Throughput
 
 
@@ -56,6 +57,7 @@ class EngineStatus(EngineAnswers):
     step_state  what routers remember from step to step, beside parameters
     tput_timer         micro-batches, updates and samples per second
     forward_profile    of the FLOPs of one forward
+    clock              the times of the phases of a step
     is_destroyed       whether `destroy` was called
     progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
@@ -102,6 +104,9 @@ class EngineStatus(EngineAnswers):
         self.tput_timer = Throughput(self.train_batch_size())
         wish = profile_wish("config", config)
         self.forward_profile = ForwardProfile(wish, module, world.world.rank)
+        # Rank 0 prints its own times.
+        is_timed = self.wall_clock_breakdown() and world.world.rank == 0
+        self.clock = StepClock(is_timed, world.device)
         optimizer.zero_grad = self.zero_grad
         self.discard_gradients()  # begins the first update
 
@@ -228,8 +233,8 @@ class EngineStatus(EngineAnswers):
         return self.settings.logging.log_interval
 
     def wall_clock_breakdown(self) -> bool:
-        """Always False: timing the phases of a step would synchronise with the device."""
-        return False
+        """Whether the times of forward, backward and step are printed."""
+        return self.settings.logging.timing_log_level > 0
 
     # ------------------------------------------------------------------ ranks
     @property
