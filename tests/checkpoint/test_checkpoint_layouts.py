@@ -313,10 +313,10 @@ def test_one_rank_that_cannot_write_fails_the_save_everywhere_and_the_previous_c
     save_state(tmp_path, layout, seed=1, step=5)
     write = storage.write_pieces
 
-    def full_disk(path, pieces, tp, rank):
+    def full_disk(path, pieces, tp, rank, pace):
         if rank == 2:
             raise OSError(28, "No space left on device")
-        return write(path, pieces, tp, rank)
+        return write(path, pieces, tp, rank, pace)
 
     monkeypatch.setattr(storage, "write_pieces", full_disk)
 

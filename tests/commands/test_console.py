@@ -117,7 +117,7 @@ def test_a_folder_whose_files_would_have_paths_too_long_is_refused_at_the_start(
     with pytest.raises(
         CheckpointError, match="can be written there .*(too long|longer than 3,935)"
     ):
-        check_writable(path[:length].rstrip("/"))
+        check_writable(Path(path[:length].rstrip("/")))
 
 
 def test_a_write_beyond_the_limit_of_a_file_names_the_path(tmp_path):
