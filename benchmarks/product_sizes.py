@@ -37,8 +37,10 @@ Pair = tuple[str, tuple[int, int, int], Callable[[], object], Callable[[], objec
 
 
 def plain_products(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
-    """Those of a linear layer of k inputs and m outputs, for n rows."""
-    x, weight, dy = (torch.randn(*size).to(dtype) for size in ((n, k), (m, k), (n, m)))
+    """The products of a linear layer with k inputs and m outputs, for n rows."""
+    x = torch.randn(n, k).to(dtype)
+    weight = torch.randn(m, k).to(dtype)
+    dy = torch.randn(n, m).to(dtype)
     for name, a, b in (
         ("forward", x, weight.t()),
         ("input", dy, weight),
@@ -54,11 +56,15 @@ def plain_products(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]
 
 
 def products_of_runs(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
-    """Those of experts of n rows each."""
+    """The products of RUNS experts with n rows each."""
     counts = (n,) * RUNS
-    x, dy = (torch.randn(RUNS * n, width).to(dtype) for width in (k, m))
+    x = torch.randn(RUNS * n, k).to(dtype)
+    dy = torch.randn(RUNS * n, m).to(dtype)
     weight = torch.randn(RUNS, m, k).to(dtype)
-    y, dx, dw = (torch.empty_like(t) for t in (dy, x, weight))
+    # Results have the shapes of what they are the gradients of.
+    y = torch.empty_like(dy)
+    dx = torch.empty_like(x)
+    dw = torch.empty_like(weight)
     by_run = lambda t: t.view(RUNS, n, -1)
 
     def by_torch(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

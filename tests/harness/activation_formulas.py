@@ -198,7 +198,7 @@ def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
 
 
 def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
-    """Of products in fp32 where there are none of the dtype."""
+    """The bytes of products in fp32 where there are none of the dtype."""
     most: dict[str, int] = {}
     if _is_widened(work):
         for kind in kinds:
