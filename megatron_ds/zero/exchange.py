@@ -118,12 +118,10 @@ class OrderedExchange(GradientExchange):
         self.finish()
 
     def reduce(self, bucket: BucketGradient) -> Work:
-        if not bucket.is_sharded and bucket.ranks.data.size == 1:
-            return DONE
         if self._beside is None:
-            return self._start(bucket)
+            return self._begin(bucket)
         with self._beside.behind_current():
-            begun = Beside(self._start(bucket), self._beside)
+            begun = Beside(self._begin(bucket), self._beside)
         before = self._unsettled
         self._unsettled = begun
         if before is not None:
@@ -148,12 +146,23 @@ class OrderedExchange(GradientExchange):
     def _retire(self) -> None:
         """Wait for what is still under way."""
 
-    def _two_hops(self, first: Work, second: Callable[[], Work]) -> Work:
-        """The second hop follows the first one when that of the next bucket has begun."""
+    def _begin(self, bucket: BucketGradient) -> Work:
+        """Begin a bucket, then the second hop of the one before it.
+
+        Buckets of one hop, or of one rank, do so too. The wait for any bucket but the last then begins no
+        collective, so ranks may wait at different times: how long a buffer is read by others differs by rank.
+        """
         before = self._last
-        self._last = TwoHops(first, second)
+        self._last = None
+        alone = not bucket.is_sharded and bucket.ranks.data.size == 1
+        work = DONE if alone else self._start(bucket)
         if before is not None:
             before.go_on()
+        return work
+
+    def _two_hops(self, first: Work, second: Callable[[], Work]) -> Work:
+        """The second hop follows the first one when the next bucket has begun."""
+        self._last = TwoHops(first, second)
         return self._last
 
 

@@ -99,8 +99,13 @@ class Submitted:
         self.start_now()
 
     def start_now(self) -> None:
-        """Have it start as soon as there are nodes."""
-        self.slurm.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+        """Have it start soon.
+
+        slurmd revokes the job's credentials when it is queued again, by whole seconds: a start within the same
+        second fails with "Job credential revoked".
+        """
+        soon = ("update", f"JobId={self.job}", "StartTime=now+3")
+        self.slurm.run("scontrol", *soon, check=True)
 
     def wait(self) -> None:
         """Wait until it is completed."""

@@ -9,6 +9,7 @@ from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import default_groups
 from megatron_ds.zero.data_groups import DataGroups, Hierarchy, shard_of
+from megatron_ds.zero.exchange import BucketGradient, FullPrecisionExchange
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.prediction import ElementBytes, predict_sets
@@ -263,3 +264,38 @@ def test_all_ranks_of_a_communicator_see_the_same_collectives_in_the_same_order(
         ]
         assert orders[0] and all(order == orders[0] for order in orders)
     assert seen[0] == seen[1] == seen[2] == seen[3]  # and between communicators too
+
+
+@pytest.mark.parametrize("following", ["two hops", "one hop", "one rank"])
+def test_the_wait_for_all_buckets_but_the_last_begins_no_collective(following):
+    """How long a rank's buffers are read by others decides when it waits, so a wait may not communicate."""
+
+    def reduce_two(rank, world):
+        groups = data_groups(world, rank, 4, 2)
+        both = groups.ranks_of(DATA_AXES)
+        hierarchies = {
+            "two hops": Hierarchy(both.data, groups.inner, groups.outer),
+            "one hop": Hierarchy.flat(
+                world.group("edp", ((0, 2), (1, 3))[rank % 2], rank)
+            ),
+            "one rank": Hierarchy.flat(solo("edp", rank)),
+        }
+        exchange = FullPrecisionExchange(torch.float32, torch.device("cpu"))
+        out = torch.empty(2)
+        whole = torch.arange(8.0) + rank
+        of_all = BucketGradient("a", whole, out, 0, False, hierarchies["two hops"])
+        first = exchange.reduce(of_all)
+        ranks = hierarchies[following]
+        other = torch.ones(8)
+        shard = other if ranks.data.size == 1 else torch.empty(8 // ranks.data.size)
+        exchange.reduce(BucketGradient("b", other, shard, 0, False, ranks))
+        before = dict(world.traffic[rank].calls)
+        first.wait()
+        begun = before == dict(world.traffic[rank].calls)
+        exchange.finish()
+        return begun, out, hierarchies["two hops"].shard
+
+    for begun, out, shard in run_ranks(4, reduce_two):
+        assert begun
+        total = torch.arange(8.0) * 4 + 6
+        assert torch.equal(out, total[2 * shard : 2 * shard + 2])
