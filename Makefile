@@ -1,6 +1,6 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
-# make test         ruff and all tests that need no GPU: 12 to 40 minutes on two cores, by the processor
-# make test-all     the same with more cases and all steps of the layout grid, and whole products
+# make test         ruff and the tests that need no GPU, of costly ones a part: 15 to 30 minutes on two cores
+# make test-all     all parts, with more cases and all steps of the layout grid, and whole products
 # make gpu          all that one GPU can show, in nine minutes: steps, tests, kernels; into $OUT/gpu-results.json.
 #                   Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
 # make lint         ruff: fixes what it can, and formats
@@ -13,6 +13,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
+# The part of the costly tests that `make test` runs: another one each day. `make test PART=331` repeats one.
+PART := $(shell date +%j)
+
 # Tests start many interpreters: what the first one compiles of the installed packages the others read.
 IN_TESTS := PYTHONDONTWRITEBYTECODE=
 
@@ -24,7 +27,7 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(IN_TESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(IN_TESTS) OMP_NUM_THREADS=1 MEGATRON_DS_TEST_PART=$(PART) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.installed-test
 	$(IN_TESTS) OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal

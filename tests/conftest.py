@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from megatron_ds.ops import kernel_table
+from tests.harness.samples import PART, left_for_other_parts
 
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
@@ -47,7 +48,27 @@ def _place(item) -> tuple[bool, bool]:
     return not has_processes, item.path.parent == Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items):
+def _test_and_parts(item) -> tuple[str, int]:
+    """The test that a case belongs to, and into how many parts its cases are divided."""
+    marker = item.get_closest_marker("parts")
+    return item.nodeid.partition("[")[0], marker.args[0] if marker else 1
+
+
+def pytest_report_header() -> str | None:
+    """Which part of the costly tests runs, to run the same part again."""
+    return f"costly tests: part MEGATRON_DS_TEST_PART={PART}" if PART else None
+
+
+def _keep_part(config, items) -> None:
+    """Deselect the cases of other parts."""
+    if not PART:
+        return
+    left = set(left_for_other_parts([_test_and_parts(i) for i in items], int(PART)))
+    config.hook.pytest_deselected(items=[items[i] for i in left])
+    items[:] = [item for i, item in enumerate(items) if i not in left]
+
+
+def pytest_collection_modifyitems(config, items):
     """Tests with processes, the longest, come first, so that the workers of pytest-xdist end together. Tests of
     the sources, which keep the parsed text of all files, come last.
 
@@ -57,6 +78,7 @@ def pytest_collection_modifyitems(items):
     Raises:
         pytest.UsageError: the name of a case holds the text of a set of two or more members.
     """
+    _keep_part(config, items)
     items.sort(key=_place)
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()

@@ -36,7 +36,7 @@ from tests.harness.states import (
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
-pytestmark = pytest.mark.threads
+pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
 
 LAYOUTS = [
     Layout(),

@@ -18,7 +18,7 @@ from tests.launch.starts import (
 )
 from tests.launch.test_job import ODD_WORDS
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
 
 
 @pytest.fixture
