@@ -7,7 +7,8 @@ would make them: strides decide the order in which sums are taken, and with it t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class Executor:
     activation_shape  micro-batch → shape of the hidden states between stages, which have `dtype`
     hooks             handlers of REDUCE, TIE, GATHER and RELEASE, called with the stage
     timeline          records start and end of each instruction, unless None; may be set between steps
+    ranges            makes the context in which the instruction of a name runs, for profilers, unless None; may be
+                      set between steps
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Executor:
         self._place = DevicePlace() if device.type == "cuda" else None
         self._scale = 1.0
         self.timeline: Timeline | None = None
+        self.ranges: Callable[[str], AbstractContextManager] | None = None
         # Programs by number of micro-batches; a fixed one is compiled at once.
         self._plan = program
         self._steps: dict[tuple[int, bool], list[tuple[Handler, Instruction]]] = {}
@@ -177,6 +181,8 @@ class Executor:
 
     def _run_steps(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
         places = writer()
+        if self.ranges is not None:
+            steps = [(partial(self._in_range, handler), i) for handler, i in steps]
         if self.timeline is None:
             for handler, self._current in steps:
                 if places is not None:
@@ -192,6 +198,11 @@ class Executor:
             start = self.timeline.now()
             handler(self._current)
             self.timeline.add(self._current, start)
+
+    def _in_range(self, handler: Handler, i: Instruction) -> None:
+        """Run an instruction in a range that has its name."""
+        with self.ranges(str(i)):
+            handler(i)
 
     def _await(self, i: Instruction) -> None:
         """Wait for the input of a computation before its start is recorded."""

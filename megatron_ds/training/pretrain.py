@@ -53,6 +53,7 @@ from .data_facts import data_facts
 from .distributed import joined
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
+from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
 from .prepared_kernels import prepare_kernels
@@ -173,7 +174,7 @@ def train(
             ("s" if world.size > 1 else ""),
         )
     _leave_if_stopped(stop, mesh)
-    on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
+    on_all_ranks(world, lambda: _check_outputs(as_given, mesh))
     with save_folder(checkpoint, world) as lock:
         # What to load, and whether data and model are the same as in the saved run.
         start = find_start(checkpoint, world)
@@ -351,13 +352,15 @@ def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
     return max(tokenizer.vocab_size, base + extra)
 
 
-def _check_outputs(config: RunConfig, rank: int) -> None:
-    """Raises ConfigError or CheckpointError when an output file or folder cannot be written."""
+def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
+    """Raises ConfigError or CheckpointError when an output file or folder cannot be written, or a profile not be
+    made on the device."""
+    check_profile(config.profiler, mesh.device)
     if config.checkpoint.save:
         check_writable(place_of(config.checkpoint.save))
     if config.logging.trace:
         check_folder("--trace", Path(config.logging.trace))
-    if rank == 0:
+    if mesh.rank == 0:
         check_log(config)
 
 

@@ -32,6 +32,7 @@ from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Replica
 from .observe.flops_profile import FlopsProfiler, StepSize
+from .observe.kernel_profile import KernelProfile
 from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
@@ -115,6 +116,9 @@ class Trainer:
         dtype = engine.parameters[0].dtype if engine.parameters else torch.float32
         self._peak = peak_flops(engine.mesh.device, dtype)
         self.noise_scale = NoiseScale()
+        self.kernel_profile = KernelProfile(
+            config.profiler, engine.executor, engine.mesh.rank
+        )
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
         self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
 
@@ -134,6 +138,7 @@ class Trainer:
             ):
                 self.saves.save(self.progress)
             reason = EVALUATED if self.config.train.skip_train else self._loop()
+            self.kernel_profile.finish()
             self.saves.finish()
             if self.config.checkpoint.save and self.progress.step not in (
                 self.saves.step,
@@ -251,6 +256,7 @@ class Trainer:
         self.engine.metrics.share(own)
         with (
             self.tracer.step(),
+            self.kernel_profile.step(before.step + 1),
             self.stragglers.measured(before.step + 1, self.engine.executor),
         ):
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}

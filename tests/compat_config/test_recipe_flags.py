@@ -178,7 +178,6 @@ def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
         ("--ds-sequence-parallel-fpdt", "divided into chunks"),
         ("--eval-global-batch-size 8", "--eval-iters sets"),
         ("--megatron-fsdp-main-params-dtype bf16", "master weights"),
-        ("--profile", "--trace DIR"),
     ],
 )
 def test_what_would_change_numbers_or_is_lost_is_refused_with_the_reason(words, says):

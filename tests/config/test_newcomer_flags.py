@@ -79,7 +79,7 @@ def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
         ("--epochs", "--train-samples"),
         ("--dp", "data-parallel size follows"),
         ("--gpus", "torchrun"),
-        ("--profile", "--trace"),
+        ("--profiler", "--use-pytorch-profiler"),
         ("--compile", "torch.compile"),
         ("--num-shared-experts", "shared experts together"),
         ("--tokenizer", "--tokenizer-type"),

@@ -91,7 +91,6 @@ MEGATRON_FLAGS = table(
         "write --zero-stage 3 --offload-param cpu, which keeps weights in host memory.": "--cpu-offloading-weights",
         "all sequences have one length and are split over --context-parallel-size ranks. Set that, and "
         "remove this.": "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
-        "there is no profiler; --trace DIR records the timeline of the pipeline. Remove it.": "--profile --profile-ranks --profile-step-end --profile-step-start --use-pytorch-profiler",
         "write --finetune, which loads weights only and starts at the first step.": "--no-load-lr-state --reset-iteration",
         "fp8 is not available. Use --bf16, and remove it.": "--first-last-layers-bf16 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16",
     },

@@ -11,6 +11,43 @@ from .option import option
 class ProfilerConfig:
     """A profile is of one step. Its FLOPs follow from the formulas of the layers, its times are measured."""
 
+    profile: bool = option(
+        False,
+        help="Profile a few steps: with --use-pytorch-profiler torch's profiler writes a Chrome trace; without "
+        "it the steps are marked for Nsight Systems (nsys profile -c cudaProfilerApi), on GPUs alone.",
+        avoid="The profiled steps are slower.",
+    )
+    use_pytorch_profiler: bool = option(
+        False,
+        needs=need("profiler.profile"),
+        help="Profile with torch's profiler, on CPUs, too.",
+    )
+    profile_step_start: int = option(
+        10,
+        at_least=0,
+        unit="steps",
+        needs=need("profiler.profile"),
+        help="Profile the steps after this many steps of the run.",
+    )
+    profile_step_end: int = option(
+        12,
+        at_least=1,
+        unit="steps",
+        needs=need("profiler.profile"),
+        help="The last step that is profiled.",
+    )
+    profile_ranks: tuple[int, ...] = option(
+        (0,),
+        at_least=0,
+        needs=need("profiler.profile"),
+        help="The ranks that are profiled.",
+    )
+    profile_dir: str = option(
+        "profile",
+        per_host=True,
+        needs=need("profiler.use_pytorch_profiler"),
+        help="Folder of the traces, profile-rank-N.json.",
+    )
     flops_profiler: bool = option(
         False,
         json="flops_profiler.enabled",

@@ -73,7 +73,7 @@ _SENTENCES = {
     "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)": "dp dp-size data-parallel data-parallel-size",
     "the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without a launcher: "
     "--dry-run --world-size N": "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
-    "there is no profiler yet; --trace DIR records the timeline of the pipeline": "profiler torch-profiler",
+    "--profile --use-pytorch-profiler profiles a few steps": "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
     "metrics go to the log, to --tensorboard-dir, to --wandb-project and to --metrics-jsonl": "wandb report-to mlflow",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files": "tokenizer tokenizer-path tokenizer-name",

@@ -1,0 +1,49 @@
+"""--profile: every instruction of the profiled steps is in the trace by its name, none of another step."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_ds.config.options.profiler_options import ProfilerConfig
+from megatron_ds.errors import ConfigError
+from megatron_ds.training.observe.kernel_profile import check_profile
+from tests.harness.pretraining import GLOBAL_BATCH, MOCK, train
+
+pytestmark = pytest.mark.processes
+
+PROFILE = ["--profile", "--use-pytorch-profiler"]
+
+
+def names_of(path) -> Counter:
+    """How often each named range occurs in a trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
+
+
+def test_without_a_gpu_the_marks_for_nsight_are_refused():
+    with pytest.raises(ConfigError, match="Add --use-pytorch-profiler"):
+        check_profile(ProfilerConfig(profile=True), torch.device("cpu"))
+
+
+def test_every_instruction_of_the_steps_is_in_the_trace_of_the_wanted_rank(tmp_path):
+    window = ["--profile-step-start", "2", "--profile-step-end", "4"]
+    layout = ["--pipeline-model-parallel-size", "2"]
+    folder = tmp_path / "profiles"
+    where = ["--profile-ranks", "1", "--profile-dir", str(folder)]
+    train(2, [*MOCK, *layout, *PROFILE, *window, *where])
+    assert [path.name for path in folder.iterdir()] == ["profile-rank-1.json"]
+    names = names_of(folder / "profile-rank-1.json")
+    # two steps, in each a forward and a backward of every micro-batch at the last stage
+    computed = {f"{op}{i}@1": 2 for op in "FB" for i in range(GLOBAL_BATCH)}
+    assert {name: names[name] for name in computed} == computed
+    instructions = {name: n for name, n in names.items() if name.endswith(("@1", "@0"))}
+    assert set(instructions.values()) == {2}
+
+
+def test_a_run_that_ends_within_the_window_writes_what_it_has(tmp_path):
+    folder = tmp_path / "profiles"
+    window = ["--profile-step-start", "5", "--profile-step-end", "9"]
+    train(1, [*MOCK, *PROFILE, *window, "--profile-dir", str(folder)])
+    assert names_of(folder / "profile-rank-0.json")["F0@0"] == 1
