@@ -169,15 +169,6 @@ def test_what_an_engine_cannot_do_is_refused_with_advice(block, words):
         engine_of(block)
 
 
-def test_a_module_that_waits_for_the_lengths_of_a_curriculum_is_refused():
-    class Cut(nn.Linear):
-        def forward(self, x, curriculum_seqlen=None):
-            return super().forward(x)
-
-    with pytest.raises(ConfigError, match="takes curriculum_seqlen"):
-        engine_of({"curriculum_learning": CURRICULUM}, Cut(4, 3))
-
-
 def test_an_engine_raises_the_problems_of_the_reading():
     block = {
         **BASE,

@@ -43,6 +43,7 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
     block = dict(block)
     notes = {}
+    # Names of blocks and keys.
     if "bfloat16" in block and "bf16" not in block:
         block = {
             "bf16" if key == "bfloat16" else key: value for key, value in block.items()
@@ -55,6 +56,7 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         for key, value in zero.items()
         if not (key in OFFLOADS and value is None)
     }
+    # Values that have another form, or no effect.
     if _is_small(zero.get(GROUP)):
         zero[GROUP] = LEAST_GROUP
         notes[f"{ZERO}.{GROUP}"] = (
