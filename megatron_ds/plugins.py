@@ -22,6 +22,7 @@ PLUGINS = {
     "attention rules": "extensions.sparse_layouts.sparse_rules:SPARSE_RULES",
     "curriculum options": "extensions.data_efficiency.data_efficiency_options:CurriculumConfig",
     "token drop options": "extensions.data_efficiency.data_efficiency_options:RandomLTDConfig",
+    "difficulty": "extensions.data_efficiency.difficulty:make_difficulty",
     "metric keys": "extensions.data_efficiency.data_efficiency_options:METRIC_KEYS",
     "data rules": "extensions.data_efficiency.data_efficiency_rules:DATA_EFFICIENCY_RULES",
     "sample order": "extensions.data_efficiency.sample_order:make_order",

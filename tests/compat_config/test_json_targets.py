@@ -66,6 +66,26 @@ INFORMING = {
         "activation_checkpoint_interval": 0,
     },
     "sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4},
+    "disable_python_gc": True,
+    "log_level": "info",
+    "timers": {"throughput": {"enabled": True, "synchronized": False}},
+    "vocabulary_size": 1001,
+    "graph_harvesting": True,
+    "use_data_before_expert_parallelism": True,
+}
+# Keys of "zero_optimization" that choose an implementation, each with a value that is not DeepSpeed's default.
+IMPLEMENTATION = {
+    "compute_grad_norm": False,
+    "load_from_fp32_weights": False,
+    "memory_efficient_linear": False,
+    "override_module_apply": False,
+    "allgather_sequential": True,
+    "parameter_alignment": True,
+    "pipeline_loading_checkpoint": True,
+    "enable_sanity_checks": True,
+    "grad_hooks": True,
+    "log_trace_cache_warnings": True,
+    "mics_hierarchical_params_gather": True,
 }
 NOT_IN_SCRIPTS = (
     "autotuning",
@@ -114,6 +134,8 @@ def test_a_block_that_only_informs_is_accepted_by_a_training_script(key):
             {"compression_training": {"weight_quantization": {}, "on": True}},
             "planned for a later version",
         ),
+        ({"nebula": {"enabled": True}}, "by no service"),
+        ({"hybrid_engine": {"enabled": True}}, "the code that trains it"),
         (
             {"zero_optimization": {"stage": 3, "aio": {"queue_depth": 8}}},
             "there is no 'aio' in \"zero_optimization\"; it belongs at the top level",
@@ -145,15 +167,6 @@ def test_what_an_engine_cannot_do_is_refused_with_advice(block, words):
         ConfigError, match=words.replace("(", r"\(").replace(")", r"\)")
     ):
         engine_of(block)
-
-
-def test_a_module_that_waits_for_the_lengths_of_a_curriculum_is_refused():
-    class Cut(nn.Linear):
-        def forward(self, x, curriculum_seqlen=None):
-            return super().forward(x)
-
-    with pytest.raises(ConfigError, match="takes curriculum_seqlen"):
-        engine_of({"curriculum_learning": CURRICULUM}, Cut(4, 3))
 
 
 def test_an_engine_raises_the_problems_of_the_reading():
@@ -232,6 +245,49 @@ def test_accelerates_template_with_auto_for_saved_weights_and_a_sub_group_size_i
         }
     )
     assert engine.settings.zero.stage == 3
+
+
+@pytest.mark.parametrize("key", IMPLEMENTATION)
+@pytest.mark.parametrize("target", ["train", "engine"])
+def test_a_choice_of_an_implementation_is_accepted_and_noted(key, target):
+    """Also false, where it is not the default."""
+    block = {"zero_optimization": {"stage": 3, key: IMPLEMENTATION[key]}}
+    _, notes = settings_of(block, target)
+    assert any(note.endswith(key) for note in notes)
+
+
+def test_what_is_the_default_is_not_noted():
+    on = {key: True for key, value in IMPLEMENTATION.items() if value is False}
+    off = {key: False for key, value in IMPLEMENTATION.items() if value is True}
+    block = {"zero_optimization": {**on, **off}, "dump_state": False, "log_level": None}
+    assert not settings_of(block)[1]
+
+
+def test_mics_is_hierarchical_partitioning_at_stage_3():
+    size = "zero.zero_hpz_partition_size"
+    mics = "config zero_optimization.mics_shard_size"
+    found, notes = settings_of(
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    )
+    assert found[size] == 2 and not notes
+    off, _ = settings_of({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})
+    assert size not in off
+    below, notes = settings_of(
+        {"zero_optimization": {"stage": 2, "mics_shard_size": 2}}
+    )
+    assert size not in below and "stage 3" in notes[mics]
+    both = {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}
+    found, notes = settings_of({"zero_optimization": both})
+    assert found[size] == 4 and "is given" in notes[mics]
+
+
+def test_small_groups_and_offloading_to_nothing_are_accepted():
+    groups, notes = settings_of({"zero_optimization": {"sub_group_size": 0}})
+    assert groups["zero.sub_group_size"] == 2048
+    assert "2048 elements" in notes["config zero_optimization.sub_group_size"]
+    nothing = {"stage": 3, "offload_optimizer": None, "offload_param": None}
+    found, _ = settings_of({"zero_optimization": nothing})
+    assert "zero.offload_optimizer" not in found
 
 
 def test_the_newer_of_two_names_for_offloading_is_taken(tmp_path):

@@ -26,7 +26,9 @@ SAMPLING = "data_efficiency.data_sampling"
 METRICS = f"{SAMPLING}.curriculum_learning.curriculum_metrics"
 CURRICULUM_KEYS: Mapping[str, Option] = {
     LEGACY: json_key(
-        str, "`--curriculum-type` seqlen_truncate and the lengths of its schedule"
+        str,
+        "`--curriculum-type` seqlen_truncate and the lengths of its schedule. An engine passes the length "
+        "to its module as `curriculum_seqlen`",
     ),
     "data_efficiency.enabled": json_key(bool, "whether the block is used"),
     "data_efficiency.seed": json_key(int, "`--data-efficiency-seed`", at_least=0),

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 from ...config.options.option import Option, json_key, shown
-from ...config.sources.answers import asks_for_nothing
 from ...config.sources.config_files import JsonDocument, declared_keys, names, text_of
 from ...config.sources.reading import SourceReading
 from ...config.sources.suggest import near_key
@@ -34,13 +33,15 @@ from .deepspeed_optimizer import (
     translate_optimizer,
 )
 from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
-from .deepspeed_spellings import loads, with_usual_names
-from .unsupported import KEYS, answer_to_key
+from .deepspeed_spellings import STAGE3_ONLY, loads, with_usual_names
+from .unsupported import KEYS, answer_to_key, asks_for_default
 
 MOST_PLACES = (
     2  # a name in more blocks than these, such as "enabled", does not identify a place
 )
 TAG_VALIDATION = "checkpoint.tag_validation"
+MICS = "zero_optimization.mics_shard_size"
+HPZ = "zero_optimization.zero_hpz_partition_size"
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     TAG_VALIDATION: json_key(
@@ -62,6 +63,10 @@ TRANSLATED: Mapping[str, Option] = {
     ),
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
+    MICS: json_key(
+        int,
+        "`--zero-hpz-partition-size`: so many ranks gather parameters among themselves; 0 and less is off",
+    ),
     "aio.thread_count": json_key(
         int, "`--nvme-threads`, like aio.intra_op_parallelism", at_least=1
     ),
@@ -108,6 +113,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
         translate_optimizer,
         translate_scheduler,
         _offload,
+        _mics,
         _model_parallel,
         _tensorboard,
         _csv_monitor,
@@ -202,7 +208,7 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
             )
         }
     elif is_off or covered[1].accepts(value):
-        if not is_off and not asks_for_nothing(value):
+        if not is_off and not asks_for_default(key, value):
             document.without_effect[f"{document.path} {key}"] = covered[1].note
     else:
         document.refuse(
@@ -256,6 +262,19 @@ def _offload(document: JsonDocument) -> None:
         elif wanted:
             document.give(path, "cpu", f"zero_optimization.{key}")
     document.copy("aio.thread_count", "zero.nvme_threads")
+
+
+def _mics(document: JsonDocument) -> None:
+    """MiCS gathers parameters within groups of ranks, as hierarchical partitioning does."""
+    size = document.take(MICS)
+    if size is None or size < 1:
+        return
+    if document.values.get("zero_optimization.stage") != 3:
+        document.without_effect[f"{document.path} {MICS}"] = STAGE3_ONLY
+    elif HPZ in document.values:
+        document.without_effect[f"{document.path} {MICS}"] = f'"{HPZ}" is given'
+    else:
+        document.give("zero.zero_hpz_partition_size", size, MICS)
 
 
 def _sparse_attention(document: JsonDocument) -> None:

@@ -22,8 +22,12 @@ UNPREFIXED = (
     "gather_16bit_weights_on_model_save",
     "gather_fp16_weights_on_model_save",
     "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
 )
 OTHERS = {"cpu_offload_param": "cpu_offload_params"}
+OFFLOADS = ("offload_optimizer", "offload_param")  # null: not offloaded
+GROUP = "sub_group_size"  # 0: DeepSpeed makes a group of each parameter
+LEAST_GROUP = 2048
 DEVICES = ("cpu", "nvme")
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
 # A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket. A string or a
@@ -39,6 +43,7 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
     block = dict(block)
     notes = {}
+    # Names of blocks and keys.
     if "bfloat16" in block and "bf16" not in block:
         block = {
             "bf16" if key == "bfloat16" else key: value for key, value in block.items()
@@ -46,7 +51,17 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     zero = block.get(ZERO)
     if not isinstance(zero, Mapping):
         return block, notes
-    zero = {_usual(key, zero): value for key, value in zero.items()}
+    zero = {
+        _usual(key, zero): value
+        for key, value in zero.items()
+        if not (key in OFFLOADS and value is None)
+    }
+    # Values that have another form, or no effect.
+    if _is_small(zero.get(GROUP)):
+        zero[GROUP] = LEAST_GROUP
+        notes[f"{ZERO}.{GROUP}"] = (
+            f"groups have at least {LEAST_GROUP} elements, which changes no number"
+        )
     offload = zero.get("offload_param")
     if (
         isinstance(offload, Mapping)
@@ -56,6 +71,11 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         del zero["offload_param"]
         notes[f"{ZERO}.offload_param"] = STAGE3_ONLY
     return block | {ZERO: zero}, notes
+
+
+def _is_small(size: Any) -> bool:
+    """Whether DeepSpeed accepts the size of a group, which is too small here."""
+    return type(size) is int and 0 <= size < LEAST_GROUP
 
 
 def _usual(key: str, zero: Mapping[str, Any]) -> str:

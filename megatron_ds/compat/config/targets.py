@@ -13,6 +13,7 @@ from typing import Any
 
 from ...config.options.option import shown
 from ...config.run import all_options
+from ...config.sources.answers import asks_for_nothing
 from ...config.sources.reading import Setting, SourceReading
 from .deepspeed_json import reading_of
 
@@ -57,7 +58,15 @@ PROGRAMS: Mapping[str, str] = {
     "parallel.pipeline_": "an engine runs a module as a whole",
 }
 # Blocks that an engine does not read, with the reason.
-LEFT_OUT: Mapping[str, str] = {"pipeline": "an engine runs a module as a whole"}
+OWN_FILES = (
+    "an engine writes TensorBoard's and CSV files; the program logs elsewhere itself"
+)
+LEFT_OUT: Mapping[str, str] = {
+    "pipeline": "an engine runs a module as a whole",
+    "dump_state": "engine.settings has every value",
+    "comet": OWN_FILES,
+    "monitor_config": OWN_FILES,
+}
 AUTOCAST = "torch_autocast"
 UNMANAGED = "managed_gradient_accumulation"
 
@@ -70,6 +79,7 @@ def reading_for(
     if target == "train":
         return reading_of(name, block)
     left_out = {key: why for key, why in LEFT_OUT.items() if key in block}
+    noted = [key for key in left_out if not asks_for_nothing(block[key])]
     rest = {
         key: value
         for key, value in block.items()
@@ -78,7 +88,7 @@ def reading_for(
     reading = reading_of(name, rest)
     autocast_of(reading, name, block)
     _check_accumulation(reading, name, block)
-    reading.without_effect |= {f"{name} {key}": why for key, why in left_out.items()}
+    reading.without_effect |= {f"{name} {key}": left_out[key] for key in noted}
     kept = [setting for setting in reading.settings if _is_taken(reading, setting)]
     reading.settings[:] = kept
     return reading

@@ -5,7 +5,9 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
-from ...config.sources.answers import Answer, table
+from typing import Any
+
+from ...config.sources.answers import Answer, asks_for_nothing, table
 from .dialects import FORK_FLAGS
 from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
@@ -133,7 +135,18 @@ KEYS = table(
         "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
         "gradients are reduced by hooks, and the order of layers does not change": "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",
         "fp32 master weights are always loaded": "zero_optimization.load_from_fp32_weights",
-        "state is divided over all data-parallel ranks, which needs less memory for the same numbers": "zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather",
+        "the norm of the gradient is always computed": "zero_optimization.compute_grad_norm",
+        "weights are gathered by the ranks of one group, which changes no number": "zero_optimization.mics_hierarchical_params_gather",
+        "the place of a parameter in a flat buffer changes no number": "zero_optimization.parameter_alignment",
+        "the functions of a module stay as they are; its weights are gathered by hooks": "zero_optimization.memory_efficient_linear zero_optimization.override_module_apply",
+        "it only searches for mistakes in the program that trains": "zero_optimization.enable_sanity_checks",
+        "it only tunes Python's garbage collection": "disable_python_gc",
+        'logging.getLogger("megatron_ds").setLevel sets the level of the lines': "log_level",
+        "throughput is always measured, without waiting for the device": "timers",
+        "the vocabulary is that of the model": "vocabulary_size",
+        "kernels are launched one by one; graphs would change no number": "graph_harvesting",
+        "neighbouring ranks divide the experts; the order of ranks changes which network is used, not what is "
+        "computed": "use_data_before_expert_parallelism",
         "all ranks save into one folder, and each checkpoint loads at any layout": "checkpoint",
         "batch sizes are those of the file, and a checkpoint loads on any number of ranks": "elasticity",
         "the fastest implementation is chosen automatically": "optimizer.legacy_fusion optimizer.params.torch_adam",
@@ -145,13 +158,13 @@ KEYS = table(
         "all gradients are dense": "sparse_gradients",
         "an optimizer that does not work with a ZeRO stage is refused": "zero_allow_untested_optimizer",
         "offloaded state is updated by the optimizers of this package": "zero_force_ds_cpu_optimizer",
-        "every checkpoint loads at any layout": "zero_optimization.elastic_checkpoint",
+        "every checkpoint loads at any layout": "zero_optimization.elastic_checkpoint zero_optimization.pipeline_loading_checkpoint",
         "there are as many buffers as are read, updated and written at a time; see sub_group_size": "zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_param.buffer_count "
         "zero_optimization.offload_param.buffer_size",
         "OMP_NUM_THREADS sets the number of CPU threads": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
         "weights are either in host memory or on disk": "zero_optimization.offload_param.max_in_cpu",
         "layers are gathered in the order of the model and released after use": "zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance "
-        "zero_optimization.stage3_model_persistence_threshold "
+        "zero_optimization.stage3_allgather_sequential zero_optimization.stage3_model_persistence_threshold "
         "zero_optimization.stage3_module_granularity_threshold "
         "zero_optimization.stage3_use_all_reduce_for_fetch_params",
         "exported weights are always gathered": "zero_optimization.gather_16bit_weights_on_model_save "
@@ -165,6 +178,8 @@ KEYS = table(
         "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
         "the errors of quantized gradients are not carried over to the next step. Remove it.": "zero_optimization.zeropp_loco_param",
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
+        "checkpoints are written into the folder that the program names, by no service. Remove it.": "nebula",
+        "a model generates with the code that trains it. Remove it.": "hybrid_engine",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the parameters of a model and its activations are in the plan of --dry-run. Remove it.": "autotuning.model_info",
@@ -204,6 +219,22 @@ KEYS = table(
         ),
     },
 )
+
+# Keys that are on unless a file switches them off, so that false asks for something.
+ON_BY_DEFAULT = frozenset(
+    f"zero_optimization.{name}"
+    for name in (
+        "compute_grad_norm",
+        "load_from_fp32_weights",
+        "memory_efficient_linear",
+        "override_module_apply",
+    )
+)
+
+
+def asks_for_default(key: str, value: Any) -> bool:
+    """Whether a value of an accepted key is what the key stands for without being written."""
+    return value in (True, "auto") if key in ON_BY_DEFAULT else asks_for_nothing(value)
 
 
 def answer_to_flag(flag: str) -> Answer | None:

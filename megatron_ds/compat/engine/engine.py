@@ -43,7 +43,11 @@ class Engine(EngineStatus):
     # ------------------------------------------------------------------ training
     @collective
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Collective over the data-parallel ranks at stage 3."""
+        """The module's forward. Collective over the data-parallel ranks at stage 3.
+
+        "curriculum_learning" of the config adds `curriculum_seqlen` to the arguments while the engine trains.
+        """
+        kwargs |= self.curriculum_length.arguments(self.global_steps, self.training)
         if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
             args = _in_fp16(args)
             kwargs = _in_fp16(kwargs)

@@ -33,6 +33,7 @@ from ...training.observe.sink import Tolerant, check_folder
 from ...training.observe.tensorboard import EventFile
 from ...zero.optimizer import StepResult
 from .backwards import Backwards
+from .curriculum_length import curriculum_length
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
@@ -57,6 +58,7 @@ class EngineStatus(EngineAnswers):
     step_state  what routers remember from step to step, beside parameters
     tput_timer         micro-batches, updates and samples per second
     forward_profile    of the FLOPs of one forward
+    curriculum_length  the sequence length that the module is given
     clock              the times of the phases of a step
     is_destroyed       whether `destroy` was called
     progress           steps, samples and skipped updates so far
@@ -104,6 +106,7 @@ class EngineStatus(EngineAnswers):
         self.tput_timer = Throughput(self.train_batch_size())
         wish = profile_wish("config", config)
         self.forward_profile = ForwardProfile(wish, module, world.world.rank)
+        self.curriculum_length = curriculum_length("config", config, module)
         # Rank 0 prints its own times.
         is_timed = self.wall_clock_breakdown() and world.world.rank == 0
         self.clock = StepClock(is_timed, world.device)

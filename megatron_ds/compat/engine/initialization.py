@@ -29,6 +29,8 @@ from ...zero.unused import Rule
 from ..config.targets import autocast_of
 from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
+from .curriculum_length import BLOCK as CURRICULUM
+from .curriculum_length import curriculum_length
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
@@ -47,7 +49,6 @@ from .gradients import EngineParameter
 from .json_settings import (
     Sources,
     block_of,
-    check_curriculum,
     config_of,
     fill_autos,
     read_settings,
@@ -204,9 +205,10 @@ def _prepare(
     name, found = block_of(config)
     formats, rest = formats_of(name, found)
     block = fill_autos(rest, sources)
-    check_curriculum(block, model)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
-    settings = read_settings(block, world.data.size, lr, name)
+    is_passed = curriculum_length(name, block, model).difficulty is not None
+    read = {key: block[key] for key in block if not (is_passed and key == CURRICULUM)}
+    settings = read_settings(read, world.data.size, lr, name)
     # The values of the module: drawn by name, or zeros where ZeRO will fill them.
     partitions = partitions_of(model)
     if partitions and draw is None:

@@ -16,7 +16,6 @@ model:
 """
 
 import copy
-import inspect
 import json
 import math
 import os
@@ -236,18 +235,6 @@ def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
             key: value for key, value in zero.items() if key not in (UNUSED, LEAVES)
         }
     return rest
-
-
-def check_curriculum(block: Mapping[str, Any], model: nn.Module) -> None:
-    """Raises ConfigError for a module whose forward takes the length that DeepSpeed's curriculum passes."""
-    found = block.get("curriculum_learning")
-    is_on = isinstance(found, Mapping) and found.get("enabled") is True
-    if is_on and "curriculum_seqlen" in inspect.signature(model.forward).parameters:
-        raise ConfigError(
-            '"curriculum_learning" is enabled, and the module takes curriculum_seqlen, which '
-            "DeepSpeed's engine passes and this one does not. Pass the length yourself and "
-            "remove the block, or train with pretrain_gpt.py."
-        )
 
 
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
