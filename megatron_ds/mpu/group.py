@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..host.memory_maps import SharedPages
+    from .communication_log import CommunicationLog
     from .shared_sums import SharedSums, Signals
 
 RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
@@ -27,10 +28,14 @@ RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
 
 @dataclass
 class Traffic:
-    """Payload bytes and calls, keyed by (operation, group axes, group size)."""
+    """Payload bytes and calls, keyed by (operation, group axes, group size).
+
+    log: records also message sizes and times, if there is one
+    """
 
     bytes: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
+    log: "CommunicationLog | None" = None
 
     def add(
         self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1

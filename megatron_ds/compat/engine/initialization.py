@@ -29,6 +29,7 @@ from ...zero.unused import Rule
 from ..config.targets import autocast_of
 from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
+from .communication import record_communication
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
@@ -262,6 +263,7 @@ def _build_engine(
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)
+    record_communication(settings.profiler, world)
     for p in model.parameters():
         p.engine = weakref.ref(engine)  # for zero.GatheredParameters
         if type(p) is nn.Parameter and (p.requires_grad or hooks):
