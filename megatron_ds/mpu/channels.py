@@ -31,8 +31,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import CommunicationError
-from .communication_log import CommunicationLog
-from .group import Group, Transport, Work
+from .group import Group, TrafficLog, Transport, Work
 
 T = TypeVar("T")
 
@@ -152,7 +151,7 @@ class Channels:
         channel: Channel,
         tensor: torch.Tensor,
         tag: int,
-        log: CommunicationLog | None = None,
+        log: TrafficLog | None = None,
     ) -> None:
         waiting = self._sent[channel]
         while waiting and waiting[0][1].is_completed():

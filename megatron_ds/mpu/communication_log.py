@@ -21,7 +21,7 @@ from .group import RING_FACTOR, Group, Work
 logger = logging.getLogger(__name__)
 
 
-class Message(NamedTuple):
+class LoggedMessage(NamedTuple):
     """Calls with equal values are one row of the log.
 
     first      global rank of the first rank of the group, which distinguishes groups over the same axes
@@ -43,14 +43,14 @@ class Spent:
     seconds: float = 0.0
 
 
-def algorithmic_bandwidth(message: Message, spent: Spent) -> float:
+def algorithmic_bandwidth(message: LoggedMessage, spent: Spent) -> float:
     """Payload by time, bytes per second; 0 without a time."""
     if not spent.seconds:
         return 0.0
     return message.num_bytes * spent.calls / spent.seconds
 
 
-def bus_bandwidth(message: Message, spent: Spent) -> float:
+def bus_bandwidth(message: LoggedMessage, spent: Spent) -> float:
     """What one rank of a ring sends by time, bytes per second: comparable to the speed of a link."""
     factor = RING_FACTOR[message.operation](message.size)
     return factor * algorithmic_bandwidth(message, spent)
@@ -72,7 +72,7 @@ class CommunicationLog:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.is_timed = is_timed
-        self.rows: dict[Message, Spent] = {}
+        self.rows: dict[LoggedMessage, Spent] = {}
         self._operations = operations
         self._is_verbose = is_verbose
         self._clock = clock
@@ -84,11 +84,11 @@ class CommunicationLog:
         if self._operations is not None and operation not in self._operations:
             return begin()
         first = group.ranks[0]
-        message = Message(operation, group.axes, group.size, first, num_bytes)
+        message = LoggedMessage(operation, group.axes, group.size, first, num_bytes)
         started = self._clock()
         return _Logged(begin(), lambda: self._add(message, started))
 
-    def _add(self, message: Message, started: float) -> None:
+    def _add(self, message: LoggedMessage, started: float) -> None:
         seconds = self._clock() - started if self.is_timed else 0.0
         spent = self.rows.setdefault(message, Spent())
         spent.calls += 1

@@ -226,6 +226,7 @@ def _of_functions(mpu: Any) -> DataParallelWorld:
         )
     _check_stages(getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)())
     _adopted["mpu"] = mpu
+    # One count of all groups.
     traffic = Traffic()
     data = _adopt(
         "dp-cp",
@@ -264,6 +265,7 @@ def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]
         dist.get_world_size(process_group) if dist.is_initialized() else 1,
         world.traffic,
     )
+    # The parts of each data group must cover it.
     given = all_gather_object((data.ranks, expert.ranks), world)
     parts = {
         ranks: sorted({theirs for of, theirs in given if of == ranks})

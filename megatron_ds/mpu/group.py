@@ -6,7 +6,7 @@ the bytes: torch.distributed in real runs (`transport.py`), threads in tests, no
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..host.memory_maps import SharedPages
-    from .communication_log import CommunicationLog
     from .shared_sums import SharedSums, Signals
 
 RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
@@ -35,7 +34,7 @@ class Traffic:
 
     bytes: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
-    log: "CommunicationLog | None" = None
+    log: "TrafficLog | None" = None
 
     def add(
         self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1
@@ -82,6 +81,19 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether the tensor of a send may be freed. False if unknown."""
+
+
+class TrafficLog(Protocol):
+    """Records what a `Traffic` counts (communication_log.py)."""
+
+    def start(
+        self,
+        operation: str,
+        group: "Group",
+        num_bytes: int,
+        begin: "Callable[[], Work]",
+    ) -> "Work":
+        """`begin()`, whose work is recorded when it is found complete."""
 
 
 class Done:

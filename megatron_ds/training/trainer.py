@@ -119,7 +119,8 @@ class Trainer:
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
         self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
         mesh = engine.mesh
-        mesh.traffic.log = make_log(config.profiler, mesh.rank, mesh.device)
+        self.communication = make_log(config.profiler, mesh.rank, mesh.device)
+        mesh.traffic.log = self.communication
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -162,7 +163,8 @@ class Trainer:
     def _report_communication(self) -> None:
         """Log the table of --comms-logger. Collective over the world if there is one."""
         mesh = self.engine.mesh
-        if (log := mesh.traffic.log) is None:
+        log = self.communication
+        if log is None:
             return
         least = least_seconds(log, mesh.group("world"))
         if mesh.rank == 0:

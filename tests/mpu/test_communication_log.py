@@ -10,7 +10,7 @@ from megatron_ds.mpu import collectives
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.communication_log import (
     CommunicationLog,
-    Message,
+    LoggedMessage,
     Spent,
     algorithmic_bandwidth,
     bus_bandwidth,
@@ -101,7 +101,7 @@ def test_messages_of_a_pipeline_are_recorded_when_they_have_been_sent():
         return {key: spent.calls for key, spent in log.rows.items()}
 
     sender, receiver = run_ranks(2, main)
-    assert sender == {Message("send", "pp", 2, 0, 24): 1} and receiver == {}
+    assert sender == {LoggedMessage("send", "pp", 2, 0, 24): 1} and receiver == {}
 
 
 # ------------------------------------------------------------------ times
@@ -191,7 +191,7 @@ def test_bandwidths_have_the_factors_of_rings():
     }
     assert set(factors) == set(RING_FACTOR) == set(COMMUNICATION)
     for operation, factor in factors.items():
-        message = Message(operation, "dp", 4, 0, 8_000_000)
+        message = LoggedMessage(operation, "dp", 4, 0, 8_000_000)
         assert algorithmic_bandwidth(message, spent) == 4e7
         assert bus_bandwidth(message, spent) == factor * 4e7
 
@@ -201,7 +201,7 @@ def test_the_table_has_sums_means_bandwidths_and_the_time_waited_for_others():
     def main(rank, world):
         group = world.group("dp", (0, 1) if rank < 2 else (2, 3), rank)
         log = CommunicationLog()
-        message = Message("all_reduce", "dp", 2, group.ranks[0], 8_000_000)
+        message = LoggedMessage("all_reduce", "dp", 2, group.ranks[0], 8_000_000)
         log.rows[message] = Spent(10, [2.0, 0.5, 0.1, 0.2][rank])
         least = least_seconds(log, world.group("world", range(RANKS), rank))
         return table_text(log, rank, least)

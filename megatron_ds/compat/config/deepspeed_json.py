@@ -281,7 +281,7 @@ def _offload(document: JsonDocument) -> None:
 
 
 def _communication_log(document: JsonDocument) -> None:
-    """As in DeepSpeed, "prof_ops" has an effect only if "prof_all" is false."""
+    """Choose the operations: "prof_ops" has an effect only if "prof_all" is false, as in DeepSpeed."""
     names = document.take("comms_logger.prof_ops")
     records_all = document.take("comms_logger.prof_all") is not False
     if not document.take("comms_logger.enabled") or records_all:

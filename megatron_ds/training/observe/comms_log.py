@@ -17,7 +17,7 @@ import torch
 from ...mpu.collectives import all_gather_object
 from ...mpu.communication_log import (
     CommunicationLog,
-    Message,
+    LoggedMessage,
     Spent,
     algorithmic_bandwidth,
     bus_bandwidth,
@@ -49,9 +49,9 @@ def make_log(wish: Wish, rank: int, device: torch.device) -> CommunicationLog | 
     )
 
 
-def least_seconds(log: CommunicationLog, world: Group) -> dict[Message, float]:
+def least_seconds(log: CommunicationLog, world: Group) -> dict[LoggedMessage, float]:
     """For each row, the time of the rank of its group that took least. Collective over the world."""
-    found: dict[Message, float] = {}
+    found: dict[LoggedMessage, float] = {}
     for rows in all_gather_object(log.rows, world):
         for message, spent in rows.items():
             least = found.get(message, spent.seconds)
@@ -60,14 +60,14 @@ def least_seconds(log: CommunicationLog, world: Group) -> dict[Message, float]:
 
 
 def table_text(
-    log: CommunicationLog, rank: int, least: Mapping[Message, float] | None = None
+    log: CommunicationLog, rank: int, least: Mapping[LoggedMessage, float] | None = None
 ) -> str:
     """The table of this rank. least: of `least_seconds`, for the column "waited"; None: without it"""
     return "\n".join(_lines(log, rank, least))
 
 
 def _lines(
-    log: CommunicationLog, rank: int, least: Mapping[Message, float] | None
+    log: CommunicationLog, rank: int, least: Mapping[LoggedMessage, float] | None
 ) -> Iterator[str]:
     if not log.rows:
         yield f"communication of rank {rank}: none"
@@ -99,7 +99,7 @@ def _lines(
         yield f"  {line}"
 
 
-def _times(message: Message, spent: Spent) -> str:
+def _times(message: LoggedMessage, spent: Spent) -> str:
     return TIMES.format(
         _ms(spent.seconds),
         _ms(spent.seconds / spent.calls),
