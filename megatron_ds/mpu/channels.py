@@ -24,14 +24,14 @@ own. Runs of shapes that do not fit into the message are compared by the checksu
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
 
 from ..errors import CommunicationError
-from .group import Group, Transport, Work
+from .group import Group, TrafficLog, Transport, Work
 
 T = TypeVar("T")
 
@@ -80,7 +80,8 @@ class Channels:
         )
         self.group.traffic.add("send", self.group.axes, self.group.size, tensor.nbytes)
         tag = _tag(kind, chunk, tuple(tensor.shape), tensor.dtype)
-        self._start((kind, destination, chunk), tensor, tag)
+        log = self.group.traffic.log
+        self._start((kind, destination, chunk), tensor, tag, log)
 
     def recv(
         self,
@@ -145,19 +146,23 @@ class Channels:
         )
         return self.group.transport
 
-    def _start(self, channel: Channel, tensor: torch.Tensor, tag: int) -> None:
+    def _start(
+        self,
+        channel: Channel,
+        tensor: torch.Tensor,
+        tag: int,
+        log: TrafficLog | None = None,
+    ) -> None:
         waiting = self._sent[channel]
         while waiting and waiting[0][1].is_completed():
             waiting.popleft()
         while len(waiting) >= MOST_SENDS:
             self._let_go(channel)
         kind, destination, _ = channel
-        work = self._guard(
-            kind,
-            self.group.rank,
-            destination,
-            lambda: self._transport.isend(tensor, destination, tag),
-        )
+        begin = lambda: self._transport.isend(tensor, destination, tag)
+        if log is not None:
+            begin = partial(log.start, "send", self.group, tensor.nbytes, begin)
+        work = self._guard(kind, self.group.rank, destination, begin)
         waiting.append((tensor, work))
 
     def _let_go(self, channel: Channel) -> None:

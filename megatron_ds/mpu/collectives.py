@@ -1,4 +1,4 @@
-"""All collectives of the package, counted in `group.traffic`.
+"""All collectives of the package, counted in `group.traffic` and timed in its log if it has one.
 
 Names ending in `_` write in place. `n` is the group size. A group of one is no special case for callers:
 in-place operations leave the tensor as it is, the others return their input. With `async_op` a collective
@@ -127,8 +127,8 @@ def all_to_all_(
         return DONE
     first = sum(sent[: group.rank])
     elsewhere = tensor.nbytes - tensor[first : first + sent[group.rank]].nbytes
-    _count("all_to_all_v", group, elsewhere)
-    return _finish(group.transport.all_to_all(out, tensor, sent, received), async_op)
+    call = lambda: group.transport.all_to_all(out, tensor, sent, received)
+    return _finish(_begin("all_to_all_v", group, elsewhere, call), async_op)
 
 
 def exchange(
@@ -150,11 +150,11 @@ def exchange(
             f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a "
             "copy does this without a message."
         )
-    if sends:
-        num_bytes = sum(tensor.nbytes for tensor, _ in sends)
-        _count("send", group, num_bytes, len(sends))
+    num_bytes = sum(tensor.nbytes for tensor, _ in sends)
     sends = [(tensor.contiguous(), peer) for tensor, peer in sends]
-    return _finish(group.transport.exchange(sends, receives), async_op)
+    call = lambda: group.transport.exchange(sends, receives)
+    work = _begin("send", group, num_bytes, call, len(sends)) if sends else call()
+    return _finish(work, async_op)
 
 
 def broadcast_(
@@ -218,14 +218,26 @@ def _run(
 ) -> Work:
     if group.size == 1:
         return DONE
-    _count(operation, group, counted.numel() * counted.element_size())
-    return _finish(call(group.transport), async_op)
+    num_bytes = counted.numel() * counted.element_size()
+    begin = lambda: call(group.transport)
+    return _finish(_begin(operation, group, num_bytes, begin), async_op)
 
 
-def _count(operation: str, group: Group, num_bytes: int, calls: int = 1) -> None:
-    """Count what begins in the traffic of the group, and note it as the place of this rank."""
+def _begin(
+    operation: str,
+    group: Group,
+    num_bytes: int,
+    begin: Callable[[], Work],
+    calls: int = 1,
+) -> Work:
+    """`begin()`, counted in the traffic of the group, noted as the place of this rank and timed in the log.
+
+    calls: messages that begin together; they are one call of the log
+    """
     group.traffic.add(operation, group.axes, group.size, num_bytes, calls)
     _note(operation, group)
+    log = group.traffic.log
+    return begin() if log is None else log.start(operation, group, num_bytes, begin)
 
 
 def _note(operation: str, group: Group) -> None:

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from . import launch as launching
 from .collectives import all_gather_object
 from .grid import cut_groups
-from .group import Group, solo
+from .group import Group, Traffic, solo
 from .mesh import (
     Mesh,
     default_device,
@@ -81,6 +81,7 @@ class DataParallelWorld:
                     ranks,
                     ranks.index(self.rank),
                     connect_torch(axes, lists, self.rank),
+                    self.traffic,
                 )
             )
         return made[0], made[1]
@@ -122,9 +123,13 @@ class DataParallelWorld:
             parts.setdefault(data, []).append(ranks)
         lists = [group for of_data in parts.values() for group in zip(*of_data)]
         ranks = next(group for group in lists if self.rank in group)
-        return Group(
-            "ep", ranks, ranks.index(self.rank), connect_torch("ep", lists, self.rank)
-        )
+        transport = connect_torch("ep", lists, self.rank)
+        return Group("ep", ranks, ranks.index(self.rank), transport, self.traffic)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What all of these groups count in."""
+        return self.world.traffic
 
     @property
     def expert_parts(self) -> int:
@@ -221,14 +226,22 @@ def _of_functions(mpu: Any) -> DataParallelWorld:
         )
     _check_stages(getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)())
     _adopted["mpu"] = mpu
+    # One count of all groups.
+    traffic = Traffic()
     data = _adopt(
-        "dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size()
+        "dp-cp",
+        mpu.get_data_parallel_group(),
+        mpu.get_data_parallel_world_size(),
+        traffic,
     )
     model = _adopt(
-        "tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size()
+        "tp",
+        mpu.get_model_parallel_group(),
+        mpu.get_model_parallel_world_size(),
+        traffic,
     )
     size = data.size * model.size
-    world = _adopt("tp-cp-dp-pp", None, size)
+    world = _adopt("tp-cp-dp-pp", None, size, traffic)
     return DataParallelWorld(
         data, model, world, default_device(), None, *_experts_of(mpu, data, world)
     )
@@ -250,7 +263,9 @@ def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]
         "edp",
         process_group,
         dist.get_world_size(process_group) if dist.is_initialized() else 1,
+        world.traffic,
     )
+    # The parts of each data group must cover it.
     given = all_gather_object((data.ranks, expert.ranks), world)
     parts = {
         ranks: sorted({theirs for of, theirs in given if of == ranks})
@@ -272,10 +287,11 @@ def group_of(process_group: Any) -> Group:
     """A data-parallel Group over torch's process group."""
     import torch.distributed as dist
 
-    return _adopt("dp-cp", process_group, dist.get_world_size(process_group))
+    size = dist.get_world_size(process_group)
+    return _adopt("dp-cp", process_group, size, Traffic())
 
 
-def _adopt(axes: str, process_group: Any, size: int) -> Group:
+def _adopt(axes: str, process_group: Any, size: int, traffic: Traffic) -> Group:
     """A Group over an existing process group; None is the whole world, as in torch."""
     import torch.distributed as dist
 
@@ -290,7 +306,7 @@ def _adopt(axes: str, process_group: Any, size: int) -> Group:
             f"{transport.size} ranks. Correct the mpu: the two must be equal, and "
             "data-parallel size × model-parallel size must be the world size."
         )
-    return Group(axes, transport.ranks, transport.rank, transport)
+    return Group(axes, transport.ranks, transport.rank, transport, traffic)
 
 
 def _check_stages(stages: int) -> None:

@@ -6,7 +6,7 @@ the bytes: torch.distributed in real runs (`transport.py`), threads in tests, no
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,10 +27,14 @@ RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
 
 @dataclass
 class Traffic:
-    """Payload bytes and calls, keyed by (operation, group axes, group size)."""
+    """Payload bytes and calls, keyed by (operation, group axes, group size).
+
+    log: records also message sizes and times, if there is one
+    """
 
     bytes: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
+    log: "TrafficLog | None" = None
 
     def add(
         self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1
@@ -77,6 +81,19 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether the tensor of a send may be freed. False if unknown."""
+
+
+class TrafficLog(Protocol):
+    """Records what a `Traffic` counts (communication_log.py)."""
+
+    def start(
+        self,
+        operation: str,
+        group: "Group",
+        num_bytes: int,
+        begin: "Callable[[], Work]",
+    ) -> "Work":
+        """`begin()`, whose work is recorded when it is found complete."""
 
 
 class Done:

@@ -31,6 +31,7 @@ from ..planning.training_length import make_length
 from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Replica
+from .observe.comms_log import least_seconds, make_log, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.kernel_profile import KernelProfile
 from .observe.log import Log
@@ -121,6 +122,9 @@ class Trainer:
         )
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
         self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
+        mesh = engine.mesh
+        self.communication = make_log(config.profiler, mesh.rank, mesh.device)
+        mesh.traffic.log = self.communication
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -147,6 +151,7 @@ class Trainer:
                 self.saves.save(self.progress, is_last=True)
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
+            self._report_communication()
         except MegatronDSError as error:
             # All ranks stop here, so that they can complete the checkpoint under way.
             if getattr(error, "on_all_ranks", False):
@@ -159,6 +164,16 @@ class Trainer:
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
+
+    def _report_communication(self) -> None:
+        """Log the table of --comms-logger. Collective over the world if there is one."""
+        mesh = self.engine.mesh
+        log = self.communication
+        if log is None:
+            return
+        least = least_seconds(log, mesh.group("world"))
+        if mesh.rank == 0:
+            logger.info("%s", table_text(log, mesh.rank, least))
 
     def _loop(self) -> str:
         # The first step differs in what it logs.

@@ -33,12 +33,6 @@ CURRICULUM = {
 INFORMING = {
     "dump_state": True,
     "memory_breakdown": True,
-    "comms_logger": {
-        "enabled": True,
-        "verbose": False,
-        "prof_all": True,
-        "debug": False,
-    },
     "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
     "comet": {"enabled": True, "project": "p", "workspace": "w"},
     "monitor_config": {"enabled": True},

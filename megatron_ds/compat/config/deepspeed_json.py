@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from ...config.options.option import Option, json_key, shown
@@ -42,6 +43,20 @@ MOST_PLACES = (
 TAG_VALIDATION = "checkpoint.tag_validation"
 MICS = "zero_optimization.mics_shard_size"
 HPZ = "zero_optimization.zero_hpz_partition_size"
+# Operations of "comms_logger.prof_ops" → those of mpu/group.py.
+OPERATIONS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), ("all_reduce",)),
+    **dict.fromkeys(
+        ("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
+        ("all_gather",),
+    ),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), ("reduce_scatter",)),
+    **dict.fromkeys(
+        ("all_to_all", "all_to_all_single"), ("all_to_all", "all_to_all_v")
+    ),
+    "broadcast": ("broadcast",),
+    **dict.fromkeys(("send", "isend"), ("send",)),
+}
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     TAG_VALIDATION: json_key(
@@ -60,6 +75,12 @@ TRANSLATED: Mapping[str, Option] = {
         int,
         "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
         at_least=0,
+    ),
+    "comms_logger.prof_all": json_key(
+        bool, "false: record the operations of prof_ops only"
+    ),
+    "comms_logger.prof_ops": json_key(
+        str, "`--comms-logger-ops`, if prof_all is false", is_list=True
     ),
     "zero_optimization.cpu_offload": json_key(bool, "`--offload-optimizer` cpu"),
     "zero_optimization.cpu_offload_params": json_key(bool, "`--offload-param` cpu"),
@@ -117,6 +138,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
         _model_parallel,
         _tensorboard,
         _csv_monitor,
+        _communication_log,
         _sparse_attention,
         translate_curriculum,
         translate_random_ltd,
@@ -225,7 +247,7 @@ def _declared(document: JsonDocument) -> None:
     }
     off |= {
         f"{block}."
-        for block in ("wandb", "flops_profiler", "autotuning")
+        for block in ("wandb", "flops_profiler", "autotuning", "comms_logger")
         if document.values.get(f"{block}.enabled", False) is not True
     }
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
@@ -275,6 +297,22 @@ def _mics(document: JsonDocument) -> None:
         document.without_effect[f"{document.path} {MICS}"] = f'"{HPZ}" is given'
     else:
         document.give("zero.zero_hpz_partition_size", size, MICS)
+
+
+def _communication_log(document: JsonDocument) -> None:
+    """Choose the operations: "prof_ops" has an effect only if "prof_all" is false, as in DeepSpeed."""
+    names = document.take("comms_logger.prof_ops")
+    records_all = document.take("comms_logger.prof_all") is not False
+    if not document.take("comms_logger.enabled") or records_all:
+        return
+    wanted = [OPERATIONS.get(name, ()) for name in names or ()]
+    found = tuple(dict.fromkeys(chain.from_iterable(wanted)))
+    document.give("profiler.comms_logger_ops", found, "comms_logger.prof_ops")
+    unknown = [name for name in names or () if name not in OPERATIONS]
+    if unknown:
+        document.without_effect[f"{document.path} comms_logger.prof_ops"] = (
+            f"there is no operation {', '.join(unknown)} here"
+        )
 
 
 def _sparse_attention(document: JsonDocument) -> None:

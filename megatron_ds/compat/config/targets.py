@@ -28,6 +28,9 @@ TAKEN = (
     "logging.timing_log_level",
     "logging.tensorboard_dir",
     "logging.csv_monitor_dir",
+    "profiler.comms_logger",
+    "profiler.comms_logger_ops",
+    "profiler.comms_logger_verbose",
     # of megatron_ds.checkpointing.configure, which takes the same JSON
     "train.checkpoint_in_cpu",
     "train.distribute_saved_activations",

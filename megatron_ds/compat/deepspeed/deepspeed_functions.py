@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from ..engine.communication import show_communication
 from ..engine.engine import show
 from . import comm
 from .accelerator import get_accelerator
 from .utils import log_dist, logger
 
 GIB = 2**30
+RECORDS = 'Write "comms_logger": {"enabled": true} in the config of initialize.'
 
 
 # ---------------------------------------------------------------------- memory
@@ -400,15 +402,19 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Log that communication is not timed: it would synchronise with the device."""
-    log_dist_once(
-        "comm.log_summary(): communication is not timed here. Use torch.profiler.", (0,)
-    )
+    """Print the communication of rank 0 so far, of engines whose JSON has "comms_logger".
+
+    Collectives that the program calls itself are not in it.
+
+    show_straggler: with the time of each row above that of the fastest rank. Collective over all ranks then
+    """
+    if not show_communication(show_straggler):
+        log_dist_once(f"comm.log_summary(): nothing is recorded. {RECORDS}", (0,))
 
 
 def configure_comms(*args: Any, **options: Any) -> None:
-    """Log that communication is not timed."""
-    log_summary()
+    """Log that the JSON of an engine switches the communication log on."""
+    log_dist_once(f"comm.configure() has no effect. {RECORDS}", (0,))
 
 
 def is_current_accelerator_supported() -> bool:

@@ -31,6 +31,7 @@ from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
 from .curriculum_length import BLOCK as CURRICULUM
 from .curriculum_length import curriculum_length
+from .communication import record_communication
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
@@ -264,6 +265,7 @@ def _build_engine(
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)
+    record_communication(settings.profiler, world)
     for p in model.parameters():
         p.engine = weakref.ref(engine)  # for zero.GatheredParameters
         if type(p) is nn.Parameter and (p.requires_grad or hooks):

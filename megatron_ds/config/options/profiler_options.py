@@ -1,10 +1,21 @@
-"""Options of measurements: the FLOPs profile and runs that an autotuner starts, under DeepSpeed's names, and
-the gradient noise scale."""
+"""Options of measurements: the FLOPs profile, the communication log and runs that an autotuner starts, under
+DeepSpeed's names, and the gradient noise scale."""
 
 from dataclasses import dataclass
 
 from .need import need
 from .option import option
+
+# The operations that communication is counted by (mpu/group.py).
+COMMUNICATION = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_v",
+    "broadcast",
+    "send",
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,25 @@ class ProfilerConfig:
         unit="steps",
         needs=need("profiler.grad_noise_scale"),
         help="Steps between measurements of --grad-noise-scale.",
+    )
+    comms_logger: bool = option(
+        False,
+        json="comms_logger.enabled",
+        help="Record calls, bytes, times and bandwidths of the collectives by operation, group and message size; "
+        "rank 0 prints the table when training ends.",
+        avoid="On GPUs calls and bytes have no times: a host does not wait for its GPU.",
+    )
+    comms_logger_verbose: bool = option(
+        False,
+        json="comms_logger.verbose",
+        needs=need("profiler.comms_logger"),
+        help="Log each collective of rank 0.",
+    )
+    comms_logger_ops: tuple[str, ...] | None = option(
+        None,
+        choices=COMMUNICATION,
+        needs=need("profiler.comms_logger"),
+        help="Record these operations only.",
     )
     autotuning: bool = option(
         False,

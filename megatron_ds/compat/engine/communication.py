@@ -1,0 +1,45 @@
+"""The communication log of a program's engines: "comms_logger" of their JSON, printed by `comm.log_summary`.
+
+A program has one, as in DeepSpeed, so `log_summary` takes no engine. It is in a ContextVar, so that ranks which are
+threads of one process have one each.
+"""
+
+from contextvars import ContextVar
+
+from ...config.options.profiler_options import ProfilerConfig
+from ...mpu.communication_log import CommunicationLog
+from ...mpu.external_groups import DataParallelWorld
+from ...mpu.group import Group
+from ...training.observe.comms_log import least_seconds, make_log, table_text
+from .engine import show
+
+_log: ContextVar[tuple[CommunicationLog, Group] | None] = ContextVar(
+    "communication log", default=None
+)
+
+
+def record_communication(wish: ProfilerConfig, world: DataParallelWorld) -> None:
+    """Record the collectives of an engine's groups from now on, if its JSON asks for that.
+
+    Engines that ask have one log, with the operations of the first. Engines on the same Mesh share their groups.
+    """
+    found = _log.get()
+    log = found[0] if found else make_log(wish, world.rank, world.device)
+    if wish.comms_logger:
+        world.traffic.log = log
+        _log.set((log, world.world))
+
+
+def show_communication(has_waits: bool = False) -> bool:
+    """Show the table of rank 0 so far. False where no engine asks for it.
+
+    has_waits: with the time of each row above that of the fastest rank. Collective over the world then
+    """
+    found = _log.get()
+    if found is None:
+        return False
+    log, world = found
+    least = least_seconds(log, world) if has_waits else None
+    if world.rank == 0:
+        show(table_text(log, world.ranks[0], least))
+    return True

@@ -1,0 +1,131 @@
+"""`CommunicationLog`: how often, how much and how long a rank communicates, by operation, group and message size.
+
+`Traffic.log` of the groups of a mesh is None, which costs nothing, or the one log of them all. Collectives of tensors
+and the sends of a pipeline are in it; objects, barriers and receives are not.
+
+Note: what a time is. The clock is that of the host, and every time includes the wait for ranks that come later. A
+collective whose caller waits for it at once takes until the wait returns. One that runs in the background takes until
+the caller finds it complete, in `wait` or `is_completed`: gloo does not report when that was, so the time includes
+what the caller computed meanwhile, and the bandwidth is a lower bound. On a GPU a wait only orders the stream, and the
+host's clock would measure nothing, so calls and bytes are counted without times.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .group import RING_FACTOR, Group, Work
+
+logger = logging.getLogger(__name__)
+
+
+class LoggedMessage(NamedTuple):
+    """Calls with equal values are one row of the log.
+
+    first      global rank of the first rank of the group, which distinguishes groups over the same axes
+    num_bytes  payload of one call, as `Traffic` counts it
+    """
+
+    operation: str
+    axes: str
+    size: int
+    first: int
+    num_bytes: int
+
+
+@dataclass
+class Spent:
+    """Complete calls of one sort of message, and the seconds they took together."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
+def algorithmic_bandwidth(message: LoggedMessage, spent: Spent) -> float:
+    """Payload by time, bytes per second; 0 without a time."""
+    if not spent.seconds:
+        return 0.0
+    return message.num_bytes * spent.calls / spent.seconds
+
+
+def bus_bandwidth(message: LoggedMessage, spent: Spent) -> float:
+    """What one rank of a ring sends by time, bytes per second: comparable to the speed of a link."""
+    factor = RING_FACTOR[message.operation](message.size)
+    return factor * algorithmic_bandwidth(message, spent)
+
+
+class CommunicationLog:
+    """The log of one rank.
+
+    operations  the names of those that are recorded; None: all
+    is_verbose  whether each call is logged when it is complete
+    is_timed    False on a GPU
+    """
+
+    def __init__(
+        self,
+        operations: Collection[str] | None = None,
+        is_verbose: bool = False,
+        is_timed: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.is_timed = is_timed
+        self.rows: dict[LoggedMessage, Spent] = {}
+        self._operations = operations
+        self._is_verbose = is_verbose
+        self._clock = clock
+
+    def start(
+        self, operation: str, group: Group, num_bytes: int, begin: Callable[[], Work]
+    ) -> Work:
+        """`begin()`, whose work is recorded when it is found complete."""
+        if self._operations is not None and operation not in self._operations:
+            return begin()
+        first = group.ranks[0]
+        message = LoggedMessage(operation, group.axes, group.size, first, num_bytes)
+        started = self._clock()
+        return _Logged(begin(), lambda: self._add(message, started))
+
+    def _add(self, message: LoggedMessage, started: float) -> None:
+        seconds = self._clock() - started if self.is_timed else 0.0
+        spent = self.rows.setdefault(message, Spent())
+        spent.calls += 1
+        spent.seconds += seconds
+        if self._is_verbose:
+            logger.info(
+                "%s over %s of %d ranks: %d bytes, %.3f ms",
+                message.operation,
+                message.axes,
+                message.size,
+                message.num_bytes,
+                seconds * 1e3,
+            )
+
+
+class _Logged:
+    """A `Work` that calls a function once, when it is found complete."""
+
+    __slots__ = ("_record", "_work")
+
+    def __init__(self, work: Work, record: Callable[[], None]):
+        self._work = work
+        self._record: Callable[[], None] | None = record
+
+    def wait(self) -> Any:
+        result = self._work.wait()
+        self._complete()
+        return result
+
+    def is_completed(self) -> bool:
+        is_completed = self._work.is_completed()
+        if is_completed:
+            self._complete()
+        return is_completed
+
+    def _complete(self) -> None:
+        record = self._record
+        self._record = None
+        if record is not None:
+            record()
