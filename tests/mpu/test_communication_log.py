@@ -166,7 +166,7 @@ def measured(operation, is_async):
 def test_a_time_is_within_2_percent_of_a_stopwatch(operation, is_async):
     for _ in range(5):  # until no other process has the CPU between the two clocks
         inside, seconds, around = measured(operation, is_async)
-        assert DELAY <= inside <= seconds <= around
+        assert 0.99 * DELAY <= inside <= seconds <= around
         if seconds == pytest.approx(around, rel=0.02):
             return
     pytest.fail(f"{seconds} s in the log, {around} s by the stopwatch")
