@@ -29,9 +29,9 @@ from ...zero.unused import Rule
 from ..config.targets import autocast_of
 from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
+from .communication import record_communication
 from .curriculum_length import BLOCK as CURRICULUM
 from .curriculum_length import curriculum_length
-from .communication import record_communication
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
