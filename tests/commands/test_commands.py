@@ -158,7 +158,7 @@ SCRIPTS = {
 }
 
 
-WITHOUT_SCRIPT = ("launch", "env")
+WITHOUT_SCRIPT = ("launch", "env", "report")
 
 
 def page_row(name):
