@@ -37,6 +37,7 @@ NOT_RECORDED = '<p class="note">Not recorded by this run.</p>'
 
 def page(runs: Sequence[Run]) -> str:
     """The whole file."""
+    # What the page shows, by heading.
     title = "Report of " + ", ".join(run.name for run in runs)
     sections = {
         "Runs": _names(runs),
@@ -53,6 +54,7 @@ def page(runs: Sequence[Run]) -> str:
         f"<section><h2>{heading}</h2>\n{content}</section>"
         for heading, content in sections.items()
     ]
+    # The file around it.
     lines = (
         "<!DOCTYPE html>",
         '<html lang="en">',

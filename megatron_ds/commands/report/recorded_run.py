@@ -27,7 +27,7 @@ class Run:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the newest process; empty if not recorded."""
+        """Name → text, as the newest process recorded it; empty if not recorded."""
         return self._newest("environment")
 
     def _newest(self, name: str) -> Mapping:
