@@ -108,6 +108,10 @@ COMMANDS: dict[str, Command] = {
     "schedule": Command(
         "show_schedule", "draw a pipeline schedule, planned or measured"
     ),
+    "report": Command(
+        "report.report_command", "write a page about runs: curves, goodput, settings"
+    ),
+    "watch": Command("watch_run", "show a run in the terminal while it trains"),
     "plot-loss": Command("plot_loss", "draw the loss curve of a run"),
     "plot-experts": Command(
         "plot_expert_load", "draw how evenly the experts of a run are used"

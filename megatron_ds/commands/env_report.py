@@ -54,6 +54,7 @@ EXTRAS = {
     "h5py": ("HDF5 files as corpora", "megatron_ds[data]"),
     "ray": ("ranks as actors of Ray", "megatron_ds[ray]"),
     "matplotlib": ("plots", "megatron_ds[report]"),
+    "rich": ("the view of megatron-ds watch", "megatron_ds[report]"),
     "transformers": ("proofs of converted checkpoints", "megatron_ds[verify]"),
     "wandb": ("logs in Weights & Biases", "wandb"),
     "triton": ("FlexAttention on GPUs", "triton"),

@@ -9,6 +9,7 @@ step.
 
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +48,13 @@ class Saves:
 
     step       of the newest complete checkpoint of this process, or of the one that it loaded; -1 without one
     tried      the last step at which a save was asked for
+    report     called for each complete checkpoint: its step, and the seconds that steps waited for it
     """
 
     def __init__(self, engine: Replica, description: dict, loaded_step: int | None):
         self.step = -1 if loaded_step is None else loaded_step
         self.tried = -1
+        self.report: Callable[[int, float], None] = lambda step, seconds: None
         self._engine = engine
         self._description = description
         self._copies = Copies()
@@ -65,11 +68,13 @@ class Saves:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""
         self.finish()
         self.tried = progress.step
+        begin = time.perf_counter()
         with places.phase(places.SAVING):
             if self._engine.config.checkpoint.async_save and not is_last:
                 self._begin(progress)
             elif save_run(self._engine, progress, self._description):
                 self.step = progress.step
+                self.report(progress.step, time.perf_counter() - begin)
 
     @property
     def is_ready(self) -> bool:
@@ -114,6 +119,7 @@ class Saves:
         self.step = pending.save.step
         if self._engine.mesh.rank == 0:
             log_saved(pending.save.path, pending.begin, pending.stall)
+        self.report(pending.save.step, pending.stall)
 
     def _begin(self, progress: Progress) -> None:
         begin = time.perf_counter()

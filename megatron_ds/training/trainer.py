@@ -38,6 +38,7 @@ from .observe.log import Log
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
+from .observe.run_facts import SaveRecord, process_record
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .observe.stragglers import Stragglers
 from .replica_check import check_replicas
@@ -107,6 +108,7 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
+        self.saves.report = lambda step, wait: log.note(SaveRecord(step, wait))
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
         self._validated_step = -1
@@ -132,6 +134,8 @@ class Trainer:
         first = self.progress.step
         self.stop.defer()
         self.log.begin(first, self._total)
+        mesh = self.engine.mesh
+        self.log.note(process_record(self.config, mesh, first, self.started))
         if (watched := places.writer()) is not None:
             watched.step(first, places.STARTING)
         try:

@@ -158,7 +158,7 @@ SCRIPTS = {
 }
 
 
-WITHOUT_SCRIPT = ("launch", "env")
+WITHOUT_SCRIPT = ("launch", "env", "report", "watch")
 
 
 def page_row(name):

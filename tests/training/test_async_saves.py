@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from megatron_ds.checkpoint.load import latest
-from tests.harness.pretraining import MOCK, TINY, losses, run_pretrain, train
+from tests.harness.pretraining import MOCK, TINY, losses, records, run_pretrain, train
 from tests.harness.spoilers import signal_at_step
 
 pytestmark = pytest.mark.processes
@@ -71,6 +71,10 @@ def test_a_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path):
         assert tensors(folders[0], step) == tensors(folders[1], step) != {}
     # each is reported once, when it is complete
     assert SAVED.findall(ended[0].out) == ["2", "4", "6"]
+    for folder in folders:
+        saves = records(folder, "save")
+        assert [record["step"] for record in saves] == [2, 4, 6]
+        assert all(record["save_seconds"] > 0 for record in saves)
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):

@@ -24,6 +24,7 @@ from ...progress.ramps import Progress
 from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
+from .run_facts import Fact
 from .sink import Sink, Tolerant, check_folder
 from .tensorboard import TensorBoard
 from .wandb_log import WandbLog, check_wandb
@@ -99,6 +100,12 @@ class Log:
         logger.info("%s", console_text(record))
         for sink in self.sinks:
             sink.write(record)
+
+    def note(self, fact: Fact) -> None:
+        """Write a record that only metrics.jsonl keeps."""
+        for sink in self.sinks:
+            if isinstance(sink.sink, MetricsFile):
+                sink.write(fact)
 
     @contextmanager
     def evaluating(

@@ -3,7 +3,8 @@
     {"kind": "train", "run": "5f0c…", "start": 1763832150.125031, "time": 1763832163.482114, "step": 10, …}
 
     kind   "train", "validation", "test"; "spike": a step whose update --skip-spikes dropped; "rerun": one that
-           --rerun-bad-steps computed again
+           --rerun-bad-steps computed again; "process": the start of a process, with its settings; "save": a
+           complete checkpoint
     run    id of the run, the same after each resume
     start  when the process that wrote the record started, in s since the epoch; distinguishes repeated steps
     time   when the record was written, in seconds since the epoch
@@ -23,6 +24,7 @@ from ...checkpoint.place import is_store
 from ...config import RunConfig
 from ...errors import ConfigError, DataError
 from .records import Record
+from .run_facts import Fact
 from .sink import AppendedFile, check_folder
 
 FIRST_KEY = b'{"kind": '  # each line begins with it
@@ -37,7 +39,7 @@ class MetricsFile:
         self.start = _now()
         self._file = AppendedFile(path, is_lines=True)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | Fact) -> None:
         """Append the record as one line, or raise OSError and leave the file as it was."""
         fields = {
             "kind": record.kind,
@@ -86,6 +88,15 @@ def check_metrics_file(path: Path) -> None:
 def read_metrics(path: Path) -> list[dict]:
     """The records of the newest run in the file, ordered by step; of repeated steps the newest record.
 
+    Raises DataError as `newest_run` does.
+    """
+    last = {(r["step"], r["kind"]): r for r in newest_run(path)}
+    return sorted(last.values(), key=lambda r: r["step"])
+
+
+def newest_run(path: Path) -> list[dict]:
+    """The records of the newest run in the file, as they were written, repeated steps included.
+
     The newest run is that of the last record. Records without an id, from an earlier version, belong to it
     too. Lines cut off by a crash are skipped. Raises DataError for any other line that is not a record.
     """
@@ -100,8 +111,7 @@ def read_metrics(path: Path) -> list[dict]:
                 "edited, or remove that line."
             )
     run = records[-1].get("run") if records else None
-    last = {(r["step"], r["kind"]): r for r in records if r.get("run") in (run, None)}
-    return sorted(last.values(), key=lambda r: r["step"])
+    return [record for record in records if record.get("run") in (run, None)]
 
 
 def _record(line: bytes) -> dict | None:

@@ -1,0 +1,9 @@
+"""`megatron-ds report`: one HTML file about runs, from their metrics.jsonl.
+
+recorded_run    a folder or file → `Run`: its records, settings and environment
+goodput         records → how the wall time was spent
+reduction       records → the numbers of a run; settings that differ between runs
+drawing         curves as SVG
+page            all of it as HTML
+report_command  the flags
+"""

@@ -1,0 +1,90 @@
+"""Curves of runs as SVG, to be put into a page."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import ConfigError
+from .recorded_run import Run
+
+# A colour for each run; they differ without colour vision, too.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+STYLES: dict[str, dict[str, Any]] = {
+    "train": dict(linewidth=1.2),
+    "validation": dict(marker="o", linestyle="--", markersize=4),
+    "test": dict(marker="s", linestyle="none", markersize=5),
+}
+# Title → the field that is drawn, and the kinds of records that have it.
+CHARTS = {
+    "loss": ("loss", ("train", "validation", "test")),
+    "learning rate": ("learning_rate", ("train",)),
+    "gradient norm": ("grad_norm", ("train",)),
+    "tokens per second": ("tokens_per_second", ("train",)),
+    "MFU": ("mfu", ("train",)),
+}
+INCHES = (5.0, 2.9)  # narrow, so that words stay readable on a phone
+
+
+def colour(number: int) -> str:
+    """The colour of a run."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def drawing_library() -> Any:
+    """matplotlib's pyplot, without a screen. Raises ConfigError without it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError(
+            "a report needs matplotlib, which is not installed: pip install 'megatron_ds[report]'"
+        ) from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def chart(title: str, runs: Sequence[Run]) -> str | None:
+    """The <svg> element of a chart of `CHARTS`; None when no run has a value for it."""
+    pyplot = drawing_library()
+    field, kinds = CHARTS[title]
+    figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
+    # A curve for each kind of each run, interrupted where the value was not finite.
+    is_empty = True
+    for number, run in enumerate(runs):
+        for kind in kinds:
+            records = run.last_of_steps(kind)
+            values = [_or_nan(record.get(field)) for record in records]
+            if all(map(math.isnan, values)):
+                continue
+            is_empty = False
+            steps = [record["step"] for record in records]
+            axes.plot(steps, values, color=colour(number), **STYLES[kind])
+    # What is around the curves.
+    axes.set(xlabel="step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    file = io.StringIO()
+    if not is_empty:
+        figure.savefig(file, format="svg")
+    pyplot.close(figure)
+    return None if is_empty else _element(file.getvalue(), title)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _element(svg: str, title: str) -> str:
+    """The <svg> element alone, without addresses, and with names that no other chart of the page has."""
+    text = svg[svg.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    prefix = title.replace(" ", "-")
+    for before in (' id="', "url(#", 'href="#'):
+        text = text.replace(before, f"{before}{prefix}-")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
