@@ -235,7 +235,7 @@ ON_BY_DEFAULT = frozenset(
 
 def asks_for_default(key: str, value: Any) -> bool:
     """Whether a value of an accepted key is what the key stands for without being written."""
-    return value in (True, "auto") if key in ON_BY_DEFAULT else asks_for_nothing(value)
+    return value is not False if key in ON_BY_DEFAULT else asks_for_nothing(value)
 
 
 def answer_to_flag(flag: str) -> Answer | None:
