@@ -68,7 +68,8 @@ PAIRS = {
     "--overlap-comm": ("", None),
     "--num-experts": ("2", "4"),
 }
-PER_HOST_ONLY = {  # paths, files of logs, and the rate of reading
+PER_HOST_ONLY = {
+    "profiler.profile_dir",  # paths, files of logs, and the rate of reading
     "curriculum.curriculum_cluster_path",
     "data.data_args_path",
     "data.data_cache_path",
