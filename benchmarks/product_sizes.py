@@ -14,6 +14,7 @@ A processor without AVX-512 BF16 has no compiled products; then the reason is pr
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -41,18 +42,22 @@ def plain_products(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]
     x = torch.randn(n, k).to(dtype)
     weight = torch.randn(m, k).to(dtype)
     dy = torch.randn(n, m).to(dtype)
-    for name, a, b in (
-        ("forward", x, weight.t()),
-        ("input", dy, weight),
-        ("weight", dy.t(), x),
-    ):
-        out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
-        yield (
-            name,
-            (a.shape[0], a.shape[1], b.shape[1]),
-            lambda a=a, b=b, out=out: compiled_product.product_into(out, a, b, None),
-            lambda a=a, b=b, out=out: torch.mm(a, b, out=out),
-        )
+    yield plain_product("forward", x, weight.t())
+    yield plain_product("input", dy, weight)
+    yield plain_product("weight", dy.t(), x)
+
+
+def plain_product(name: str, a: torch.Tensor, b: torch.Tensor) -> Pair:
+    """One product of two matrices."""
+    rows, inner = a.shape
+    columns = b.shape[1]
+    out = torch.empty(rows, columns, dtype=a.dtype)
+    return (
+        name,
+        (rows, inner, columns),
+        lambda: compiled_product.product_into(out, a, b, None),
+        lambda: torch.mm(a, b, out=out),
+    )
 
 
 def products_of_runs(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
@@ -93,36 +98,49 @@ def products_of_runs(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pai
 
 def least_times(pair: Pair, turns: int) -> list[float]:
     """Seconds, compiled and by torch."""
+    _, _, ours, theirs = pair
     times = [[], []]
     for _ in range(turns):
-        for run, of_run in zip(pair[2:], times):
+        for run, of_run in zip((ours, theirs), times):
             start = time.perf_counter()
             run()
             of_run.append(time.perf_counter() - start)
+    # The first turn of each allocates.
     return [min(of_run[1:]) for of_run in times]
+
+
+def products(dtype: torch.dtype) -> Iterator[Pair]:
+    """All products that are measured."""
+    for side, form in itertools.product(SIDES, FORMS):
+        sizes = [part * side for part in form]
+        yield from plain_products(*sizes, dtype)
+        yield from products_of_runs(*sizes, dtype)
+
+
+def line_of(pair: Pair, ours: float, theirs: float) -> str:
+    """The product, its size, its speed and how much faster it is than torch's."""
+    name, sizes, _, _ = pair
+    size = math.prod(sizes)
+    shape = "x".join(map(str, sizes))
+    speed = 2 * size / ours / 1e9
+    return (
+        f"{name:13} {shape:15} 2^{math.log2(size):4.1f}  {speed:7.1f} GFLOP/s  "
+        f"{theirs / ours:5.2f} x torch's"
+    )
 
 
 def measure(name: str, threads: list[int], turns: int) -> int:
     """Prints a line a product; returns the multiplications from which the compiled ones won."""
-    dtype = DTYPES[name]
     slower = 0
     for count in threads:
         torch.set_num_threads(count)
-        for side in SIDES:
-            for form in FORMS:
-                sizes = [part * side for part in form]
-                for made in (plain_products, products_of_runs):
-                    for pair in made(*sizes, dtype):
-                        ours, theirs = least_times(pair, turns)
-                        size = math.prod(pair[1])
-                        if ours > theirs:
-                            slower = max(slower, size)
-                        print(
-                            f"{name} {count:3} threads  {pair[0]:13} {'x'.join(map(str, pair[1])):15} "
-                            f"2^{math.log2(size):4.1f}  {2 * size / ours / 1e9:7.1f} GFLOP/s  "
-                            f"{theirs / ours:5.2f} x torch's",
-                            flush=True,
-                        )
+        for pair in products(DTYPES[name]):
+            ours, theirs = least_times(pair, turns)
+            if ours > theirs:
+                size = math.prod(pair[1])
+                slower = max(slower, size)
+            line = line_of(pair, ours, theirs)
+            print(f"{name} {count:3} threads  {line}", flush=True)
     return slower + 1
 
 

@@ -23,8 +23,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -71,6 +73,18 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
     code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
     ignore_stop_signals()
     sys.exit(code)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, a command writes a file, whose folder is made. Raises ConfigError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}. Choose another --output."
+        ) from error
 
 
 def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.cli import Arguments
+from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.observe.metrics_file import read_metrics
 
@@ -100,8 +100,8 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     rows[0, 0].set_title(title)
     rows[-1, 0].set_xlabel("step")
     rows[-1, 0].set_xlim(left=0)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    with writing(output):
+        figure.savefig(output, dpi=150)
     plt.close(figure)
 
 

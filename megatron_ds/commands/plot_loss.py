@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.cli import Arguments
+from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.observe.metrics_file import read_metrics
 
@@ -87,8 +87,8 @@ def draw(
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    with writing(output):
+        figure.savefig(output, dpi=150)
     plt.close(figure)
 
 

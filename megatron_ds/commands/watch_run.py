@@ -97,6 +97,11 @@ def _duration(seconds: float) -> timedelta:
     return timedelta(seconds=round(seconds))
 
 
+def _size(path: Path) -> int:
+    """Bytes; -1 for a file that was removed, which `read_run` reports."""
+    return path.stat().st_size if path.exists() else -1
+
+
 def view(run: Run, now: float) -> Any:
     """What the terminal shows: a panel of rich."""
     from rich.panel import Panel
@@ -153,13 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # The file is read again when it has grown.
     path = metrics_file(args.run)
-    size = path.stat().st_size
+    size = _size(path)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             now = time.time()
             live.update(view(run, now), refresh=True)
             time.sleep(args.interval)
-            grown = path.stat().st_size
+            grown = _size(path)
             if grown != size:
                 size = grown
                 run = read_run(args.run)

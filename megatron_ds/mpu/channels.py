@@ -98,12 +98,14 @@ class Channels:
         """
         if source == self.group.rank:
             return FromItself(self._own[kind, chunk])
+        # One receive of a channel at a time.
         channel = (kind, source, chunk)
         if channel in self._posted:
             self._posted[channel].wait()
         self._check.expect(
             source, lambda message: self._receive(kind, source, message, SHAPES_TAG)
         )
+        # Post it.
         tensor = torch.empty(shape, dtype=dtype, device=device)
         work = self._receive(
             kind, source, tensor, _tag(kind, chunk, tuple(shape), dtype)

@@ -112,6 +112,7 @@ def all_to_all_(
     what that one receives from it. Raises LayoutError when the numbers do not add up to the rows of the
     tensors.
     """
+    # Equal pieces.
     if splits is None:
         if group.size == 1:
             out.copy_(tensor)
@@ -119,6 +120,7 @@ def all_to_all_(
         return _run(
             "all_to_all", group, tensor, async_op, lambda t: t.all_to_all(out, tensor)
         )
+    # Pieces of any size: what stays on this rank is no traffic.
     sent, received = splits
     _check_splits("sent", sent, tensor, group)
     _check_splits("received", received, out, group)

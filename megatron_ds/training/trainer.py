@@ -146,7 +146,6 @@ class Trainer:
             ):
                 self.saves.save(self.progress)
             reason = EVALUATED if self.config.train.skip_train else self._loop()
-            self.kernel_profile.finish()
             self.saves.finish()
             if self.config.checkpoint.save and self.progress.step not in (
                 self.saves.step,
@@ -164,6 +163,7 @@ class Trainer:
         finally:
             if (watched := places.writer()) is not None:
                 watched.phase(places.ENDING)
+            self.kernel_profile.finish()
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first

@@ -277,6 +277,7 @@ class FullPrecisionExchange(OrderedExchange):
         bucket: BucketGradient,
     ) -> Work:
         """Copy or add the received sum to the shard. part: the memory in which the sum arrives."""
+        # A sum that arrives in its place needs nothing more.
         out = bucket.out
         add = bucket.add
         factor = self._divisor_of(bucket.ranks.data)
@@ -294,6 +295,7 @@ class FullPrecisionExchange(OrderedExchange):
             if buffer is not None:
                 self._wire.give_back(buffer)
 
+        # The borrowed buffer is free when the sum has landed.
         landing = Then(work, then)
         if buffer is not None:
             self._wire.reducing(landing)

@@ -236,3 +236,9 @@ def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"megatron_ds\[report\]"):
         report(tmp_path, written(tmp_path / "m.jsonl", HISTORY))
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path, undrawn):
+    run = written(tmp_path / "m.jsonl", HISTORY)
+    with pytest.raises(ConfigError, match=r"cannot write .*Is a directory\. Choose"):
+        main([str(run), "--output", str(tmp_path)])

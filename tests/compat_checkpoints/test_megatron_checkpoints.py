@@ -349,7 +349,7 @@ def bert(core):
     "layout, source", [("tp=1", "torch"), ("pp=2,dp=2,zero=2", "torch_dist")]
 )
 def test_the_next_step_of_a_bert_is_that_of_megatron_core(layout, source, core, bert):
-    """Of masked tokens and of the order of segments, whose head and pooler are trained, too."""
+    """It trains masked tokens and the order of segments, so the head and the pooler of that are compared, too."""
     folder, ranks = bert
     found = read(folder / source)
     trace, weights = next_step(found, core.sentences[STEPS], layout, **OPTIONS)

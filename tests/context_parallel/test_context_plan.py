@@ -26,7 +26,11 @@ from tests.planning.test_rank_plan import run
 pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
 
 ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
-S, B, N, D, MICROBATCHES = 32, 2, 8, 4, 2
+S = 32
+B = 2
+N = 8
+D = 4
+MICROBATCHES = 2
 OF_KIND = {
     "p2p": ("send",),
     "all_gather": ("all_gather", "reduce_scatter"),

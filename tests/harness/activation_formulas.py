@@ -129,7 +129,9 @@ def kept_by_stage(
 ) -> int:
     """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many;
     None: all."""
-    kept, blocks, wants_tables = 0, 0, False
+    kept = 0
+    blocks = 0
+    wants_tables = False
     if kinds[0] == "dropping block" and work.drops:
         kept = (
             work.hidden_bytes
@@ -217,11 +219,9 @@ def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
 def _linears(work: Workload, kind: str) -> list[tuple[int, int]]:
     """(in, out) features of the layer's matrices on this rank."""
     model, tp = work.model, work.tp
-    h, q, f = (
-        model.hidden_size,
-        model.num_attention_heads * model.head_dim // tp,
-        model.ffn_size // tp,
-    )
+    h = model.hidden_size
+    q = model.num_attention_heads * model.head_dim // tp
+    f = model.ffn_size // tp
     k = model.query_groups * model.head_dim // tp
     if kind in BLOCKS:
         return [(h, q + 2 * k), (q, h), (h, 2 * f if model.is_gated else f), (f, h)]
@@ -243,7 +243,7 @@ def _bert_head(work: Workload) -> int:
 
 
 def _statistics(work: Workload, rows: int | None = None) -> int:
-    """Of a norm of so many rows, those of the rank if None; beside its input."""
+    """The statistics that a norm keeps beside its input. rows: those of the rank if None."""
     rows = work.rows if rows is None else rows
     if work.model.normalization == "RMSNorm":
         return 4 * rows

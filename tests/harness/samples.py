@@ -13,7 +13,7 @@ PART = os.environ.get("MEGATRON_DS_TEST_PART", "")
 
 
 def in_turns(*axes: Sequence) -> list[tuple]:
-    """As many cases as the longest axis has values: the values of the others take turns. `make test-all` has
+    """The cases are as many as the longest axis has values; the values of the others take turns. `make test-all` has
     the whole product."""
     if ALL:
         return list(itertools.product(*axes))

@@ -51,7 +51,9 @@ from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
 pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
 
-STEPS, LAYERS, BATCH = 2, 3, 4
+STEPS = 2
+LAYERS = 3
+BATCH = 4
 THE_WAIT = "training/step.py"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01".split()
 

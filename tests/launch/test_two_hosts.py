@@ -159,7 +159,7 @@ def test_a_signal_reaches_the_ranks_of_both_hosts(cluster, folder, allocated, nu
 
 
 def test_nothing_is_left_behind_when_connections_are_cut(cluster, folder, allocated):
-    """Of two ssh, one is killed; the ranks ignore SIGTERM. Tasks of srun belong to slurmd: there the launcher is."""
+    """One of two ssh is killed, and the ranks ignore SIGTERM. Under Slurm the launcher is killed: slurmd owns tasks."""
     plan = json.dumps({"others": "ignore"})
     (folder / ".deepspeed_env").write_text(f"PLAN={plan}\n")
     words = [*cluster.before, "--grace-seconds", str(LEAST), PROGRAM]

@@ -106,7 +106,9 @@ PER_HOST_ONLY = {
 
 
 def config_of(flag, value):
-    words = [] if value is None else [flag, *([value] if value else [])]
+    words = [] if value is None else [flag]
+    if value:
+        words.append(value)
     return read([*TINY, "--mock-data", "--save", "run", *words], world_size=2)
 
 

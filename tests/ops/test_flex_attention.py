@@ -193,11 +193,9 @@ def test_few_tiles_of_a_layout_are_computed():
 
 
 def test_masks_are_made_once():
-    pattern, documents, padding = (
-        pattern_of(CASES[0], 16, 300),
-        documents_of(2, 300),
-        padding_of(2, 300, 280),
-    )
+    pattern = pattern_of(CASES[0], 16, 300)
+    documents = documents_of(2, 300)
+    padding = padding_of(2, 300, 280)
     for given in ((), (documents,), (documents, padding), (None, padding)):
         visible = KeyVisibility(pattern, *given)
         first, again = (flex_attention.block_mask(visible, 300, CPU) for _ in range(2))
@@ -368,7 +366,7 @@ def test_the_check_leaves_the_first_length_of_a_run_to_code_of_its_own(
 
 
 def bytes_of(tensors):
-    """Of their storages, each once."""
+    """The bytes of the tensors' storages, each counted once."""
     return sum(
         {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors

@@ -279,7 +279,7 @@ def test_logits_in_chunks_shrink_the_planned_peak_by_those_that_do_not_exist(dev
 def test_compiled_attention_keeps_its_arguments_and_the_sums(
     style, ranks, length, dtype
 ):
-    """Of heads of 32 channels; on a processor without it as the others."""
+    """Heads have 32 channels, which the kernel serves; a processor without it keeps what the others keep."""
     case = {
         "style": style,
         "dtype": dtype,
@@ -461,7 +461,7 @@ DROPPING = {
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
-    """Of 130 tokens, in three blocks, of which some drop."""
+    """A sequence has 130 tokens; some of the three blocks drop tokens."""
     job = [
         *flags_of(case | {"length": 130}),
         "--random-ltd",
@@ -498,7 +498,7 @@ CLOSED = {
     ],
 )
 def test_context_ranks_keep_what_was_planned_to_the_byte(kind, flags):
-    """Of the rank's tokens what one process keeps of them; keys and values once more, as they are sent."""
+    """A rank keeps what one process keeps of its tokens, and keys and values once more, as they are sent."""
     ranks = 4 if "tensor" in flags else 2
     job = [
         *(

@@ -9,7 +9,7 @@ several runs, the newest. The page refers to no other file and to no address.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...cli import Arguments
+from ...cli import Arguments, writing
 from .page import page
 from .recorded_run import read_run
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     text = page([read_run(place) for place in args.runs])
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text, encoding="utf-8")
+    with writing(args.output):
+        args.output.write_text(text, encoding="utf-8")
     print(f"wrote {args.output}")
     return 0

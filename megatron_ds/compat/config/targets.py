@@ -165,12 +165,14 @@ def _check_accumulation(
     reading: SourceReading, name: str, block: Mapping[str, Any]
 ) -> None:
     """ "managed_gradient_accumulation": false makes each `step` of the program an update."""
+    # The value.
     value = block.get(UNMANAGED)
     if value is None or value in (True, "auto"):
         return
     if value is not False:
         reading.refuse(f'{name}: "{UNMANAGED}" is {shown(value)}: it is true or false.')
         return
+    # It needs one accumulation step, given or as the two batch sizes imply.
     micro = block.get("train_micro_batch_size_per_gpu")
     whole = block.get("train_batch_size")
     steps = block.get(

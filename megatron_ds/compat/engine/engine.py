@@ -133,10 +133,12 @@ class Engine(EngineStatus):
         out the averaging adds gradients up by itself. Raises MegatronDSError where they were added to those of
         an earlier micro-batch, which stay.
         """
+        # What may be dropped.
         if not self._microbatch and (not self._backwards or self.backwards.are_direct):
             self._begin_step()
         elif self._backwards and self.backwards.are_unsynced:
             self._drop_unsynced()
+        # What may not: an error, or a warning.
         elif self.backwards.has_foreign_gradients():
             raise MegatronDSError(
                 f"engine.zero_grad() after micro-batch {self._microbatch + (self._backwards > 0)} of the "

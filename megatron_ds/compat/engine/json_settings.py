@@ -153,15 +153,18 @@ def read_settings(
     client_lr  the learning rate of an optimizer that is not the JSON's
     name       of the config in messages
     """
+    # Keys of the engine itself.
     found, block = block_of(config)
     name = name or found
     drops_last(name, block)
     unused_rule(name, block)
     profile_wish(name, block)
     block = _without_engine_keys(name, block)
+    # Keys that are options, and "auto" values.
     reading = reading_for(block, "engine", name)
     settings = reading.settings_or_error()
     reject(list(_autos(name, block)))
+    # Defaults of DeepSpeed below them.
     rate = _rate_of(block) if client_lr is None else client_lr or 1.0
     defaults = DEFAULTS | ({} if rate is None else {"optimizer.lr": rate})
     scripted = [

@@ -31,8 +31,8 @@ def check_profile(config: ProfilerConfig, device: torch.device) -> None:
 class KernelProfile:
     """Profiles the steps after --profile-step-start and up to --profile-step-end on --profile-ranks.
 
-    Steps are those of the run, counted from 1: a run that resumes after them profiles nothing. Outside of
-    these steps nothing is recorded and nothing costs time.
+    Steps are those of the run, counted from 1: a run that resumes after them profiles nothing. Evaluations and
+    checkpoints between these steps are in the profile. Outside of it nothing is recorded and nothing costs time.
     """
 
     def __init__(self, config: ProfilerConfig, executor: Executor, rank: int):
