@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
+from megatron_ds.commands.launch.job import Job, RankProgram
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
@@ -173,3 +175,32 @@ def test_dry_run_prints_the_commands(folder):
     first, second = text.splitlines()
     assert first.startswith("ssh ") and " n1 " in first and " n2 " in second
     assert sys.executable in first
+
+
+SLOW_AGENT = """
+import sys, time
+from megatron_ds.commands.launch import agent
+
+read = agent.pieces
+
+def slowly(stream):
+    time.sleep(1)
+    yield from read(stream)
+
+agent.pieces = slowly
+sys.exit(agent.main(["--job", sys.argv[1], "--host", "localhost"]))
+"""
+
+
+def test_what_a_rank_wrote_last_is_printed_also_where_its_reader_is_late(folder):
+    program = RankProgram(("./hello.sh",), python="")
+    job = Job("late", {"localhost": [0]}, program, {}, str(folder), "127.0.0.1", 29500)
+    (folder / "hello.sh").write_text("#!/bin/sh\necho the last words\n")
+    (folder / "hello.sh").chmod(0o755)
+    agent = subprocess.run(
+        [sys.executable, "-c", SLOW_AGENT, job.encoded()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "the last words" in agent.stdout, agent.stderr

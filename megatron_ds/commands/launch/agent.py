@@ -39,6 +39,7 @@ from .watch import Watch, last_place, last_places
 
 LAST_LINES = 25  # of a failed rank's output that are reported
 POLL_SECONDS = 0.1
+LAST_OUTPUT_SECONDS = 2.0  # after the end of a rank, to read what it wrote
 HOST_VARIABLES = ("SLURMD_NODENAME",)
 NUMBER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "SLURM_NODEID")
 REPORT_SECONDS = 1.0  # between two reports of the places of ranks
@@ -92,6 +93,12 @@ class RankProcess:
         """Begin to read its output."""
         self._reader.start()
 
+    def read_to_end(self) -> None:
+        """Wait until all its output is read. The rank has ended; a child of it may hold the pipe longer."""
+        self._reader.join(
+            timeout=max(0.0, self.ended + LAST_OUTPUT_SECONDS - time.time())
+        )
+
     @property
     def pid(self) -> int:
         """The id of the process that trains: the one that was started, or one that this has started."""
@@ -115,7 +122,7 @@ class RankProcess:
 
     def failure(self) -> Failure:
         """Its report. The rank has ended."""
-        self._reader.join(timeout=2)  # a child of the rank may hold the pipe
+        self.read_to_end()
         error = _recorded_error(self.error_file)
         lines = b"".join(self.last).decode(errors="replace")
         code = self.process.returncode
@@ -224,6 +231,9 @@ class Node:
                 if time.time() > self._end_time + self.job.grace_seconds:
                     self._send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
+        # Their last words: threads end with this process, and what they have not read yet would be lost.
+        for rank in self.ranks:
+            rank.read_to_end()
         # What ranks did last, unless all ended well.
         _print_line(watch.look(is_last=True) or NodeReport(self.host, is_last=True))
         if any(codes):
