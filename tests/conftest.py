@@ -49,9 +49,12 @@ def _place(item) -> tuple[bool, bool]:
 
 
 def _test_and_parts(item) -> tuple[str, int]:
-    """The test that a case belongs to, and into how many parts its cases are divided."""
+    """The test, or the file, that a case belongs to, and into how many parts its cases are divided."""
     marker = item.get_closest_marker("parts")
-    return item.nodeid.partition("[")[0], marker.args[0] if marker else 1
+    if marker is None:
+        return item.nodeid, 1
+    whole = "::" if marker.kwargs.get("together") else "["
+    return item.nodeid.partition(whole)[0], marker.args[0]
 
 
 def pytest_report_header() -> str | None:

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ds.ops.gpu.kernel_sources import source_folder
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
 
 ROOT = Path(__file__).parents[2]
 COPIED = (

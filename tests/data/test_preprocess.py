@@ -20,7 +20,7 @@ from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
 from tests.harness.warm import warm_python
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NULL = partial(make_tokenizer, "NullTokenizer", vocab_size=100)

@@ -24,8 +24,9 @@ def in_turns(*axes: Sequence) -> list[tuple]:
 def left_for_other_parts(tests: Sequence[tuple[str, int]], part: int) -> list[int]:
     """Positions of the cases that this part leaves out.
 
-    tests: for each case, the name of its test and the n of its marker `parts(n)`, 1 without one. Part p has every
-    n-th case of a test, so each test has a case in every part, and n parts in a row have all cases.
+    tests: for each case, the name of its test and the n of its marker `parts(n)`, 1 without one; with
+    `parts(n, together=True)` the name of its file. Part p has every n-th case of a name, so each name has a case in
+    every part, and n parts in a row have all cases.
     """
     cases: dict[str, list[int]] = {}
     for position, (name, _) in enumerate(tests):

@@ -12,7 +12,11 @@ import pytest
 from tests.harness.clusters import free_port, wait_until
 from tests.launch.starts import ROOT, environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(600),
+    pytest.mark.parts(2, together=True),
+]
 
 STEPS = 40
 PATIENCE = 200  # seconds for a busy machine

@@ -12,7 +12,7 @@ from megatron_ds.pipeline.passes import add_transfers, lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
 
 WHOLE = [
     (p, m) for p in range(1, 17) for m in range(1, 65)
