@@ -12,6 +12,9 @@ from typing import Any
 
 # name → "module below megatron_ds:object in it"
 PLUGINS = {
+    "adapted layers": "extensions.lora.adapted_layers:with_adapters",
+    "adapter options": "extensions.lora.lora_options:LoraConfig",
+    "adapter rules": "extensions.lora.lora_rules:LORA_RULES",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",
     "foreign modules": "compat.deepspeed.deepspeed_modules:Finder",
     "moved modules": "compat.moved_modules:MovedFinder",

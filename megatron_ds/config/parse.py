@@ -188,6 +188,7 @@ def check(
         *LAYOUT_RULES,
         *ATTENTION_RULES,
         *(plugged("attention rules") or ()),
+        *(plugged("adapter rules") or ()),
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..mpu.grid import Grid
+from .options.adapter_choice import Adapters
 from .options.cycle_options import CycleConfig
 from .options.data_options import BertConfig, DataConfig
 from .options.logging_options import LoggingConfig
@@ -64,6 +65,9 @@ class RunConfig:
     )
     random_ltd: TokenDropping = field(
         default_factory=plugged_options("token drop options", TokenDropping)
+    )
+    adapters: Adapters = field(
+        default_factory=plugged_options("adapter options", Adapters)
     )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -79,12 +79,13 @@ class GroupedLinear(nn.Module):
         name: str,
         shape: tuple[int, int, int],
         ctx: ParallelContext,
-        cut: Split,
+        cut: Split | None,
         *,
         init_std: float,
         bias: bool,
     ):
-        """shape: experts, out, in. cut: over "tp", of out or of in.
+        """shape: experts, out, in. cut: over "tp", of out or of in; None: each of its ranks holds the whole
+        weight, beside a cut one, and its gradient is a partial sum.
 
         The bias of a cut input is added by one tensor-parallel rank, since outputs are partial sums.
         """
@@ -96,8 +97,9 @@ class GroupedLinear(nn.Module):
                 f"{name}.weight",
                 shape,
                 Init("normal", init_std),
-                (experts, cut),
+                (experts,) if cut is None else (experts, cut),
                 matrices=Matrices(),
+                partial_over=("tp",) if cut is None else (),
             ),
             ctx,
         )
@@ -105,7 +107,7 @@ class GroupedLinear(nn.Module):
         self.bias = None
         self.adds_bias = True
         if bias:
-            is_output_cut = cut.dim == 1
+            is_output_cut = cut is not None and cut.dim == 1
             spec = ParamSpec(
                 f"{name}.bias",
                 shape[:2],
@@ -127,7 +129,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, runs, adds_bias):
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight
         ctx.runs = runs
         ctx.adds_bias = adds_bias

@@ -70,6 +70,8 @@ def describe_layers(
         or (torch.device("meta") if config.zero.stage == 3 else mesh.device),
     )
     layers = MODELS[config.model.model](config.model, ctx)
+    if config.adapters.is_on:
+        layers = plugged("adapted layers")(layers, config.adapters, ctx)
     if drop is None:
         return layers
     return plugged("token dropping layers")(layers, drop.blocks, ctx)

@@ -189,6 +189,7 @@ class ReplicatedLinear(nn.Module):
         *,
         name: str,
         init_std: float,
+        bias: bool = True,
         partial_over: tuple[str, ...] = (),
     ):
         """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence."""
@@ -202,7 +203,9 @@ class ReplicatedLinear(nn.Module):
         self.weight = make(
             "weight", (out_features, in_features), Init("normal", init_std), True
         )
-        self.bias = make("bias", (out_features,), Init("zeros"), False)
+        self.bias = None
+        if bias:
+            self.bias = make("bias", (out_features,), Init("zeros"), False)
         self.call = LinearCall(solo("tp"), products=ProductsOfLayer())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -342,7 +345,8 @@ def _keep(ctx, x, weight, bias, call) -> torch.Tensor:
     """Keep what backward needs; x as contiguous rows."""
     shape = x.shape
     x = x.reshape(-1, shape[-1]).contiguous()
-    ctx.save_for_backward(x)
+    # The input serves the gradient of the weight alone, which a frozen one has not.
+    ctx.save_for_backward(x if weight.requires_grad else None)
     ctx.shape = shape
     ctx.weight = weight
     ctx.bias = bias

@@ -1,0 +1,22 @@
+"""`Adapters`: what the core asks of the section of the configuration that adds trained weights to a frozen model.
+
+The class here is the section of a package without extensions/lora: no options, and no effect. The section of that
+wing is derived from it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which linear layers have adapters."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are adapters; then they alone are trained, and saved."""
+        return False
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint of adapters must have in common with a run that loads it."""
+        return {}

@@ -1,0 +1,1 @@
+"""Low-rank adapters: small trained matrices beside the frozen linear layers of a model."""

@@ -1,0 +1,196 @@
+"""Adapters of rank r: y = W x + s B A x, where W is frozen (Hu et al. 2021, arXiv:2106.09685, section 4.1).
+
+    column layer   A [r, in] on every rank      B [out/t, r]      the rows of W's shard
+    row layer      A [r, in/t]                  B [out, r] on every rank
+    experts        A [E, r, in(/t)]             B [E, out(/t), r]     one of each for each expert
+
+The two matrices are linear layers of the package, so that between them there are s·b·r numbers: a column layer
+sums their gradient over the tensor-parallel ranks, a row layer their values. With sequence parallelism, A of a
+column layer and B of a row layer see a slice of the sequence, and the others gather and scatter r channels.
+Experts need no communication of their own: outputs of tensor-parallel ranks are partial sums in any case, and so
+are the gradients of the matrices that all of these ranks hold.
+
+A starts with normally distributed values of the variance of peft's (1 / 3 in), B with zeros: the first step
+begins at the model without adapters.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...moe.experts import GroupedLinear
+from ...mpu.context import ParallelContext
+from ...ops.grouped import RowRuns
+from ...tensor_parallel.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from .targets import PackedRows
+
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with adapters: x → the layer's output + those of its adapters.
+
+    parts  of the packed rows, each with an adapter; (None,): one adapter for all rows
+    """
+
+    def __init__(
+        self,
+        base: Linear,
+        parts: Sequence[int | None],
+        rank: int,
+        scale: float,
+        ctx: ParallelContext,
+    ):
+        super().__init__()
+        self.base = base
+        self.scale = scale
+        self.rows = PackedRows.of(base.weight.spec)
+        self.parts = tuple(parts)
+        self.adapters = nn.ModuleList(
+            _adapter_of(base, self.rows, part, rank, ctx) for part in parts
+        )
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The frozen weight of the layer."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The frozen bias of the layer."""
+        return self.base.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the layer takes it; the collectives of the layer, and of its adapters with r channels."""
+        y = self.base(x)
+        outputs = [up(down(x) * self.scale) for down, up in self.adapters]
+        return y + self.packed(outputs, y)
+
+    def packed(
+        self, outputs: Sequence[torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor:
+        """The outputs of the adapters in the rows of `like` [s, b, out(/t)]; 0 for parts without an adapter."""
+        if self.parts == (None,):
+            return outputs[0]
+        # This rank's groups: [s, b, groups, rows of a part].
+        s, b, width = like.shape
+        groups = self.rows.groups * width // self.rows.rows_of(None)
+        groups = max(groups, 1)
+        of_part = dict(zip(self.parts, outputs))
+        total = sum(self.rows.parts)
+        pieces = []
+        for part, rows in enumerate(self.rows.parts):
+            size = width // groups * rows // total
+            if part in of_part:
+                pieces.append(of_part[part].view(s, b, groups, size))
+            else:
+                pieces.append(like.new_zeros(s, b, groups, size))
+        return torch.cat(pieces, -1).view(s, b, width)
+
+
+class AdaptedExperts(nn.Module):
+    """A frozen linear layer of experts with an adapter for each expert, in all rows."""
+
+    def __init__(
+        self, base: GroupedLinear, rank: int, scale: float, ctx: ParallelContext
+    ):
+        super().__init__()
+        self.base = base
+        self.scale = scale
+        weight = base.weight.spec
+        experts, rows, columns = weight.shape
+        cut = weight.split_over("tp")
+        cuts_rows = cut.dim == 1
+        name = weight.name.removesuffix(".weight")
+        self.down = GroupedLinear(
+            f"{name}.lora_a",
+            (experts, rank, columns),
+            ctx,
+            None if cuts_rows else cut,
+            init_std=initial_std(columns),
+            bias=False,
+        )
+        self.up = GroupedLinear(
+            f"{name}.lora_b",
+            (experts, rows, rank),
+            ctx,
+            cut if cuts_rows else None,
+            init_std=0.0,
+            bias=False,
+        )
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The frozen weights of the experts."""
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+        """Rows [n, in] of the experts in `runs` → [n, out]."""
+        return self.base(x, runs) + self.up(self.down(x, runs) * self.scale, runs)
+
+
+def _adapter_of(
+    base: Linear,
+    rows: PackedRows,
+    part: int | None,
+    rank: int,
+    ctx: ParallelContext,
+) -> nn.ModuleList:
+    """[A, B] of one part of a layer's rows."""
+    weight = base.weight.spec
+    columns = weight.shape[1]
+    name = weight.name.removesuffix(".weight")
+    if part is not None:
+        name = f"{name}.{part}"
+    a = f"{name}.lora_a"
+    b = f"{name}.lora_b"
+    std = initial_std(columns)
+    out = rows.rows_of(part)
+    if isinstance(base, RowParallelLinear):
+        return nn.ModuleList(
+            (
+                RowParallelLinear(columns, rank, ctx, name=a, init_std=std, bias=False),
+                ReplicatedLinear(
+                    rank,
+                    out,
+                    ctx,
+                    name=b,
+                    init_std=0.0,
+                    bias=False,
+                    partial_over=ctx.partial_over,
+                ),
+            )
+        )
+    return nn.ModuleList(
+        (
+            ReplicatedLinear(
+                columns,
+                rank,
+                ctx,
+                name=a,
+                init_std=std,
+                bias=False,
+                partial_over=ctx.partial_over,
+            ),
+            ColumnParallelLinear(
+                rank,
+                out,
+                ctx,
+                name=b,
+                init_std=0.0,
+                bias=False,
+                parts=rows.splits if part is None else 1,
+            ),
+        )
+    )
+
+
+def initial_std(columns: int) -> float:
+    """Standard deviation of A: that of the uniform distribution of variance 1 / 3 in."""
+    return (3 * columns) ** -0.5
+

@@ -1,0 +1,62 @@
+"""Names of the layers that may have an adapter, and the rows of a layer's output that each name means.
+
+    linear_qkv   | q q k v | q q k v | ..    all rows: linear_qkv        some: q_proj, k_proj, v_proj
+    linear_fc1   | gate .. | up ..   |       all rows: linear_fc1        some: gate_proj, up_proj
+"""
+
+from dataclasses import dataclass
+
+from ...mpu.param_spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Target:
+    """layer: name of the linear layer. part: of its packed rows; None: all of them."""
+
+    layer: str
+    part: int | None = None
+
+
+TARGETS = {
+    "linear_qkv": Target("linear_qkv"),
+    "linear_proj": Target("linear_proj"),
+    "linear_fc1": Target("linear_fc1"),
+    "linear_fc2": Target("linear_fc2"),
+    "q_proj": Target("linear_qkv", 0),
+    "k_proj": Target("linear_qkv", 1),
+    "v_proj": Target("linear_qkv", 2),
+    "o_proj": Target("linear_proj"),
+    "gate_proj": Target("linear_fc1", 0),
+    "up_proj": Target("linear_fc1", 1),
+    "down_proj": Target("linear_fc2"),
+}
+LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How the rows of a weight are packed: `groups` runs, each of which has `parts` of so many rows.
+
+    splits  pieces of the rows that tensor-parallel ranks cut one by one
+    """
+
+    groups: int
+    parts: tuple[int, ...]
+    splits: int = 1
+
+    @classmethod
+    def of(cls, weight: ParamSpec) -> "PackedRows":
+        """The packing of a linear layer's weight [rows, in] or of experts' [experts, rows, in]."""
+        rows = weight.shape[-2]
+        packed = weight.matrices
+        if packed is not None and packed.parts:
+            return cls(packed.groups, packed.parts)
+        split = weight.split_over("tp")
+        is_rows = split is not None and split.dim == len(weight.shape) - 2
+        pieces = split.parts if is_rows else 1
+        return cls(1, (rows // pieces,) * pieces, pieces)
+
+    def rows_of(self, part: int | None) -> int:
+        """Rows of one part in all groups; None: of all parts."""
+        return self.groups * (sum(self.parts) if part is None else self.parts[part])
