@@ -81,6 +81,13 @@ class Replica:
     reruns: Reruns | None = None
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the weights below adapters, which are not saved; none without adapters."""
+        if not self.config.adapters.is_on:
+            return frozenset()
+        return frozenset(p.spec.name for p in self.parameters if not p.requires_grad)
+
+    @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
         """{global name: (stage, module)} of this rank's layers."""
         found = {}

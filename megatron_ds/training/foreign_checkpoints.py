@@ -6,8 +6,11 @@ The formats are those of compat/conversion. Without it, --load takes this packag
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..checkpoint.load import latest
 from ..checkpoint.pieces import Piece
+from ..checkpoint.place import place_of
 from ..config import RunConfig
+from ..config.options.training_options import CheckpointConfig
 from ..plugins import plugged
 from ..progress.ramps import Progress
 from .build import Replica
@@ -35,8 +38,15 @@ class ForeignCheckpoints:
         """An entry for run.json that an export reads: the format, family and settings of `found`."""
         return {}
 
-    def load(self, engine: Replica, found: Any, pieces: Sequence[Piece]) -> Progress:
-        """Fill weights and optimizer state from `found`. Returns the progress. Collective over the world."""
+    def load(
+        self,
+        engine: Replica,
+        found: Any,
+        pieces: Sequence[Piece],
+        checkpoint: CheckpointConfig,
+    ) -> Progress:
+        """Fill weights and optimizer state from `found`, as the options `checkpoint` ask. Returns the progress.
+        Collective over the world."""
         raise NotImplementedError
 
 
@@ -46,3 +56,25 @@ NONE = ForeignCheckpoints()
 def foreign_checkpoints() -> ForeignCheckpoints:
     """The formats that are installed."""
     return plugged("foreign checkpoints") or NONE
+
+
+def has_checkpoint(folder: str | None, load_format: str | None = None) -> bool:
+    """Whether the folder holds a checkpoint, of this package or another program. Raises CheckpointError for one of
+    this package that is not complete."""
+    if folder is None:
+        return False
+    if foreign_checkpoints().format_of_folder(folder, load_format) is not None:
+        return True
+    return place_of(folder).is_dir() and latest(folder) is not None
+
+
+def folder_of_model(given: Mapping[str, Any]) -> str | None:
+    """The folder whose model a run has: --load, or --pretrained-checkpoint where that has no checkpoint.
+
+    given: values of flags by the paths of their options
+    """
+    load = given.get("checkpoint.load")
+    pretrained = given.get("checkpoint.pretrained_checkpoint")
+    if pretrained is None or has_checkpoint(load, given.get("checkpoint.load_format")):
+        return load
+    return pretrained

@@ -14,8 +14,8 @@ from ..config.sources.flags import read_flags
 from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
+from .foreign_checkpoints import folder_of_model
 
-LOAD = "checkpoint.load"
 WANTED = "checkpoint.use_checkpoint_args"
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 # What determines the learning rate and the weight decay at a number of samples.
@@ -53,10 +53,10 @@ def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
     reports it otherwise.
     """
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
-    folder = given.get(LOAD)
-    if folder is None:
-        return []
     try:
+        folder = folder_of_model(given)
+        if folder is None:
+            return []
         return _options_in(folder, given)
     except CheckpointError:
         if given.get(WANTED):

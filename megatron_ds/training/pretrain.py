@@ -48,6 +48,12 @@ from ..planning.replica_plan import plan_replica
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
+from .base_weights import (
+    check_same_base,
+    find_base,
+    load_base,
+    started_from_pretrained,
+)
 from .build import Replica, build_engine
 from .data_facts import data_facts
 from .distributed import joined
@@ -164,6 +170,8 @@ def train(
     """
     world = mesh.group("world")
     as_given = continued(as_given, world, os.environ)
+    recorded = as_given
+    as_given = started_from_pretrained(as_given, world)
     checkpoint = as_given.checkpoint
     of_others = foreign_checkpoints()
     if mesh.rank == 0:
@@ -182,12 +190,17 @@ def train(
         config, tokenizer, loaders = on_all_ranks(
             world, lambda: _open_data(as_given, mesh)
         )
-        description = describe_run(config, as_given, tokenizer, start.run_id)
+        description = describe_run(config, recorded, tokenizer, start.run_id)
         _require_same_data(config, description["identity"], world)
         if start.step is not None:
             on_all_ranks(
                 world, lambda: check_same_run(start.run, description, checkpoint)
             )
+        base = find_base(config, description, world)
+        if start.step is not None:
+            on_all_ranks(world, lambda: check_same_base(start.run, base))
+        if base is not None:
+            description |= {"base": base.identity}
         foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
         description |= of_others.origin_of(start.run, foreign, config)
         _leave_if_stopped(stop, mesh)
@@ -198,10 +211,14 @@ def train(
         if compiled := prepare_kernels(engine):
             logger.info("%s", compiled)
         _leave_if_stopped(stop, mesh)
+        if base is not None:
+            load_base(engine, base)
         if foreign is None:
             progress = load_run(engine, start)
         else:
-            progress = of_others.load(engine, foreign, all_pieces(engine))
+            progress = of_others.load(
+                engine, foreign, all_pieces(engine), config.checkpoint
+            )
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -93,6 +93,19 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
         return start
 
     return on_one_rank(world, look)
+
+
+def find_weights(checkpoint: CheckpointConfig) -> Start:
+    """The checkpoint in the --load folder, whose weights are taken. Raises CheckpointError if there is none."""
+    folder = checkpoint.load
+    start = _look(checkpoint)
+    if start.step is None and start.foreign is None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {folder}: no complete checkpoint there. Give the folder that was --save of the "
+            "run that trained the weights, or a folder of another program's checkpoint."
+        )
+    # The identifier of the run that trained them.
+    return replace(start, run_id=run_id_of(start.run) or "")
 
 
 def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
@@ -218,6 +231,8 @@ def describe_run(
         "tokenizer": {"fingerprint": tokenizer.fingerprint},
         "data": _data_identity(config),
     }
+    if config.adapters.is_on:
+        identity["adapters"] = config.adapters.identity()
     return {
         "version": __version__,
         "run_id": run_id,
@@ -354,7 +369,7 @@ def saved_pieces(engine: Replica) -> list[Piece]:
     state = engine.optimizer.pieces(saving=not weights_only)
     return [
         piece
-        for piece in (*state, *engine.step_state.pieces())
+        for piece in _without_frozen(engine, (*state, *engine.step_state.pieces()))
         if piece.kind == WEIGHT or not weights_only
     ]
 
@@ -372,9 +387,22 @@ def largest_pieces(engine: Replica) -> list[Piece]:
 def all_pieces(
     engine: Replica, saved: Mapping[str, float] | None = None
 ) -> list[Piece]:
-    """This rank's weights, optimizer state, and what layers remember from step to step. saved: see
-    `ZeroOptimizer.pieces`."""
-    return [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
+    """This rank's weights, optimizer state, and what layers remember from step to step, without weights below
+    adapters. saved: see `ZeroOptimizer.pieces`."""
+    pieces = [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
+    return _without_frozen(engine, pieces)
+
+
+def frozen_pieces(engine: Replica) -> list[Piece]:
+    """This rank's weights below adapters, and what their layers remember from step to step."""
+    frozen = engine.frozen
+    weights = [p for p in engine.optimizer.pieces() if p.spec.name in frozen]
+    return [*weights, *engine.step_state.pieces()]
+
+
+def _without_frozen(engine: Replica, pieces: Iterable[Piece]) -> list[Piece]:
+    frozen = engine.frozen
+    return [piece for piece in pieces if piece.spec.name not in frozen]
 
 
 def load_run(engine: Replica, start: Start) -> Progress:
@@ -449,6 +477,29 @@ def log_positions(theirs: Mapping, ours: Mapping) -> None:
         )
 
 
+def _check_adapters(saved: dict, current: dict, directory: str) -> None:
+    """Raises CheckpointError unless both or neither are of adapters, of the same kind."""
+    theirs = saved.get("identity", {}).get("adapters")
+    ours = current["identity"].get("adapters")
+    if theirs == ours:
+        return
+    if theirs is None:
+        raise CheckpointError(
+            f"--load {directory} holds the weights of a whole model, and a run with --lora-rank loads adapters. Give "
+            f"--pretrained-checkpoint {directory} in place of --load."
+        )
+    if ours is None:
+        raise CheckpointError(
+            f"--load {directory} holds adapters of rank {theirs.get('rank')} and not the weights of a model. Give "
+            "--lora-rank and --pretrained-checkpoint as in the run that saved them, or add them to the weights with "
+            f"megatron-ds merge-adapter --load {directory} --save DIR."
+        )
+    differing = "; ".join(differences(theirs, ours))
+    raise CheckpointError(
+        f"--load {directory} holds other adapters: {differing}. Give the options of the run that saved them."
+    )
+
+
 def _with_experts_alike(*identities: dict) -> list[dict]:
     """Identities that differ in `experts` alone if one model has experts and the other has none."""
     if len({"experts" in identity["model"] for identity in identities}) == 1:
@@ -478,6 +529,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             "training script: its tensors have other names. Load it with "
             "engine.load_checkpoint."
         )
+    _check_adapters(saved, current, directory)
     # The parts that must be equal: other data are allowed in finetuning.
     parts = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")

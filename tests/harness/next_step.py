@@ -55,7 +55,9 @@ def next_step(
             mesh,
             1,
             batch,
-            watch=lambda engine: load_foreign(engine, found, all_pieces(engine)),
+            watch=lambda engine: load_foreign(
+                engine, found, all_pieces(engine), engine.config.checkpoint
+            ),
         )
 
     return merge(run_ranks(request.world_size, rank_trains))

@@ -63,7 +63,6 @@ RUNTIME_FLAGS = table(
         "the vocabulary is that of the tokenizer; --padded-vocab-size adds rows. Remove it.": "--vocab-extra-ids",
         "a spike of the loss or of a gradient does not end a run. Remove it.": "--check-for-large-grads --check-for-spiky-loss",
         "no batch is left out. Remove it.": "--iterations-to-skip --skip-train-iteration-range",
-        "write --load DIR --finetune, which loads weights only and starts at the first step.": "--pretrained-checkpoint",
         "write --save-interval and --save-retain-interval, which deletes earlier checkpoints.": "--non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-algo "
         "--non-persistent-local-ckpt-dir --non-persistent-save-interval --persistent-save-interval",
         "megatron-ds convert converts checkpoints. Remove it.": "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format",

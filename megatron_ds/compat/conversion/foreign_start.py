@@ -18,6 +18,7 @@ from ...checkpoint.pieces import WEIGHT, Piece
 from ...checkpoint.tokenizer_files import FIELDS
 from ...config import RunConfig
 from ...config.options.model_options import ModelConfig
+from ...config.options.training_options import CheckpointConfig
 from ...config.sources.flags import read_flags
 from ...errors import CheckpointError
 from ...models.model_identity import (
@@ -28,7 +29,7 @@ from ...models.model_identity import (
 from ...mpu.agree import gather_from_all_ranks, on_all_ranks
 from ...progress.ramps import Progress
 from ...training.build import Replica
-from ...training.foreign_checkpoints import ForeignCheckpoints
+from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
 from .family import model_of
 from .files.stored_tensor import LogicalCheckpoint
 from .filling import fill, plan_filling
@@ -69,7 +70,7 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
     """
     # Only the flags are read here, since the folder provides defaults for the rest.
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
-    load = given.get("checkpoint.load")
+    load = folder_of_model(given)
     tokenizer = given.get("data.tokenizer_type")
     name = foreign_format(load, given.get("checkpoint.load_format"))
     if name is None:
@@ -149,14 +150,18 @@ def check_foreign(
 
 
 def load_foreign(
-    engine: Replica, found: LogicalCheckpoint, pieces: Sequence[Piece]
+    engine: Replica,
+    found: LogicalCheckpoint,
+    pieces: Sequence[Piece],
+    checkpoint: CheckpointConfig,
 ) -> Progress:
     """Fill weights, and optimizer state where both have it. Returns the progress. Collective over the world.
+
+    checkpoint: the options of this load
 
     Raises the same CheckpointError on all ranks.
     """
     # Optimizer state is loaded if both the folder and the run have it.
-    checkpoint = engine.config.checkpoint
     mesh = engine.mesh
     begin = time.perf_counter()
     failing = {"doing": f"cannot load {found.folder}", "kind": CheckpointError}

@@ -639,6 +639,11 @@ class CheckpointConfig:
         help="Directory to resume from, or a place in a store. When it is also --save and holds no checkpoint yet, "
         "training starts from scratch; otherwise a directory without a checkpoint is an error.",
     )
+    pretrained_checkpoint: str | None = option(
+        None,
+        help="Directory of weights to start from, at the first step, where --load has no checkpoint: the same command "
+        "then continues the run's own. With --lora-rank, the frozen weights of every start.",
+    )
     load_format: str | None = option(
         None,
         help="Format of the checkpoint in --load, such as huggingface. Default: detected.",

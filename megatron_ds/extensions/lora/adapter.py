@@ -193,4 +193,3 @@ def _adapter_of(
 def initial_std(columns: int) -> float:
     """Standard deviation of A: that of the uniform distribution of variance 1 / 3 in."""
     return (3 * columns) ** -0.5
-

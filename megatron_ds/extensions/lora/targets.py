@@ -1,7 +1,7 @@
 """Names of the layers that may have an adapter, and the rows of a layer's output that each name means.
 
-    linear_qkv   | q q k v | q q k v | ..    all rows: linear_qkv        some: q_proj, k_proj, v_proj
-    linear_fc1   | gate .. | up ..   |       all rows: linear_fc1        some: gate_proj, up_proj
+linear_qkv   | q q k v | q q k v | ..    all rows: linear_qkv        some: q_proj, k_proj, v_proj
+linear_fc1   | gate .. | up ..   |       all rows: linear_fc1        some: gate_proj, up_proj
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,150 @@
+"""Weights of --pretrained-checkpoint.
+
+without adapters   a run whose --load has no checkpoint starts from them, at the first step; later starts of the
+                   same command continue the run's own checkpoints
+with adapters      the frozen weights of every start are these, and --load has the adapters alone
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.load import load
+from ..checkpoint.pieces import WEIGHT
+from ..config import RunConfig, Source
+from ..config.options.training_options import CheckpointConfig
+from ..errors import CheckpointError
+from ..mpu.agree import on_all_ranks, on_one_rank
+from ..mpu.group import Group
+from .build import Replica
+from .foreign_checkpoints import foreign_checkpoints, has_checkpoint
+from .run_checkpoint import Start, check_same_run, find_weights, frozen_pieces
+
+logger = logging.getLogger(__name__)
+PRETRAINED = Source("derived", "--pretrained-checkpoint")
+
+
+def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
+    """The configuration of this start: without a checkpoint in --load, that of a run which finetunes the weights.
+
+    Adapters are always loaded from --load. Collective over the world.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.pretrained_checkpoint is None or config.adapters.is_on:
+        return config
+    found = lambda: has_checkpoint(checkpoint.load, checkpoint.load_format)
+    if on_one_rank(world, found):
+        return config
+    return _of_weights(config)
+
+
+def _of_weights(config: RunConfig) -> RunConfig:
+    """The configuration with the pretrained folder as --load, of which weights alone are taken."""
+    folder = config.checkpoint.pretrained_checkpoint
+    values = {"checkpoint.load": folder, "checkpoint.finetune": True}
+    return config.with_values(values, PRETRAINED)
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """The frozen weights below the adapters of a run.
+
+    checkpoint  the options that load them
+    foreign     the checkpoint, if another program wrote it
+    """
+
+    checkpoint: CheckpointConfig
+    start: Start
+    foreign: Any
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The checkpoint, for run.json: its folder, and its run and step where they are known."""
+        about = {"folder": self.checkpoint.load}
+        if self.start.step is not None:
+            about |= {"run_id": self.start.run_id, "step": self.start.step}
+        return about
+
+
+def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights | None:
+    """The weights below the adapters; None without adapters, and where they are initial ones.
+
+    description: the values of run.json of this run. Collective over the world. Raises CheckpointError if the folder
+    has no weights, or those of another model.
+    """
+    if not config.adapters.is_on or config.checkpoint.pretrained_checkpoint is None:
+        return None
+    of_weights = _of_weights(config)
+    checkpoint = of_weights.checkpoint
+    start = on_one_rank(world, lambda: find_weights(checkpoint))
+    if start.step is not None:
+        whole = description | {"identity": _without_adapters(description["identity"])}
+        on_all_ranks(world, lambda: check_same_run(start.run, whole, checkpoint))
+    foreign = on_all_ranks(
+        world, lambda: foreign_checkpoints().read(of_weights, start.foreign)
+    )
+    return BaseWeights(checkpoint, start, foreign)
+
+
+def _without_adapters(identity: dict) -> dict:
+    return {name: value for name, value in identity.items() if name != "adapters"}
+
+
+def load_base(engine: Replica, base: BaseWeights) -> None:
+    """Fill the frozen weights. Collective over the world."""
+    pieces = frozen_pieces(engine)
+    mesh = engine.mesh
+    if base.foreign is not None:
+        foreign_checkpoints().load(engine, base.foreign, pieces, base.checkpoint)
+        return
+    begin = time.perf_counter()
+    load(
+        base.checkpoint.load,
+        base.start.step,
+        pieces,
+        coordinates=mesh.coordinates,
+        world=mesh.group("world"),
+        kinds=(WEIGHT,),
+    )
+    engine.optimizer.after_load()
+    if mesh.rank == 0:
+        logger.info(
+            "loaded the frozen weights from %s, iteration %d, in %.1f s",
+            base.checkpoint.load,
+            base.start.step,
+            time.perf_counter() - begin,
+        )
+
+
+def check_same_base(saved: dict, base: BaseWeights | None) -> None:
+    """Raises CheckpointError if adapters were trained on other weights. saved: the values of their run.json."""
+    before = saved.get("base")
+    now = None if base is None else base.identity
+    known = ("run_id", "step")
+    if (before is None) != (now is None):
+        raise CheckpointError(_other_base(before, now))
+    if before is None or not all(
+        name in about for name in known for about in (before, now)
+    ):
+        return
+    if any(before[name] != now[name] for name in known):
+        raise CheckpointError(_other_base(before, now))
+
+
+def _other_base(before: dict | None, now: dict | None) -> str:
+    name = lambda about: "initial weights" if about is None else _words(about)
+    change = (
+        "Remove --pretrained-checkpoint"
+        if before is None
+        else f"Give --pretrained-checkpoint {before['folder']}, with that step in its tracker file"
+    )
+    return (
+        f"the adapters were trained beside {name(before)}, and this run has {name(now)}: their sum would be another "
+        f"model. {change}."
+    )
+
+
+def _words(about: dict) -> str:
+    step = f", iteration {about['step']}" if "step" in about else ""
+    return f"the weights of {about['folder']}{step}"
