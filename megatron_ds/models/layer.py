@@ -34,6 +34,7 @@ class LayerFlops:
 
     weights  products with weights, whose backward has an input half and a weight half of equal cost
     scores   products without weights, such as attention scores and the sums that they weigh
+    frozen   products with weights that are not trained, whose backward has the input half alone
     again    of the forward, what the backward of the layer computes once more in any case, as for tiles of
              the sequence; its products with weights then belong to the input half
     """
@@ -41,11 +42,17 @@ class LayerFlops:
     weights: float = 0.0
     scores: float = 0.0
     again: float = 0.0
+    frozen: float = 0.0
 
     @property
     def total(self) -> float:
         """FLOPs of products with and without weights."""
-        return self.weights + self.scores
+        return self.weights + self.scores + self.frozen
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of the forward: a third, and the half of products with frozen weights."""
+        return self.total / 3 + self.frozen / 6
 
 
 def no_products(seq_length: int, vocab_size: int) -> LayerFlops:

@@ -221,7 +221,14 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     if drop:
         kept = drop.kept_at(last_step(config), s)
         dropping = (drop.blocks, kept)
-    model = model_flops(config.model, batch, s, config.padded_vocab_size, *dropping)
+    model = model_flops(
+        config.model,
+        batch,
+        s,
+        config.padded_vocab_size,
+        *dropping,
+        adapters=config.adapters,
+    )
     whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"

@@ -16,11 +16,13 @@ from functools import cache
 import torch
 
 from ..config import RunConfig
+from ..config.options.adapter_choice import Adapters
 from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_batch_size
-from ..models import MODELS, Layer
+from ..models import Layer
 from ..mpu.context import ParallelContext
 from ..progress.token_drop import TokenDrop
+from .run_model import model_layers
 from .training_length import planned_steps
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets: (16-bit, fp32 without TF32).
@@ -44,10 +46,15 @@ DEVICE_PEAKS = {
 }
 
 
+NO_ADAPTERS = Adapters()
+
+
 @cache
-def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
+def layers_of(
+    model: ModelConfig, adapters: Adapters = NO_ADAPTERS
+) -> tuple[Layer, ...]:
     """The layers of a model on a single rank, not built."""
-    return tuple(MODELS[model.model](model, ParallelContext()))
+    return tuple(model_layers(model, adapters, ParallelContext()))
 
 
 def model_flops(
@@ -57,26 +64,28 @@ def model_flops(
     vocab_size: int,
     dropping: tuple[int, ...] = (),
     kept: int = 0,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> float:
     """FLOPs of one optimizer step over `samples` sequences. vocab_size: rows of the padded vocabulary.
 
     dropping: numbers of the blocks that see only `kept` tokens of each sequence
+    adapters: what is trained in place of the model's weights, if they are on
     """
     return samples * sum(
         count * layer.flops(kept if drops else seq_length, vocab_size).total
-        for layer, drops, count in _one_of_each_kind(model, dropping)
+        for layer, drops, count in _one_of_each_kind(model, adapters, dropping)
     )
 
 
 @cache
 def _one_of_each_kind(
-    model: ModelConfig, dropping: tuple[int, ...]
+    model: ModelConfig, adapters: Adapters, dropping: tuple[int, ...]
 ) -> tuple[tuple[Layer, bool, int], ...]:
     """(a layer, whether it drops tokens, number of such layers) for each kind."""
     layers = {}
     blocks = itertools.count()
     kinds = Counter()
-    for layer in layers_of(model):
+    for layer in layers_of(model, adapters):
         kind = layer.kind, layer.is_block and next(blocks) in dropping
         layers.setdefault(kind, layer)
         kinds[kind] += 1
@@ -115,8 +124,9 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
         samples += size
     # Tokens and FLOPs of all steps, as shares of those without dropping.
     dropping = len(drop.blocks)
+    adapters = config.adapters
     flops = sum(
-        model_flops(model, n, length, vocab, drop.blocks, kept)
+        model_flops(model, n, length, vocab, drop.blocks, kept, adapters)
         for kept, n in samples_at.items()
     )
     tokens = sum(
@@ -128,7 +138,7 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
         drop.kept_at(max(0, steps - 1), length),
         tokens,
         tokens / max(1, samples * drop.num_blocks * length),
-        flops / max(1.0, model_flops(model, samples, length, vocab)),
+        flops / max(1.0, model_flops(model, samples, length, vocab, adapters=adapters)),
     )
 
 

@@ -103,12 +103,15 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
     costs = {}
     for kind, layer in layers.items():
         flops = layer.flops(model.seq_length, vocab)
-        # scores have no weight half
-        third = flops.total / 3
+        # Scores and frozen weights have no weight half.
+        forward = flops.forward
         scores = flops.scores / 3
+        no_half = scores + flops.frozen / 2
         # What backward computes again by itself has the gradients of its weights in the same loop.
         cost = LayerCost(
-            third, third + scores + 2 * flops.again, third - scores - flops.again
+            forward,
+            forward + scores + 2 * flops.again,
+            max(0.0, forward - no_half - flops.again),
         )
         # With recompute_num_layers only the first blocks of each stage recompute; before the cut they are
         # unknown.

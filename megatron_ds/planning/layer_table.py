@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import RunConfig
-from ..models import MODELS, Layer
+from ..models import Layer
 from ..mpu.context import ParallelContext
+from .run_model import model_layers
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def layer_rows(
     model = config.model
     vocab = config.padded_vocab_size
     # Layers are described only: no weights are allocated.
-    layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
+    ctx = ParallelContext(device=torch.device("meta"))
+    layers = model_layers(model, config.adapters, ctx)
     rows: dict[str, LayerRow] = {}
     blocks = 0
     sizes: dict[str, int] = {}
@@ -57,14 +59,14 @@ def layer_rows(
             sizes[layer.kind] = _parameters(layer)
         flops = layer.flops(kept if drops else length, vocab)
         again = _recomputed(
-            config, layer, flops.total / 3, flops.scores / 3, layer is layers[-1]
+            config, layer, flops.forward, flops.scores / 3, layer is layers[-1]
         )
         name = layer.name if each else _kind_name(layer, drops)
         row = LayerRow(
             name,
             1,
             sizes[layer.kind],
-            samples * flops.total / 3,
+            samples * flops.forward,
             None if again is None else samples * again,
         )
         rows[name] = _joined(rows[name], row) if name in rows else row

@@ -8,6 +8,8 @@ import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
+from ..config.options.adapter_choice import Adapters
+from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_token_drop
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Recompute, SequenceSlice
@@ -69,12 +71,20 @@ def describe_layers(
         device=device
         or (torch.device("meta") if config.zero.stage == 3 else mesh.device),
     )
-    layers = MODELS[config.model.model](config.model, ctx)
-    if config.adapters.is_on:
-        layers = plugged("adapted layers")(layers, config.adapters, ctx)
+    layers = model_layers(config.model, config.adapters, ctx)
     if drop is None:
         return layers
     return plugged("token dropping layers")(layers, drop.blocks, ctx)
+
+
+def model_layers(
+    model: ModelConfig, adapters: Adapters, ctx: ParallelContext
+) -> list[Layer]:
+    """The layers of a model, not built, with the adapters that a run adds to them."""
+    layers = MODELS[model.model](model, ctx)
+    if not adapters.is_on:
+        return layers
+    return plugged("adapted layers")(layers, adapters, model, ctx)
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:

@@ -25,6 +25,7 @@ from ..pipeline.stage_bounds import count_stages, parse_layout, partition
 from ..zero.prediction import KEEP, RELEASE
 from ..zero.settings import ZeroSettings
 from .layer_costs import LayerCost, Times, estimated_times, layer_costs
+from .run_model import model_layers
 
 # Option of a schedule's function → the field of the config that gives it.
 SCHEDULE_OPTIONS = {
@@ -308,7 +309,8 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         model.vocab_size is None
     ):  # the tokenizer is read later; names do not depend on it
         model = replace(model, vocab_size=1)
-    layers = MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
+    ctx = ParallelContext(device=torch.device("meta"))
+    layers = model_layers(model, config.adapters, ctx)
     specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))

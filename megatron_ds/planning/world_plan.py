@@ -184,7 +184,7 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
     ]
     again = {
         None: lambda flops: flops.again,
-        "full": lambda flops: flops.total / 3,
+        "full": lambda flops: flops.forward,
         "selective": lambda flops: flops.scores / 3 + flops.again,
     }[train.recompute_granularity]
     most = (

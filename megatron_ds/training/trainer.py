@@ -306,7 +306,14 @@ class Trainer:
             layer_tokens=rows * self._layer_tokens(before.step, length),
         )
         dropping = (self.drop.blocks, kept) if self.drop else ()
-        flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
+        flops = model_flops(
+            self.config.model,
+            rows,
+            length,
+            self._vocab,
+            *dropping,
+            adapters=self.config.adapters,
+        )
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
         if (watched := places.writer()) is not None:
             watched.step(self.progress.step)

@@ -35,7 +35,6 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.registry import did_you_mean
 from megatron_ds.training.build import Replica, build_engine
-from megatron_ds.training.run_checkpoint import all_pieces
 from megatron_ds.training.samples import build_loaders, rearranged
 from megatron_ds.training.step import train_step
 
@@ -279,10 +278,10 @@ class MockCorpus:
 
 
 def _weight_boxes(engine):
+    # All weights, also those below adapters, which a checkpoint leaves out.
     coordinates = engine.mesh.coordinates
-    for piece in written_here(
-        (p for p in all_pieces(engine) if p.kind == "weight"), coordinates
-    ):
+    pieces = (*engine.optimizer.pieces(), *engine.step_state.pieces())
+    for piece in written_here((p for p in pieces if p.kind == "weight"), coordinates):
         for view in views(piece, coordinates):
             yield (
                 piece.spec.name,

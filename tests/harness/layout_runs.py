@@ -24,6 +24,8 @@ from megatron_ds.models.context_attention import SharedKeysAttention
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
+from megatron_ds.training.run_checkpoint import all_pieces
+from megatron_ds.zero.layout import ALIGN
 from tests.harness.late_messages import LateNetwork
 from tests.harness.layout_comparison import (
     difference,
@@ -45,10 +47,13 @@ class Seen:
     """One rank of a run."""
 
     layers: list[str]  # names of the parameters here, without the last word
+    saved: set[str]  # names of the weights in a checkpoint
     dtypes: set[torch.dtype]
     qkv_rows: set[int]  # of the projections' local weights
     dense_elements: int
     expert_elements: int
+    dense_trained: int  # of the elements, those that are not frozen
+    expert_trained: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -149,21 +154,32 @@ def stray(job: list[str], layout: str, steps: int = STEPS):
     return difference(run.merged, reference.merged, run.model), run
 
 
+def _elements(parameters) -> tuple[int, int]:
+    """(those of experts excepted, those of experts) of this rank, with the padding of each parameter's place."""
+    counts = [0, 0]
+    for p in parameters:
+        places = -(-p.numel() // ALIGN)
+        counts[".mlp.experts." in p.spec.name] += places * ALIGN
+    return tuple(counts)
+
+
 def look_at(engine) -> Seen:
     """What is there to see now, and hooks for what is to be seen during training."""
     memory = engine.optimizer.memory()
     blocks = [
         module for module in engine.modules.modules() if isinstance(module, Block)
     ]
-    experts = sum(
-        p.numel() for p in engine.parameters if ".mlp.experts." in p.spec.name
-    )
+    dense, experts = _elements(engine.parameters)
+    trained = _elements(p for p in engine.parameters if p.requires_grad)
     seen = Seen(
         layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
+        saved={p.spec.name for p in all_pieces(engine) if p.kind == "weight"},
         dtypes={p.dtype for p in engine.parameters},
         qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
-        dense_elements=sum(p.numel() for p in engine.parameters) - experts,
+        dense_elements=dense,
         expert_elements=experts,
+        dense_trained=trained[0],
+        expert_trained=trained[1],
         parameter_bytes=memory.parameters,
         gradient_bytes=memory.gradients,
         optimizer_bytes=memory.optimizer,

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...errors import ConfigError
-from ...models.layer import Layer
+from ...config.options.model_options import ModelConfig
+from ...models.block import dense_width
+from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
 from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -21,12 +22,72 @@ Place = tuple[nn.Module, str, nn.Module]
 
 
 def with_adapters(
-    layers: Sequence[Layer], settings: LoraConfig, ctx: ParallelContext
+    layers: Sequence[Layer],
+    settings: LoraConfig,
+    model: ModelConfig,
+    ctx: ParallelContext,
 ) -> list[Layer]:
     """The layers, whose weights are frozen, with the adapters of the options."""
-    return [
-        replace(layer, make=partial(_adapted, layer, settings, ctx)) for layer in layers
-    ]
+    experts = iter(model.experts)
+    adapted = []
+    for layer in layers:
+        channels = 0
+        if layer.is_block:
+            channels = adapted_channels(model, next(experts), settings.targets)
+        made = partial(_adapted, layer, settings, ctx)
+        flops = partial(_flops, layer, settings.lora_rank * channels)
+        adapted.append(replace(layer, make=made, flops=flops))
+    return adapted
+
+
+def _flops(
+    layer: Layer, weights_of_token: int, seq_length: int, vocab_size: int
+) -> LayerFlops:
+    """Those of the layer without the gradients of its weights, and those of its adapters.
+
+    weights_of_token: weights of adapters that a token is multiplied with
+    """
+    own = layer.flops(seq_length, vocab_size)
+    return replace(
+        own,
+        weights=6.0 * seq_length * weights_of_token,
+        frozen=own.weights * 2 / 3,
+    )
+
+
+def adapted_channels(model: ModelConfig, experts: int, targets: Sequence[str]) -> int:
+    """Channels into and out of the adapters that a token passes in a block; experts: 0 for a dense block."""
+    h = model.hidden_size
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.query_groups * model.head_dim
+    up = 2 if model.is_gated else 1
+    of_width = {
+        "linear_fc1": lambda f: h + up * f,
+        "linear_fc2": lambda f: f + h,
+        "gate_proj": lambda f: h + f,
+        "up_proj": lambda f: h + f,
+        "down_proj": lambda f: f + h,
+    }
+    of_attention = {
+        "linear_qkv": h + queries + 2 * keys,
+        "linear_proj": queries + h,
+        "q_proj": h + queries,
+        "k_proj": h + keys,
+        "v_proj": h + keys,
+        "o_proj": queries + h,
+    }
+    # A token passes the experts that its router chooses, and what all tokens pass.
+    widths = [model.ffn_size]
+    if experts:
+        widths = [model.expert_ffn_size] * model.moe_router_topk
+        widths += [width for width in (dense_width(model),) if width]
+    total = 0
+    for name in targets:
+        if name in of_attention:
+            total += of_attention[name]
+        else:
+            total += sum(map(of_width[name], widths))
+    return total
 
 
 def _adapted(

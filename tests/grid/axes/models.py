@@ -48,6 +48,11 @@ PARALLEL = {
     "--param-group": "*norm*:lr_factor=0.5",
 }
 
+# Adapters of whole layers, and of some of their rows. Half of their matrices begin at 0: an element whose gradient is
+# rounding alone must not move as far as others.
+LORA = {"--lora-rank": 3, "--lora-alpha": 6, "--adam-eps": 1e-4}
+LORA_ROWS = LORA | {"--lora-target-modules": "q_proj,v_proj,o_proj,down_proj"}
+
 
 def window(case: Case) -> dict:
     """A BERT sees tokens on both sides."""
@@ -67,8 +72,20 @@ def halves(shown: Shown) -> None:
 def heads(shown: Shown) -> None:
     """A BERT with two losses has the parts of both."""
     weights = shown.run.merged[1]
-    is_pair = shown.case["style"] == "bert" and shown.case["loss"] != "one head"
+    case = shown.case
+    is_pair = case["style"] == "bert" and case["loss"] != "one head"
     assert ("binary_head.weight" in weights) == is_pair
+
+
+def adapters(shown: Shown) -> None:
+    """Adapters alone are trained, and saved."""
+    names = shown.seen("saved")
+    of_adapters = {name for name in names if ".lora_" in name}
+    memories = {name for name in names if ".router." in name}
+    if shown.case["adapters"] == "none":
+        assert not of_adapters
+    else:
+        assert of_adapters and names == of_adapters | memories
 
 
 AXES = (
@@ -103,6 +120,17 @@ AXES = (
         ),
     ),
     Axis("block", {"plain": {}, "parallel": PARALLEL}, shows=halves),
+    Axis(
+        "adapters",
+        {"none": {}, "lora": LORA, "rows": LORA_ROWS},
+        # Muon and LAMB give rounding the size of the weights, which are 0 at first.
+        needs=(
+            lambda adapters, optimizer: (
+                adapters == "none" or optimizer not in ("muon", "lamb")
+            ),
+        ),
+        shows=adapters,
+    ),
     Axis("kernels", {"auto": {}, "torch": {"--kernels": "torch"}}),
     Axis(
         "dropout",

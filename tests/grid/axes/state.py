@@ -32,8 +32,11 @@ def bytes_of_state(shown: Shown) -> None:
     for kind, split_from, size in kinds:
         is_split = case["zero"] >= split_from
         parts = (data, data // case["ep"]) if is_split else (1, 1)
+        # Frozen weights are parameters alone.
+        has = "elements" if kind == "parameter" else "trained"
         expected = sum(
-            size * (seen.dense_elements / parts[0] + seen.expert_elements / parts[1])
+            size * getattr(seen, f"dense_{has}") / parts[0]
+            + size * getattr(seen, f"expert_{has}") / parts[1]
             for seen in shown.run.seen
         )
         held = sum(getattr(seen, f"{kind}_bytes") for seen in shown.run.seen)
