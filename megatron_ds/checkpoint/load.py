@@ -123,16 +123,18 @@ def load(
     coordinates: Coordinates,
     world: Group,
     kinds: Collection[str] | None = None,
+    exact: bool = True,
 ) -> None:
     """Fill the pieces, also tied copies, with the saved values, bit for bit; padding becomes zero.
 
     kinds   fill pieces of these kinds only ("weight", "exp_avg", ...); None means all
+    exact   refuse values of another dtype than the piece; otherwise they are rounded to it
 
     Collective over `world`. Raises the same CheckpointError on all ranks, listing each tensor that is missing
     or has another shape; no piece has been changed then.
     """
     wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
-    _fill(directory, step, wanted, coordinates, world, exact=True)
+    _fill(directory, step, wanted, coordinates, world, exact)
 
 
 def load_weights(

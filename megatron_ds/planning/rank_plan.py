@@ -160,6 +160,7 @@ def plan_rank(
         settings.grad_dtype.itemsize,
         lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
         settings.update_rule.keeps_masters,
+        settings.frozen_masters,
     )
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)

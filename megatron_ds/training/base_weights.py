@@ -106,6 +106,7 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
         coordinates=mesh.coordinates,
         world=mesh.group("world"),
         kinds=(WEIGHT,),
+        exact=False,  # frozen weights in 16 bits have no fp32 copies
     )
     engine.optimizer.after_load()
     if mesh.rank == 0:

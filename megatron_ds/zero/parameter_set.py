@@ -220,9 +220,12 @@ class SetMaker:
         values = [store.values_of(piece) for piece in pieces]
         lows = [None] * len(pieces)
         masters = None
-        if values and (
-            values[0].dtype != torch.float32 or self.settings.update_rule.keeps_masters
-        ):
+        settings = self.settings
+        is_wide = bool(values) and values[0].dtype == torch.float32
+        needs_masters = not is_wide or settings.update_rule.keeps_masters
+        if plan.frozen and not settings.frozen_masters:
+            needs_masters = False
+        if values and needs_masters:
             lows = values
             masters = huge_page_zeros(
                 sum(v.numel() for v in values), device=self.device

@@ -74,12 +74,14 @@ class ElementBytes:
     """Sizes per element.
 
     state_tensors: name of a parameter → number of fp32 optimizer tensors. keeps_masters: also of fp32 weights
+    frozen_masters: also of frozen weights
     """
 
     parameter: int
     gradient: int = FP32_BYTES
     state_tensors: Callable[[str], int] = lambda name: 2
     keeps_masters: bool = False
+    frozen_masters: bool = True
 
     @property
     def master(self) -> int:
@@ -96,8 +98,11 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
         // {None: 1, "dp": plan.layout.shards, "inner": plan.inner}[axis]
     )
     masters = states = 0
+    master = sizes.master
+    if plan.frozen and not sizes.frozen_masters:
+        master = 0
     for piece in _updated(plan, shard):
-        masters += piece.padded_numel * sizes.master
+        masters += piece.padded_numel * master
         if not plan.frozen:
             # Of a whole tensor the optimizer sees no padding.
             numel = piece.stop - piece.start if plan.whole else piece.padded_numel

@@ -84,6 +84,7 @@ class ZeroSettings:
     offload          where state is kept that is not on the device
     unused           what an update does with parameters that a rank has not used (unused.py)
     checksums        keep a checksum of the gradients of each rank
+    frozen_masters   frozen weights in 16 bits have fp32 masters, which a checkpoint keeps
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -104,6 +105,7 @@ class ZeroSettings:
     offload: OffloadSettings = OffloadSettings()
     unused: Rule = "same"
     checksums: bool = False
+    frozen_masters: bool = True
 
     @classmethod
     def from_config(
@@ -137,6 +139,7 @@ class ZeroSettings:
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
             checksums=config.train.rerun_bad_steps,
+            frozen_masters=not config.adapters.is_on,
         )
 
     def __post_init__(self):

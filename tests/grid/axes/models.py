@@ -1,10 +1,13 @@
 """What a model computes."""
 
+from collections.abc import Callable
+
 import torch
 
 from tests.harness.covering import Case
 
 from .axis import Axis, Shown
+from .optimizers import STEADY
 
 NORMED = {
     "--qk-layernorm": "",
@@ -48,10 +51,14 @@ PARALLEL = {
     "--param-group": "*norm*:lr_factor=0.5",
 }
 
-# Adapters of whole layers, and of some of their rows. Half of their matrices begin at 0: an element whose gradient is
-# rounding alone must not move as far as others.
-LORA = {"--lora-rank": 3, "--lora-alpha": 6, "--adam-eps": 1e-4}
+# Adapters of whole layers, and of some of their rows.
+LORA = {"--lora-rank": 3, "--lora-alpha": 6}
 LORA_ROWS = LORA | {"--lora-target-modules": "q_proj,v_proj,o_proj,down_proj"}
+
+
+def lora(options: dict) -> Callable[[Case], dict]:
+    """Half of the matrices begin at 0: an element whose gradient is rounding alone must not move as far as others."""
+    return lambda case: options if case["optimizer"] == "adagrad" else options | STEADY
 
 
 def window(case: Case) -> dict:
@@ -122,7 +129,7 @@ AXES = (
     Axis("block", {"plain": {}, "parallel": PARALLEL}, shows=halves),
     Axis(
         "adapters",
-        {"none": {}, "lora": LORA, "rows": LORA_ROWS},
+        {"none": {}, "lora": lora(LORA), "rows": lora(LORA_ROWS)},
         # Muon and LAMB give rounding the size of the weights, which are 0 at first.
         needs=(
             lambda adapters, optimizer: (
