@@ -20,6 +20,7 @@ PLUGINS = {
     "moved modules": "compat.moved_modules:MovedFinder",
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
+    "adapter targets": "extensions.lora.targets:TARGETS",
     "attention layouts": "extensions.sparse_layouts.layer_layouts:LAYOUTS",
     "attention options": "extensions.sparse_layouts.sparse_options:SparseOptions",
     "attention rules": "extensions.sparse_layouts.sparse_rules:SPARSE_RULES",

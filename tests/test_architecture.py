@@ -74,6 +74,7 @@ WITHOUT_TORCH = (
     "progress.token_drop",
     "progress.sequence_lengths",
     "extensions.data_efficiency.data_efficiency_rules",
+    "extensions.lora.lora_rules",
     "extensions.onebit.onebit_rules",
     "extensions.sparse_layouts.sparse_rules",
     "version",

@@ -1,0 +1,185 @@
+"""Adapters in the names of peft, whose folders `PeftModel.from_pretrained` reads and `save_pretrained` writes.
+
+    ours                                        peft's
+    …linear_qkv.0.lora_a.weight  [r, h]         base_model.model.…q_proj.lora_A.weight   [r, h]
+    …linear_qkv.0.lora_b.weight  [n d, r]       base_model.model.…q_proj.lora_B.weight   [n d, r]
+    …linear_qkv.lora_a.weight    [r, h]         …c_attn.lora_A.weight; where their model has q_proj, k_proj and
+                                                v_proj, each gets the whole A and its rows of B
+
+Which modules a layer of ours is, and how its rows are packed, are those of the family of the model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....config.options.model_options import ModelConfig
+from ....errors import CheckpointError
+from ....plugins import plugged
+from ..family import Family, TensorMapping, entries_of
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+A, B = "lora_a", "lora_b"
+THEIRS = {A: "lora_A", B: "lora_B"}
+LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+PROBE = 7  # columns of a tensor that shows whether a packing transposes
+# Values of keys that change what an adapter computes; other values are refused.
+PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "trainable_token_indices": None,
+    "lora_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer of ours, and the modules that it is in the other model.
+
+    entry    of its weight
+    name     of the layer
+    modules  names of theirs, in the order of the rows that they have
+    """
+
+    entry: TensorMapping
+    model: ModelConfig
+
+    @property
+    def name(self) -> str:
+        """Our name of the layer."""
+        return self.entry.ours.removesuffix(".weight")
+
+    @property
+    def modules(self) -> list[str]:
+        """Their names of the layer's modules."""
+        return [name.removesuffix(".weight") for name in self.entry.theirs]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether their weights are [in, out]."""
+        rows = self.entry.spec.shape[0]
+        shapes = self.entry.packing.shapes((rows, PROBE), self.model)
+        return shapes[0][0] == PROBE
+
+    def our_rows(self, theirs: torch.Tensor) -> torch.Tensor:
+        """B of their only module → B with our rows."""
+        given = theirs.t() if self.is_transposed else theirs
+        return self.entry.packing.to_ours([given], self.model).contiguous()
+
+    def their_rows(self, ours: torch.Tensor) -> list[torch.Tensor]:
+        """B with our rows → B of each module."""
+        parts = self.entry.packing.to_theirs(ours, self.model)
+        if self.is_transposed:
+            parts = [part.t() for part in parts]
+        return [part.contiguous() for part in parts]
+
+
+def adapted_layers(family: Family, model: ModelConfig) -> Iterator[AdaptedLayer]:
+    """The layers of a model that may have adapters, but those of experts."""
+    for entry in entries_of(family, model):
+        layer, _, leaf = entry.ours.rpartition(".")
+        is_linear = leaf == "weight" and layer.rpartition(".")[2] in LAYERS
+        if is_linear and len(entry.spec.shape) == 2:
+            yield AdaptedLayer(entry, model)
+
+
+def from_peft(
+    tensors: Mapping[str, torch.Tensor], family: Family, model: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter by our names. Raises CheckpointError for those that no layer of the model has."""
+    left = dict(tensors)
+    found = {}
+    for layer in adapted_layers(family, model):
+        modules = layer.modules
+        for part, module in enumerate(modules):
+            given = {
+                leaf: left.pop(f"{PREFIX}{module}.{word}.weight", None)
+                for leaf, word in THEIRS.items()
+            }
+            if given[A] is None or given[B] is None:
+                continue
+            if len(modules) == 1:
+                found[f"{layer.name}.{A}.weight"] = given[A]
+                found[f"{layer.name}.{B}.weight"] = layer.our_rows(given[B])
+            else:
+                found[f"{layer.name}.{part}.{A}.weight"] = given[A]
+                found[f"{layer.name}.{part}.{B}.weight"] = given[B]
+    if left:
+        raise CheckpointError(
+            f"the adapter has tensors that no linear layer of the model has: {', '.join(sorted(left)[:5])}. Layers of "
+            "attention and of dense feed-forwards can have adapters; merge others with peft's merge_and_unload."
+        )
+    return found
+
+
+def to_peft(
+    tensors: Mapping[str, torch.Tensor], family: Family, model: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter by peft's names. Raises CheckpointError for adapters that it has no names for."""
+    left = dict(tensors)
+    found = {}
+    for layer in adapted_layers(family, model):
+        a = left.pop(f"{layer.name}.{A}.weight", None)
+        b = left.pop(f"{layer.name}.{B}.weight", None)
+        pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+        if a is not None:
+            pairs = [(a, rows) for rows in layer.their_rows(b)]
+        else:
+            pairs = [
+                tuple(
+                    left.pop(f"{layer.name}.{part}.{leaf}.weight", None)
+                    for leaf in (A, B)
+                )
+                for part in range(len(layer.modules))
+            ]
+        for module, (down, up) in zip(layer.modules, pairs):
+            if down is not None:
+                found[f"{PREFIX}{module}.{THEIRS[A]}.weight"] = down
+                found[f"{PREFIX}{module}.{THEIRS[B]}.weight"] = up
+    if left:
+        raise CheckpointError(
+            f"peft has no name for {', '.join(sorted(left)[:5])}: adapters of experts are of this package alone. Add "
+            "them to the weights with megatron-ds merge-adapter, and convert those."
+        )
+    return found
+
+
+def check_config(config: Mapping[str, Any], place: object) -> None:
+    """Raises CheckpointError for settings of adapters that are not computed here."""
+    odd = [
+        f"{key}={config[key]!r}"
+        for key, plain in PLAIN.items()
+        if key in config and config[key] not in (plain, None)
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{place}: {', '.join(odd)} is not computed by this package's adapters. Merge the adapter with peft's "
+            "merge_and_unload, and give the folder of the whole model."
+        )
+
+
+def targets_of(modules: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
+    """The words of --lora-target-modules for modules by their last names."""
+    words = []
+    for layer in layers:
+        kind = layer.name.rpartition(".")[2]
+        for part, module in enumerate(layer.modules):
+            if module.rpartition(".")[2] not in modules:
+                continue
+            whole = len(layer.modules) == 1
+            words += [
+                word
+                for word, target in plugged("adapter targets").items()
+                if target.layer == kind and target.part == (None if whole else part)
+            ][:1]
+    return list(dict.fromkeys(words))
