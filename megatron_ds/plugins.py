@@ -13,6 +13,7 @@ from typing import Any
 # name → "module below megatron_ds:object in it"
 PLUGINS = {
     "adapted layers": "extensions.lora.adapted_layers:with_adapters",
+    "adapter merge": "extensions.lora.merging:merged",
     "adapter options": "extensions.lora.lora_options:LoraConfig",
     "adapter rules": "extensions.lora.lora_rules:LORA_RULES",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",

@@ -55,6 +55,7 @@ FLAGS = {
     "allow_missing": "--allow-missing",
     "allow_unused": "--allow-unused",
     "qkv_packing": "--qkv-packing",
+    "base": "--base",
 }
 OF_VERIFY = {"vocab_size", "qkv_packing"}  # also used to read what was written
 
@@ -148,6 +149,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record "
         "it",
     )
+    add(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="the weights beside which the adapters of --load were trained (default: the folder that they name)",
+    )
     add("--no-optim", action="store_true", help="convert weights only")
     add(
         "--verify",
@@ -204,6 +211,7 @@ def main(args: argparse.Namespace) -> int:
         tuple(args.allow_unused),
         args.no_optim,
         args.qkv_packing,
+        args.base,
     )
     check_used(wishes, source, target, args.verify)
     # The bar counts the bytes of the source's tensors.

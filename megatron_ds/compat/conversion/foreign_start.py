@@ -31,7 +31,7 @@ from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
 from .family import model_of
-from .files.stored_tensor import LogicalCheckpoint
+from .files.stored_tensor import LogicalCheckpoint, Tensors
 from .filling import fill, plan_filling
 from .formats import Wishes, detected, format_of
 from .own_format import ORIGIN, source_in
@@ -127,6 +127,7 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
     )
     found = format_of(name).read(Path(config.checkpoint.load), wishes)
     check_foreign(found, config.model, config.checkpoint.finetune)
+    _check_adapters(found, config)
     return found
 
 
@@ -175,7 +176,7 @@ def load_foreign(
     plans = []
     gather_from_all_ranks(
         mesh.group("world"),
-        lambda: plans.append(plan_filling(pieces, found.tensors, kinds)),
+        lambda: plans.append(plan_filling(pieces, _tensors(found), kinds)),
         **failing,
     )
     on_all_ranks(
@@ -205,6 +206,38 @@ def load_foreign(
             time.perf_counter() - begin,
         )
     return progress
+
+
+def _tensors(found: LogicalCheckpoint) -> Tensors:
+    """The tensors of the files, and adapters, which a run with adapters loads in place of the weights."""
+    if found.adapters is None:
+        return found.tensors
+    weights = {**found.tensors[WEIGHT], **found.adapters.tensors}
+    return {**found.tensors, WEIGHT: weights}
+
+
+def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
+    """Raises CheckpointError if a run with adapters loads others, or none."""
+    if not config.adapters.is_on or not config.checkpoint.load:
+        return
+    if config.checkpoint.finetune and config.checkpoint.pretrained_checkpoint:
+        return  # the frozen weights
+    adapters = found.adapters
+    if adapters is None:
+        raise CheckpointError(
+            f"--load {found.folder} holds the weights of a whole model, and a run with --lora-rank loads adapters. "
+            f"Give --pretrained-checkpoint {found.folder} in place of --load."
+        )
+    theirs = {
+        "rank": adapters.rank,
+        "scale": adapters.scale,
+        "targets": list(adapters.targets),
+    }
+    if differing := differences(theirs, config.adapters.identity()):
+        raise CheckpointError(
+            f"--load {found.folder} holds other adapters: {'; '.join(differing)}. Give --lora-rank, --lora-alpha and "
+            "--lora-target-modules of these."
+        )
 
 
 def origin_of(

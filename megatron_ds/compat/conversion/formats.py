@@ -25,6 +25,7 @@ class Wishes:
     tensor_parallel, pipeline_parallel    sizes of a written layout, for formats whose files have one
     allow_missing, allow_unused           names of tensors that are not errors; patterns of fnmatch
     weights_only   without optimizer state and progress
+    base           folder of the weights beside which adapters were trained; None: the one that they name
     qkv_packing    of Megatron-DeepSpeed's query_key_value: "heads" or "thirds"; None: not known
     done           called with the bytes of each tensor of the source that was converted
     """
@@ -41,6 +42,7 @@ class Wishes:
     allow_unused: tuple[str, ...] = ()
     weights_only: bool = False
     qkv_packing: str | None = None
+    base: Path | None = None
     done: Callable[[int], object] = lambda count: None
 
 
@@ -71,6 +73,7 @@ class Format:
 # name → module of this package and the format's name in it. `detected` tries them in this order.
 FORMATS: dict[str, str] = {
     "megatron_ds": "own_format.FORMAT",
+    "peft": "huggingface.peft_format.FORMAT",
     "huggingface": "huggingface.huggingface_format.FORMAT",
     "deepspeed-universal": "deepspeed.deepspeed_format.UNIVERSAL_FORMAT",
     "deepspeed": "deepspeed.deepspeed_format.FORMAT",

@@ -38,10 +38,17 @@ from ...errors import CheckpointError, ConfigError, DataError
 from ...models.model_identity import model_identity
 from ...mpu.group import solo
 from ...mpu.param_spec import Init, ParamSpec
+from .adapter_tensors import with_adapters
 from .family import listing, model_of
 from .files.read_ahead import ReadAhead
-from .files.stored_tensor import WEIGHT, LogicalCheckpoint, StoredProgress, StoredTensor
-from .formats import Format, Wishes
+from .files.stored_tensor import (
+    WEIGHT,
+    AdapterTensors,
+    LogicalCheckpoint,
+    StoredProgress,
+    StoredTensor,
+)
+from .formats import Format, Wishes, detected
 from .run_values import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
@@ -67,7 +74,10 @@ def detect(folder: Path) -> bool:
 
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """The checkpoint of `wishes.iteration`, or the latest. Raises CheckpointError."""
+    """The checkpoint of `wishes.iteration`, or the latest; one of adapters with the weights below them.
+
+    Raises CheckpointError.
+    """
     from ...checkpoint.index import read_index
 
     # run.json records the configuration and the model.
@@ -95,6 +105,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         if kind == WEIGHT or not wishes.weights_only
     }
     # Training options are kept if the run set them.
+    if "adapters" in run["identity"]:
+        return _with_base(folder, run, tensors[WEIGHT], wishes)
     has_state = len(tensors) > 1
     training = {
         path: config.get(path)
@@ -112,6 +124,30 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         source=source_in(run),
         tokenizer_type=config.data.tokenizer_type,
     )
+
+
+def _with_base(
+    folder: Path, run: Mapping, adapters: Mapping[str, StoredTensor], wishes: Wishes
+) -> LogicalCheckpoint:
+    """The model of a run with adapters: its frozen weights, and the adapters in the folder."""
+    require(run, folder, "identity.adapters.rank", "identity.adapters.scale")
+    named = run.get("base", {}).get("folder")
+    base = wishes.base or (named and Path(named))
+    if not base or not base.is_dir():
+        raise CheckpointError(
+            f"{folder} holds adapters, which were trained beside the weights in {named or 'no folder'}: that is not "
+            "there. Give the folder of these weights with --base."
+        )
+    about = run["identity"]["adapters"]
+    step = run.get("base", {}).get("step")
+    format = detected(base)
+    found = format.read(base, replace(wishes, iteration=step, weights_only=True))
+    specs = {spec.name: spec for spec in specs_of(model_of(found.model, base))}
+    own = {name: t for name, t in adapters.items() if name not in specs}
+    tensors = AdapterTensors(
+        own, about["rank"], about["scale"], tuple(about.get("targets", ())), base
+    )
+    return with_adapters(found, tensors, specs)
 
 
 def source_in(run: Mapping) -> dict[str, Any]:
@@ -304,6 +340,6 @@ FORMAT = Format(
     detect,
     read,
     write,
-    reads=("iteration",),
+    reads=("iteration", "base"),
     writes=("dtype",),
 )

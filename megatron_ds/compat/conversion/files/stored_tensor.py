@@ -76,6 +76,18 @@ def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tens
 
 
 @dataclass(frozen=True)
+class AdapterTensors:
+    """tensors: by our names. rank, scale, targets: as --lora-rank and the others give them. base: folder of the
+    frozen weights."""
+
+    tensors: Mapping[str, StoredTensor]
+    rank: int
+    scale: float
+    targets: tuple[str, ...]
+    base: Path
+
+
+@dataclass(frozen=True)
 class StoredProgress:
     """How far the training is that wrote the files. None where they do not record it.
 
@@ -131,6 +143,7 @@ class LogicalCheckpoint:
     ignored     stored objects that are not used
     unused      tensors that no row of the family's table names
     notes       sentences on settings of the source that a run does not follow
+    adapters    those that are part of the weights, apart from them; None without adapters
     """
 
     folder: Path
@@ -145,3 +158,4 @@ class LogicalCheckpoint:
     unused: tuple[str, ...] = ()
     tokenizer_type: str | None = None
     notes: tuple[str, ...] = ()
+    adapters: AdapterTensors | None = None

@@ -87,11 +87,9 @@ def check_adapter(folder: Path) -> None:
     """Raises CheckpointError if the folder holds an adapter, alone or beside a model."""
     if found := adapter_files(folder):
         raise CheckpointError(
-            f"{folder} holds an adapter ({found[0]}), whose weights are added to those of "
-            "a model; this package does not read it. Merge it first, with peft: "
-            "AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload()"
-            ".save_pretrained(MERGED), and give MERGED. To use a model beside it without "
-            "the adapter, remove the files of the adapter."
+            f"{folder} holds an adapter ({found[0]}), whose weights are added to those of a model. Read it as that: "
+            "--from peft (--load-format peft in training). To use a model beside it without the adapter, remove the "
+            "files of the adapter."
         )
 
 
