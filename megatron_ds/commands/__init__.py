@@ -101,6 +101,9 @@ COMMANDS: dict[str, Command] = {
     "upcycle": _alone(
         "upcycle_checkpoint", "make a checkpoint with experts from a dense one"
     ),
+    "merge-adapter": _alone(
+        "merge_adapter", "add adapters to the weights beside which they were trained"
+    ),
     "verify": _alone("verify_checkpoint", "compare a checkpoint with its checksums"),
     "longest-sequence": Command(
         "find_longest_sequence", "find the longest sequence that fits the memory"

@@ -105,7 +105,8 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         raise CheckpointError(f"{folder} is not empty. Give a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     values = {
-        key: value.to(torch.float32).contiguous() for key, value in tensors.items()
+        key: value.to(torch.float32, copy=True).contiguous()
+        for key, value in tensors.items()
     }
     save_file(values, folder / WEIGHTS, metadata={"format": "pt"})
     write_durably(folder / CONFIG, json.dumps(settings, indent=1))
