@@ -8,13 +8,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from ...errors import CheckpointError
 from ...mpu.param_spec import ParamSpec
 from ...plugins import plugged
-from .files.stored_tensor import WEIGHT, AdapterTensors, LogicalCheckpoint, StoredTensor
+from .files.stored_tensor import (
+    WEIGHT,
+    AdapterTensors,
+    LogicalCheckpoint,
+    StoredProgress,
+    StoredTensor,
+)
 
 NAME = re.compile(r"(?P<layer>.+?)(\.(?P<part>\d+))?\.lora_(?P<leaf>[ab])\.weight")
 Pairs = Mapping[int | None, tuple[StoredTensor, StoredTensor]]
@@ -43,10 +50,12 @@ def with_adapters(
     base: LogicalCheckpoint,
     adapters: AdapterTensors,
     specs: Mapping[str, ParamSpec],
+    folder: Path,
 ) -> LogicalCheckpoint:
     """The whole model: weights of the base, to which adapters are added when they are read.
 
-    specs: of the model's weights. Raises CheckpointError for adapters of layers that the base lacks.
+    specs: of the model's weights. folder: of the adapters. Raises CheckpointError for adapters of layers that the
+    base lacks.
     """
     weights = dict(base.tensors[WEIGHT])
     for layer, pairs in of_layers(adapters).items():
@@ -55,7 +64,14 @@ def with_adapters(
             raise CheckpointError(f"{base.folder} has no {name}, which has an adapter.")
         read = partial(_sum, weights[name], specs[name], pairs, adapters.scale)
         weights[name] = replace(weights[name], dtype=torch.float32, read=read)
-    return replace(base, tensors={WEIGHT: weights}, optimizer=None, adapters=adapters)
+    return replace(
+        base,
+        folder=folder,
+        tensors={WEIGHT: weights},
+        progress=StoredProgress(),
+        optimizer=None,
+        adapters=adapters,
+    )
 
 
 def _sum(

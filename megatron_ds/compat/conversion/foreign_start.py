@@ -79,6 +79,7 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
         vocab_size=given.get("model.vocab_size"),
         weights_only=True,
         qkv_packing=given.get("checkpoint.qkv_packing"),
+        base=_base(given.get("checkpoint.pretrained_checkpoint"), load),
     )
     # The folder is read for the options of its model; its tensors stay on disk.
     checkpoint = format_of(name).read(Path(load), wishes)
@@ -124,11 +125,17 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
         vocab_size=config.model.vocab_size,
         weights_only=without_state,
         qkv_packing=config.checkpoint.qkv_packing,
+        base=_base(config.checkpoint.pretrained_checkpoint, config.checkpoint.load),
     )
     found = format_of(name).read(Path(config.checkpoint.load), wishes)
     check_foreign(found, config.model, config.checkpoint.finetune)
     _check_adapters(found, config)
     return found
+
+
+def _base(pretrained: str | None, load: str) -> Path | None:
+    """The folder of the weights below the adapters in --load."""
+    return None if pretrained in (None, load) else Path(pretrained)
 
 
 def check_foreign(
@@ -225,18 +232,18 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
     adapters = found.adapters
     if adapters is None:
         raise CheckpointError(
-            f"--load {found.folder} holds the weights of a whole model, and a run with --lora-rank loads adapters. "
-            f"Give --pretrained-checkpoint {found.folder} in place of --load."
+            f"--load {config.checkpoint.load} holds the weights of a whole model, and a run with --lora-rank loads "
+            f"adapters. Give --pretrained-checkpoint {config.checkpoint.load} in place of --load."
         )
     theirs = {
         "rank": adapters.rank,
         "scale": adapters.scale,
-        "targets": list(adapters.targets),
+        "targets": sorted(adapters.targets),
     }
     if differing := differences(theirs, config.adapters.identity()):
         raise CheckpointError(
-            f"--load {found.folder} holds other adapters: {'; '.join(differing)}. Give --lora-rank, --lora-alpha and "
-            "--lora-target-modules of these."
+            f"--load {config.checkpoint.load} holds other adapters: {'; '.join(differing)}. Give "
+            "--lora-rank, --lora-alpha and --lora-target-modules of these."
         )
 
 

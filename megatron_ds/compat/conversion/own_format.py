@@ -147,7 +147,7 @@ def _with_base(
     tensors = AdapterTensors(
         own, about["rank"], about["scale"], tuple(about.get("targets", ())), base
     )
-    return with_adapters(found, tensors, specs)
+    return with_adapters(found, tensors, specs, folder)
 
 
 def source_in(run: Mapping) -> dict[str, Any]:

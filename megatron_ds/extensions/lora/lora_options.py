@@ -50,16 +50,21 @@ class LoraConfig(Adapters):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names of the targets, in the order of the table, each once."""
+        """The names of the targets, in the order of the table, each target once and by its first name."""
         given = self.lora_target_modules
         if ALL_LINEAR in given:
             given = (*given, *LAYERS)
-        return tuple(name for name in TARGETS if name in given)
+        chosen = {TARGETS[name] for name in given if name != ALL_LINEAR}
+        names = {}
+        for name, target in TARGETS.items():
+            if target in chosen:
+                names.setdefault(target, name)
+        return tuple(names.values())
 
     def identity(self) -> dict[str, Any]:
         """Rank, factor and targets of the adapters."""
         return {
             "rank": self.lora_rank,
             "scale": self.scale,
-            "targets": list(self.targets),
+            "targets": sorted(self.targets),
         }

@@ -16,10 +16,8 @@ from ..adapter_tensors import adapters_in_memory, with_adapters
 from ..family import entries_of, model_of
 from ..files.safetensors_reader import read_json
 from ..files.stored_tensor import AdapterTensors, LogicalCheckpoint
-from ..formats import Format, Wishes
-from .huggingface_families import FAMILIES
+from ..formats import Format, Wishes, detected
 from .huggingface_format import family_for
-from .huggingface_format import read as read_model
 from .peft_adapter import (
     CONFIG,
     WEIGHTS,
@@ -55,9 +53,9 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             f"{folder / CONFIG} names the model {named}, which is no folder on this machine. Give its folder with "
             "--base."
         )
-    found = read_model(base, wishes)
-    family = FAMILIES[found.source["family"]]
+    found = detected(base).read(base, wishes)
     model = model_of(found.model, base)
+    family = family_for(found, model, wishes)
     tensors = from_peft(load_file(weights), family, model)
     rank = int(config["r"])
     modules = config.get("target_modules") or ()
@@ -70,7 +68,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         base,
     )
     specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
-    return with_adapters(found, adapters, specs)
+    return with_adapters(found, adapters, specs, folder)
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:

@@ -1,0 +1,139 @@
+"""Runs that train adapters: what they save, continue and refuse; what is planned of them; whole models of them."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_ds.checkpoint.index import read_index
+from megatron_ds.config import parse
+from megatron_ds.planning.flops import layers_of, model_flops
+from tests.harness.pretraining import MOCK, losses, run_pretrain, train
+from tests.harness.tiny_jobs import tiny_job
+from tests.planning.test_rank_plan import check
+
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+).split()
+LORA = ["--lora-rank", "2", "--lora-alpha", "8", "--lr", "1e-2"]
+JOB = [*MOCK, *LLAMA, "--lr-decay-iters", "9"]
+
+
+def steps(number: int) -> list[str]:
+    return ["--train-iters", str(number)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    """A folder with the weights of two steps."""
+    folder = str(tmp_path_factory.mktemp("base"))
+    train(1, [*JOB, *steps(2), "--save", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> str:
+    """A folder with the adapters of two steps."""
+    folder = str(tmp_path_factory.mktemp("adapter"))
+    words = [*JOB, *LORA, *steps(2), "--pretrained-checkpoint", base]
+    train(1, [*words, "--save", folder])
+    return folder
+
+
+def test_adapters_alone_are_saved_and_continue_at_another_layout(
+    base, adapter, tmp_path
+):
+    words = [*JOB, *LORA, *steps(4), "--pretrained-checkpoint", base]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(1, [*words, "--save", whole])
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    train(2, [*words, *layout, "--load", adapter, "--save", parts])
+    continued = losses(parts)
+    assert continued.keys() == {3, 4}
+    expected = {step: losses(whole)[step] for step in continued}
+    assert continued == pytest.approx(expected, rel=1e-6)
+    index = read_index(parts / "iter_0000004")
+    names = {key.partition("/")[2] for key in index.state_dict_metadata}
+    assert names and all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        ([*LORA, "--load", "{base}"], "Give --pretrained-checkpoint"),
+        (["--load", "{adapter}"], "holds adapters of rank 2"),
+        (
+            [*LORA, "--lora-rank", "3", "--load", "{adapter}"]
+            + ["--pretrained-checkpoint", "{base}"],
+            "rank: checkpoint 2, this run 3",
+        ),
+        ([*LORA, "--load", "{adapter}"], "this run has initial weights"),
+    ],
+)
+def test_what_does_not_fit_is_refused(base, adapter, words, problem):
+    given = [word.format(base=base, adapter=adapter) for word in words]
+    [ended] = run_pretrain(1, [*JOB, *steps(3), *given])
+    assert ended.code == 2
+    assert problem in ended.err, ended.err
+
+
+def test_a_command_starts_from_pretrained_weights_and_then_continues_its_own(
+    base, tmp_path
+):
+    own, whole = tmp_path / "own", tmp_path / "whole"
+    words = [*JOB, "--pretrained-checkpoint", base, "--save", own, "--load", own]
+    train(1, [*words, *steps(1)])
+    train(1, [*words, *steps(2)])
+    train(1, [*JOB, *steps(2), "--load", base, "--finetune", "--save", whole])
+    assert losses(own) == losses(whole)
+
+
+def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
+    import peft
+    import transformers
+
+    from megatron_ds.commands.convert_checkpoint import run_tool as convert
+    from megatron_ds.commands.merge_adapter import run_tool as merge
+
+    whole, parts, base = (str(tmp_path / name) for name in ("whole", "peft", "base"))
+    merge(["--load", adapter, "--save", whole, "--to", "huggingface"])
+    convert(["--load", adapter, "--save", parts, "--to", "peft"])
+    named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    convert(["--load", named["base_model_name_or_path"], "--save", base])
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        merged = read(whole)(tokens).logits
+        plain = read(base)(tokens).logits
+        theirs = peft.PeftModel.from_pretrained(read(base), parts)(tokens).logits
+    assert (merged - plain).abs().max() > 1e-2
+    assert (merged - theirs).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------ plans
+@pytest.mark.parametrize(
+    "layout", ["tp=2,sp=1,pp=2", "dp=2,zero=3", "tp=2,dp=2,zero=1", "cp=2,zero=2"]
+)
+def test_every_rank_sends_and_holds_what_was_planned(layout):
+    job = tiny_job("llama", "bf16", True, 0.0, 2, 12, 2)
+    check(
+        [*job, "--lora-rank", "2", "--lora-target-modules", "q_proj,linear_fc2"], layout
+    )
+
+
+def test_gradients_of_frozen_weights_are_no_flops():
+    """Forward and the gradient of the input: 4 of 6 FLOPs of a weight; 6 of each weight of an adapter."""
+    words = [*MOCK, *LLAMA, "--vocab-size", "60"]
+    plain = parse(words)
+    with_lora = parse([*words, "--lora-rank", "2"])
+    model = plain.model
+    adapters = with_lora.adapters
+    whole = model_flops(model, 1, 16, 61)
+    scores = sum(layer.flops(16, 61).scores for layer in layers_of(model))
+    h, kv, f = 32, 16, model.ffn_size
+    channels = (h + h + 2 * kv) + 2 * h + (h + 2 * f) + (f + h)
+    expected = (whole - scores) * 2 / 3 + scores + 6 * 16 * 2 * 2 * channels
+    assert model_flops(model, 1, 16, 61, adapters=adapters) == pytest.approx(expected)
