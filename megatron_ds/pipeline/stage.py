@@ -82,6 +82,7 @@ class Stage:
         self.per_token = per_token
         self.live: dict[int, _Live] = {}
         self.entries: list[Entry] = []
+        self._entered = 0  # the layer that a backward has reached
 
     def forward(
         self, microbatch: int, batch: Batch, x: Tensor | None, scale: float
@@ -209,14 +210,17 @@ class Stage:
         """Backward has gone from module i + 1 to module i."""
         self.hooks.leave(i + 1, True)
         self.hooks.enter(i, True)
+        self._entered = i
 
     @contextmanager
     def _layers_in_backward(self) -> Iterator[None]:
         if self.hooks.enter is not None:
             self.hooks.enter(len(self.modules) - 1, True)
+            self._entered = len(self.modules) - 1
         yield
         if self.hooks.leave is not None:
-            self.hooks.leave(0, True)
+            # Layer 0, or the first one that is trained: backward does not reach frozen layers before it.
+            self.hooks.leave(self._entered, True)
 
     def _to_start(self, microbatch: int, grad: Tensor | None) -> _Live:
         live = self.live.pop(microbatch)

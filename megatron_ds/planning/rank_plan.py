@@ -371,6 +371,8 @@ def _state_traffic(
     )
     # Gradients that are partial sums over tensor-parallel ranks, and those of tied weights.
     for plan, where in zip(plans, ranks):
+        if plan.frozen:
+            continue
         pieces = plan.layout.whole_slots()
         if plan.policy.optimizer and not rule.keeps_gradients:
             pieces = plan.layout.slot_intersections(where.shard)

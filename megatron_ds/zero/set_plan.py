@@ -64,7 +64,8 @@ class ParameterUse:
         stages: Mapping[int, Sequence[nn.Module]],
         counts: Mapping[nn.Parameter, int] | None = None,
     ) -> "ParameterUse":
-        """The use of parameters in these stages. stages: layers of each stage, in forward order."""
+        """The use of parameters in these stages. stages: layers of each stage, in forward order; stage 0 is the
+        first of the model."""
         layers = {
             stage: [list(module.parameters()) for module in modules]
             for stage, modules in stages.items()
@@ -74,6 +75,11 @@ class ParameterUse:
             for i, module in enumerate(modules):
                 if not getattr(module, "weights_read_in_backward", True):
                     unread.add((stage, i))
+        # Backward ends at the first layer that is trained: the model's input has no gradient.
+        for i, parameters in enumerate(layers.get(0, ())):
+            if any(p.requires_grad for p in parameters):
+                break
+            unread.add((0, i))
         return cls(layers, frozenset(unread), counts or {})
 
     def places(self) -> dict[nn.Parameter, tuple[int, int]]:

@@ -10,6 +10,7 @@ from megatron_ds.config import parse
 from megatron_ds.planning.flops import layers_of, model_flops
 from tests.harness.pretraining import MOCK, losses, run_pretrain, train
 from tests.harness.tiny_jobs import tiny_job
+from tests.planning.test_activations import RANKS, STYLES, kept
 from tests.planning.test_rank_plan import check
 
 pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
@@ -137,3 +138,16 @@ def test_gradients_of_frozen_weights_are_no_flops():
     channels = (h + h + 2 * kv) + 2 * h + (h + 2 * f) + (f + h)
     expected = (whole - scores) * 2 / 3 + scores + 6 * 16 * 2 * 2 * channels
     assert model_flops(model, 1, 16, 61, adapters=adapters) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", ["alone", "sp"])
+def test_inputs_that_frozen_weights_alone_need_are_not_kept(ranks):
+    number, layout = RANKS[ranks]
+    job = [*STYLES["llama"], *layout, "--seq-length", "24", "--micro-batch-size", "1"]
+    blocks = slice(1, 3)
+    measured, _, planned = kept(
+        [*job, "--lora-rank", "2", "--lora-target-modules", "q_proj"], number, blocks
+    )
+    assert measured == planned
+    whole, _, _ = kept(job, number, blocks)
+    assert measured < 0.8 * whole
