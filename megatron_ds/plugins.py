@@ -21,7 +21,7 @@ PLUGINS = {
     "moved modules": "compat.moved_modules:MovedFinder",
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
-    "adapter targets": "extensions.lora.targets:TARGETS",
+    "adapter targets": "extensions.lora.lora_targets:TARGETS",
     "attention layouts": "extensions.sparse_layouts.layer_layouts:LAYOUTS",
     "attention options": "extensions.sparse_layouts.sparse_options:SparseOptions",
     "attention rules": "extensions.sparse_layouts.sparse_rules:SPARSE_RULES",

@@ -117,6 +117,7 @@ class ZeroSettings:
         """
         o = config.optimizer
         zero = config.zero
+        # Collectives of a node are stage 3's alone.
         has_inner = zero.stage == 3 and zero.zero_hpz_partition_size > 1
         return cls(
             param_groups=param_groups_of(o) if param_groups is None else param_groups,

@@ -28,6 +28,7 @@ TITLES = {
     "bert": "BERT's samples",
     "curriculum": "Curriculum",
     "random_ltd": "Random-LTD",
+    "adapters": "Adapters (LoRA)",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
     "profiler": "Measurements",

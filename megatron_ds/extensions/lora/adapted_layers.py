@@ -15,7 +15,7 @@ from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .adapter import AdaptedExperts, AdaptedLinear
 from .lora_options import LoraConfig
-from .targets import TARGETS
+from .lora_targets import TARGETS
 
 # A layer of a block, or of its experts: (module that has it, name in that module, the layer).
 Place = tuple[nn.Module, str, nn.Module]
@@ -43,7 +43,7 @@ def with_adapters(
 def _flops(
     layer: Layer, weights_of_token: int, seq_length: int, vocab_size: int
 ) -> LayerFlops:
-    """Those of the layer without the gradients of its weights, and those of its adapters.
+    """FLOPs of the layer without the gradients of its weights, and of its adapters.
 
     weights_of_token: weights of adapters that a token is multiplied with
     """

@@ -27,7 +27,7 @@ from ...tensor_parallel.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from .targets import PackedRows
+from .lora_targets import PackedRows
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -151,6 +151,7 @@ def _adapter_of(
     b = f"{name}.lora_b"
     std = initial_std(columns)
     out = rows.rows_of(part)
+    # A of a row layer reads its slice of the input, and B writes whole rows.
     if isinstance(base, RowParallelLinear):
         return nn.ModuleList(
             (

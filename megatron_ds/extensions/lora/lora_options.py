@@ -6,7 +6,7 @@ from typing import Any
 from ...config.options.adapter_choice import Adapters
 from ...config.options.need import need
 from ...config.options.option import option
-from .targets import ALL_LINEAR, LAYERS, TARGETS
+from .lora_targets import ALL_LINEAR, LAYERS, TARGETS
 
 LORA = need("adapters.lora_rank")
 

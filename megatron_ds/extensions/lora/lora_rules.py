@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...config.run import RunConfig
-from .targets import TARGETS
+from .lora_targets import TARGETS
 
 
 def targets(config: RunConfig) -> Iterator[str]:

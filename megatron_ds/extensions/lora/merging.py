@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from ...mpu.param_spec import ParamSpec
-from .targets import PackedRows
+from .lora_targets import PackedRows
 
 
 def merged(
@@ -20,11 +20,10 @@ def merged(
     """
     total = weight.to(torch.float32, copy=True)
     rows = PackedRows.of(spec)
-    by_group = total.view(*total.shape[:-2], rows.groups, -1, total.shape[-1])
+    *experts, _, columns = total.shape
+    by_group = total.view(*experts, rows.groups, -1, columns)
     for part, (down, up) in adapters.items():
-        product = scale * (up.float() @ down.float())
-        start = 0 if part is None else sum(rows.parts[:part])
-        stop = sum(rows.parts) if part is None else start + rows.parts[part]
-        target = by_group[..., start:stop, :]
-        target += product.view(target.shape)
+        product = up.float() @ down.float()
+        target = by_group[..., rows.place_of(part), :]
+        target += scale * product.view(target.shape)
     return total

@@ -23,7 +23,8 @@ from ..family import Family, TensorMapping, entries_of
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-A, B = "lora_a", "lora_b"
+A = "lora_a"
+B = "lora_b"
 THEIRS = {A: "lora_A", B: "lora_B"}
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PROBE = 7  # columns of a tensor that shows whether a packing transposes
@@ -129,6 +130,7 @@ def to_peft(
     left = dict(tensors)
     found = {}
     for layer in adapted_layers(family, model):
+        # One adapter for all rows has the same A in each of their modules.
         a = left.pop(f"{layer.name}.{A}.weight", None)
         b = left.pop(f"{layer.name}.{B}.weight", None)
         pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]]

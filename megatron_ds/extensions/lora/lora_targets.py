@@ -60,3 +60,10 @@ class PackedRows:
     def rows_of(self, part: int | None) -> int:
         """Rows of one part in all groups; None: of all parts."""
         return self.groups * (sum(self.parts) if part is None else self.parts[part])
+
+    def place_of(self, part: int | None) -> slice:
+        """The rows of one part in a group; None: those of all parts."""
+        if part is None:
+            return slice(0, sum(self.parts))
+        start = sum(self.parts[:part])
+        return slice(start, start + self.parts[part])
