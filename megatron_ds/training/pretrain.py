@@ -25,13 +25,13 @@ from ..checkpoint.lock import SaveLock
 from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
-from ..config import RunConfig, Source, parse
+from ..config import RunConfig, parse
 from ..config.sources.flags import read_flags
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
-from ..data.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
-from ..errors import ConfigError, DeviceMemoryError
+from ..data.tokenizers import TOKENIZERS, Tokenizer
+from ..errors import DeviceMemoryError
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -71,6 +71,7 @@ from .run_checkpoint import (
 from .samples import build_loaders, rearranged, wanted_samples
 from .startup_text import describe
 from .trainer import Loaders, Trainer
+from .run_tokenizer import with_tokenizer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
 KNOWN_NAMES = {
@@ -313,15 +314,8 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
 
 
 def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
-    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective.
-
-    A --vocab-size above the tokenizer's is kept: models may have rows that no token uses.
-    """
-    tokenizer = build_tokenizer(config.data, config.model)
-    if (config.model.vocab_size or 0) < (size := _vocabulary(config, tokenizer)):
-        config = config.with_values(
-            {"model.vocab_size": size}, Source("derived", "the tokenizer")
-        )
+    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective."""
+    config, tokenizer = with_tokenizer(config)
     kind = MODELS[config.model.model].data
     config = fit_default_split(config, wanted_samples(config), kind)
     datasets = build_datasets(
@@ -336,20 +330,6 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
         tokenizer,
         build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh),
     )
-
-
-def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Size of the tokenizer's vocabulary, with the rows of --extra-vocab-size. Raises ConfigError."""
-    extra = config.data.extra_vocab_size
-    if extra is None:
-        return tokenizer.vocab_size
-    base = getattr(tokenizer, "base_size", None)
-    if base is None:
-        raise ConfigError(
-            f"--extra-vocab-size {extra} counts from the vocabulary of a HuggingFaceTokenizer, "
-            f"but --tokenizer-type is {config.data.tokenizer_type}. Use --padded-vocab-size."
-        )
-    return max(tokenizer.vocab_size, base + extra)
 
 
 def _check_outputs(config: RunConfig, mesh: Mesh) -> None:

@@ -26,7 +26,7 @@ ROUND = 4  # micro-batches of a forward, for each stage of a pipeline
 
 @dataclass(frozen=True)
 class Scored:
-    """Of the last tokens of a request, on the CPU.
+    """The scores of the last tokens of a request, on the CPU.
 
     log_probs  fp32 [scored], natural logarithms
     likeliest  int64 [scored], the token with the largest probability at each place
