@@ -68,10 +68,10 @@ from .run_checkpoint import (
     load_run,
     save_folder,
 )
+from .run_tokenizer import with_tokenizer
 from .samples import build_loaders, rearranged, wanted_samples
 from .startup_text import describe
 from .trainer import Loaders, Trainer
-from .run_tokenizer import with_tokenizer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
 KNOWN_NAMES = {

@@ -25,40 +25,49 @@ def continue_greedily(
 ) -> list[str]:
     """The continuation of each prompt, which ends also at the end of a document, and after `max_length` tokens
     in all. Calls `score` once for each token of the longest continuation."""
-    texts = [list(prompt.tokens) for prompt in prompts]
-    alive = list(range(len(prompts)))
-    while alive:
-        # The score of any token comes with the likeliest one at its place.
-        found = score([ScoreRequest((*texts[i], 0), 1) for i in alive])
-        for i, scored in zip(alive, found, strict=True):
-            texts[i].append(int(scored.likeliest[0]))
-        alive = [
-            i
-            for i in alive
-            if len(texts[i]) <= max_length
-            and not _is_complete(tokenizer, prompts[i], texts[i])
-        ]
-    pairs = zip(prompts, texts, strict=True)
-    return [_text(tokenizer, prompt, _new(prompt, ids)) for prompt, ids in pairs]
+    texts = [_Text(prompt, tokenizer, max_length) for prompt in prompts]
+    while growing := [text for text in texts if not text.is_complete]:
+        found = score([text.request for text in growing])
+        for text, scored in zip(growing, found, strict=True):
+            text.add(int(scored.likeliest[0]))
+    return [text.continuation for text in texts]
 
 
-def _new(prompt: Prompt, text: Sequence[int]) -> Sequence[int]:
-    return text[len(prompt.tokens) :]
+class _Text:
+    """A prompt, and the tokens that follow it so far."""
 
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, max_length: int):
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        room = max_length + 1 - len(prompt.tokens)
+        self.most = min(prompt.max_new_tokens, room)
+        self.new: list[int] = []
+        self.is_complete = self.most < 1
 
-def _is_complete(tokenizer: Tokenizer, prompt: Prompt, text: Sequence[int]) -> bool:
-    new = _new(prompt, text)
-    if new[-1] == tokenizer.eod or len(new) >= prompt.max_new_tokens:
-        return True
-    decoded = tokenizer.decode(new)
-    return any(end in decoded for end in prompt.until)
+    @property
+    def request(self) -> ScoreRequest:
+        """Scores any token at the next place, with which the likeliest one there is found."""
+        return ScoreRequest((*self.prompt.tokens, *self.new, 0), 1)
 
+    @property
+    def continuation(self) -> str:
+        """The new text up to the first end."""
+        text = self._decoded()
+        for end in self.prompt.until:
+            text = text.split(end)[0]
+        return text
 
-def _text(tokenizer: Tokenizer, prompt: Prompt, new: Sequence[int]) -> str:
-    """The text up to the first end."""
-    if new and new[-1] == tokenizer.eod:
-        new = new[:-1]
-    text = tokenizer.decode(new)
-    for end in prompt.until:
-        text = text.split(end)[0]
-    return text
+    def add(self, token: int) -> None:
+        """Append a token; the end of a document is not kept."""
+        ends = token == self.tokenizer.eod
+        if not ends:
+            self.new.append(token)
+        is_full = len(self.new) >= self.most
+        self.is_complete = ends or is_full or self._holds_an_end()
+
+    def _holds_an_end(self) -> bool:
+        text = self._decoded()
+        return any(end in text for end in self.prompt.until)
+
+    def _decoded(self) -> str:
+        return self.tokenizer.decode(self.new)
