@@ -35,9 +35,9 @@ from megatron_ds.training.evaluation.checkpoint_model import (
 )
 from megatron_ds.training.evaluation.detokenizers import DETOKENIZERS
 from megatron_ds.training.evaluation.harness import (
+    HarnessRun,
     HarnessTasks,
     check_harness,
-    run_harness,
 )
 from megatron_ds.training.evaluation.leading_rank import Score, lead
 from megatron_ds.training.evaluation.scorer import Scorer
@@ -177,7 +177,7 @@ def harness(model: LoadedModel, args: argparse.Namespace) -> Results:
         args.limit,
         args.bootstrap,
     )
-    return run_harness(Scorer(model.engine), model.tokenizer, wanted)
+    return HarnessRun(Scorer(model.engine), model.tokenizer, wanted).results()
 
 
 def show(results: Results, output: Path | None) -> None:

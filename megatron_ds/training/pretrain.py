@@ -51,6 +51,7 @@ from ..progress.ramps import Progress
 from .build import Replica, build_engine
 from .data_facts import data_facts
 from .distributed import joined
+from .evaluation.harness import check_harness, harness_of_run
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.kernel_profile import check_profile
@@ -203,6 +204,7 @@ def train(
             progress = load_run(engine, start)
         else:
             progress = of_others.load(engine, foreign, all_pieces(engine))
+        tasks = harness_of_run(engine, tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
@@ -223,6 +225,7 @@ def train(
             description,
             started,
             stop,
+            tasks,
         )
         reason = trainer.run()
         if checkpoint.save:
@@ -342,6 +345,8 @@ def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
         check_folder("--trace", Path(config.logging.trace))
     if mesh.rank == 0:
         check_log(config)
+        if config.train.eval_tasks:
+            check_harness()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from megatron_ds.training.evaluation.scorer import Scorer
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 
-pytestmark = pytest.mark.threads
+pytestmark = [pytest.mark.threads, pytest.mark.parts(4)]
 
 VOCAB, POSITIONS = 61, 32
 JOB = (

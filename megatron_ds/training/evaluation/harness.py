@@ -12,10 +12,13 @@ import torch
 
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
+from ...mpu.agree import on_one_rank
+from ..build import Replica
 from .bundled_tasks import BUNDLED
 from .leading_rank import Score, lead
 from .scorer import Scorer
 
+Results = dict[str, dict[str, Any]]
 PACKAGE = "lm_eval"
 NAMES_SHOWN = 8
 FEWSHOT_SEED = (
@@ -46,34 +49,60 @@ def check_harness() -> None:
         )
 
 
-def run_harness(
-    scorer: Scorer, tokenizer: Tokenizer, wanted: HarnessTasks
-) -> dict[str, dict[str, Any]]:
-    """The metrics of each task and group, by name. Collective over the world; rank 0 runs the harness, and
-    its errors are raised on all ranks. The state of random generators stays as it is."""
+class HarnessRun:
+    """Tasks that are loaded once, on rank 0, and evaluated as often as asked.
 
-    def work(score: Score) -> dict[str, dict[str, Any]]:
+    Making it is collective over the world. Its errors, such as that of an unknown task, are raised on all
+    ranks. The state of random generators stays as it is.
+    """
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, wanted: HarnessTasks):
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.wanted = wanted
+        self._loaded: dict[str, Any] = {}  # on rank 0
+        on_one_rank(scorer.world, self._load)
+
+    def results(self) -> Results:
+        """The metrics of each task and group, by name. Collective over the world; rank 0 runs the harness."""
+        return lead(self.scorer, self._evaluate)
+
+    def _load(self) -> None:
+        check_harness()
         with kept_random_states():
-            return _run(score, tokenizer, scorer.max_length, wanted)
+            self._loaded = _tasks(self.wanted)
 
-    return lead(scorer, work)
+    def _evaluate(self, score: Score) -> Results:
+        from lm_eval.evaluator import evaluate
+
+        from .harness_model import HarnessModel
+
+        # Examples are drawn anew, the same each time.
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        with kept_random_states():
+            found = evaluate(
+                HarnessModel(score, self.tokenizer, self.scorer.max_length),
+                self._loaded,
+                limit=self.wanted.limit,
+                bootstrap_iters=self.wanted.bootstrap,
+                log_samples=False,
+            )
+        return {name: _numbers(values) for name, values in found["results"].items()}
 
 
-def _run(
-    score: Score, tokenizer: Tokenizer, max_length: int, wanted: HarnessTasks
-) -> dict[str, dict[str, Any]]:
-    from lm_eval.evaluator import evaluate
-
-    from .harness_model import HarnessModel
-
-    found = evaluate(
-        HarnessModel(score, tokenizer, max_length),
-        _tasks(wanted),
-        limit=wanted.limit,
-        bootstrap_iters=wanted.bootstrap,
-        log_samples=False,
+def harness_of_run(engine: Replica, tokenizer: Tokenizer) -> HarnessRun | None:
+    """The tasks of --eval-tasks; None without any. Collective over the world."""
+    train = engine.config.train
+    if not train.eval_tasks:
+        return None
+    wanted = HarnessTasks(
+        train.eval_tasks,
+        train.eval_tasks_include_path,
+        train.eval_tasks_num_fewshot,
+        train.eval_tasks_limit,
     )
-    return {name: _numbers(metrics) for name, metrics in found["results"].items()}
+    return HarnessRun(Scorer(engine), tokenizer, wanted)
 
 
 def _tasks(wanted: HarnessTasks) -> dict[str, Any]:
@@ -84,7 +113,6 @@ def _tasks(wanted: HarnessTasks) -> dict[str, Any]:
         own = task.get_config("num_fewshot")
         if own is None or (wanted.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=wanted.num_fewshot or 0)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
 
