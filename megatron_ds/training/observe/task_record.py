@@ -27,17 +27,13 @@ class TaskRecord:
 
     def line(self) -> str:
         """All metrics."""
-        fields = [f" tasks at iteration {self.step}"]
-        fields += [f"{name}: {value:.6f}" for name, value in self.values.items()]
-        fields.append(f"evaluation time (s): {self.eval_seconds:.2f}")
-        return " | ".join(fields) + " |"
+        seconds = self.eval_seconds
+        metrics = "".join(f"{name}: {x:.6f} | " for name, x in self.values.items())
+        return f" tasks at iteration {self.step} | {metrics}evaluation time (s): {seconds:.2f} | "
 
     def short(self) -> str:
-        """The same with fewer digits."""
-        fields = [f"tasks at step {self.step}"]
-        fields += [f"{name} {value:.4f}" for name, value in self.values.items()]
-        fields.append(f"{self.eval_seconds:.2f} s")
-        return " | ".join(fields)
+        """The same: an evaluation is rare."""
+        return self.line()
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
