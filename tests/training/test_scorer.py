@@ -8,10 +8,12 @@ import torch
 from megatron_ds.batch.batch import Batch
 from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
 from megatron_ds.models import run_layers
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.evaluation.score_plan import ScoreRequest
+from megatron_ds.training.evaluation.leading_rank import lead
+from megatron_ds.training.evaluation.score_plan import ScoreRequest, plan_portions
 from megatron_ds.training.evaluation.scorer import Scorer
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
@@ -120,3 +122,92 @@ def test_scores_are_those_of_whole_logits_in_one_process(layout):
             assert torch.equal(found.likeliest, likeliest)
             targets = request.tokens[len(request.tokens) - request.scored :]
             assert found.is_greedy == (likeliest.tolist() == list(targets))
+
+
+def on_layout(layout, work):
+    """`work(scorer, mesh)` of every rank."""
+    wanted = parse_layout(layout, mbs="2")
+    config = parse([*JOB, *wanted.flags], world_size=wanted.world_size)
+
+    def main(rank, world):
+        grid = config.grid(wanted.world_size)
+        mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
+        return work(Scorer(build_engine(config, mesh, trains=False)), mesh)
+
+    return run_ranks(wanted.world_size, main)
+
+
+def test_ranks_exchange_a_few_numbers_per_token_and_no_logits():
+    def traffic(scorer, mesh):
+        mesh.traffic.clear()
+        scorer.score(requests())
+        return dict(mesh.traffic.bytes)
+
+    read = scored = 0
+    for portion in plan_portions([r.inputs for r in requests()], 1, 32, 1):
+        read += portion.rows * portion.length
+    for request in requests():
+        scored += request.scored
+    found = on_layout("tp=2,pp=2", traffic)
+    blank = 16  # micro-batches that fill the last round
+    for rank in found[2:]:  # those of the last stage
+        assert rank["all_gather", "tp", 2] <= 4 * 4 * 2 * (read + blank)
+    for rank in found:
+        assert rank["all_reduce", "tp-cp-dp-pp", 4] == 2 * 4 * scored
+
+
+def test_no_gradient_and_no_state_is_allocated():
+    def held(scorer, mesh):
+        return [p.kind for p in scorer.engine.optimizer.pieces()]
+
+    for kinds in on_layout("dp=2,zero=3", held):
+        assert set(kinds) == {"weight"}
+
+
+def test_rank_0_leads_and_its_errors_are_those_of_all_ranks():
+    texts = requests()
+
+    def main(scorer, mesh):
+        asked = lead(scorer, lambda score: [score(texts[:3]), score(texts[3:])])
+        whole = scorer.score(texts)
+        both = [found.total for part in asked for found in part]
+        assert both == pytest.approx([found.total for found in whole], abs=1e-5)
+        long = ScoreRequest((0,) * (POSITIONS + 2), 1)
+        for bad, words in (
+            (long, "33 tokens to read, and the model has 32"),
+            (ScoreRequest((1, 2), 2), "2 of 2 tokens cannot be scored"),
+            (ScoreRequest((1, VOCAB + 2), 1), "token 63, and the vocabulary"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                lead(scorer, lambda score, bad=bad: score([bad]))
+        return lead(scorer, lambda score: score([]))
+
+    assert on_layout("pp=2,dp=2", main) == [[]] * 4
+
+
+def test_a_model_that_does_not_predict_the_next_token_is_refused():
+    config = parse([*JOB, "--micro-batch-size", "1", "--model", "bert"])
+
+    def main(rank, world):
+        mesh = Mesh(config.grid(1), 0, world.connect, torch.device("cpu"))
+        with pytest.raises(ConfigError, match="--model bert does not predict"):
+            Scorer(build_engine(config, mesh))
+
+    run_ranks(1, main)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("tokens, multiple", [(1, 1), (64, 4), (1000, 8)])
+def test_portions_hold_each_request_once_the_longest_first(ranks, tokens, multiple):
+    lengths = [(7 * i + 3) % 31 for i in range(50)]
+    portions = plan_portions(lengths, ranks, tokens, multiple)
+    dealt = [i for p in portions for rows in p.requests for i in rows]
+    assert sorted(dealt) == list(range(50))
+    sizes = [portion.length for portion in portions]
+    assert sizes == sorted(sizes, reverse=True)
+    for portion in portions:
+        assert portion.length % multiple == 0 and len(portion.requests) == ranks
+        assert portion.rows == 1 or portion.rows * portion.length <= tokens
+        for rows in portion.requests:
+            assert len(rows) <= portion.rows
+            assert all(lengths[i] <= portion.length for i in rows)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...config import RunConfig, parse
+from ...config.sources.flags import read_flags
 from ...data.tokenizers import Tokenizer
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks
 from ...mpu.launch import Launch
 from ...mpu.mesh import Mesh
@@ -13,7 +14,7 @@ from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES
 from ..build import Replica, build_engine
 from ..foreign_checkpoints import foreign_checkpoints
-from ..from_checkpoint import options_of_checkpoint
+from ..from_checkpoint import LOAD, options_of_checkpoint
 from ..run_checkpoint import (
     all_pieces,
     check_same_run,
@@ -50,20 +51,27 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
 
     Raises ConfigError with all problems, and CheckpointError for a checkpoint that cannot be read.
     """
+    given = {setting.path: setting.value for setting in read_flags(argv).settings}
+    folder = given.get(LOAD)
+    if folder is None:
+        raise ConfigError(
+            "evaluation needs a model: give the folder of a checkpoint with --load."
+        )
+    # Options of a checkpoint that cannot be read are an error here.
     foreign = foreign_checkpoints().defaults(argv)
-    saved = () if foreign else options_of_checkpoint(argv)
-    config = parse(
+    saved = [] if foreign else options_of_checkpoint([*argv, "--use-checkpoint-args"])
+    if not foreign and not saved:
+        raise CheckpointError(
+            f"--load {folder} holds no checkpoint. Give the folder that was --save in training, or one of another "
+            "program's checkpoint."
+        )
+    return parse(
         argv,
         world_size=launch.world_size,
         rules=RULES,
         defaults={**foreign, **DEFAULTS},
         settings=saved,
     )
-    if config.checkpoint.load is None:
-        raise ConfigError(
-            "evaluation needs a model: give the folder of a checkpoint with --load."
-        )
-    return config
 
 
 def load_model(as_given: RunConfig, mesh: Mesh) -> LoadedModel:
