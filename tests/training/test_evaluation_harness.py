@@ -2,6 +2,7 @@
 lm-evaluation-harness on it, at every layout."""
 
 import functools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -217,3 +218,38 @@ def test_answers_are_those_of_the_harness_on_the_folder(name, layout):
         assert found["tasks"].keys() == expected["tasks"].keys()
         for task, values in expected["tasks"].items():
             assert found["tasks"][task] == close(values)
+
+
+YAML = """task: of_a_user
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: "FOLDER/items.jsonl"}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list:
+  - metric: acc
+"""
+
+
+def test_a_task_of_a_user_is_evaluated_from_its_files(tmp_path, monkeypatch):
+    pytest.importorskip(
+        "lm_eval", reason="lm_eval is not installed (pip install megatron_ds[eval])"
+    )
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    items = [
+        {"question": "2 + 2 is", "choices": [" 4", " five"], "gold": number % 2}
+        for number in range(6)
+    ]
+    lines = "\n".join(json.dumps(item) for item in items)
+    (tmp_path / "items.jsonl").write_text(lines)
+    (tmp_path / "mine.yaml").write_text(YAML.replace("FOLDER", str(tmp_path)))
+    wanted = HarnessTasks(("of_a_*",), str(tmp_path), limit=4)
+
+    def work(model):
+        return HarnessRun(Scorer(model.engine), model.tokenizer, wanted).results()
+
+    (found,) = at_layout("llama", "dp=1", work)
+    assert found["of_a_user"]["acc"] == 0.5 and found["of_a_user"]["sample_len"] == 4
