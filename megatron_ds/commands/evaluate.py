@@ -44,6 +44,10 @@ from megatron_ds.training.evaluation.scorer import Scorer
 from megatron_ds.training.evaluation.zero_shot import lambada, wikitext103
 
 Results = Mapping[str, Any]
+STRIDE = 32  # tokens between two windows, as in Megatron
+# Flags that one kind of evaluation alone has.
+OF_A_FILE = ("valid_data", "overlapping_eval", "strict_lambada", "detokenizer")
+OF_THE_HARNESS = ("include_path", "num_fewshot", "limit", "bootstrap")
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +56,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         args, rest = _parser().parse_known_args(argv)
         check(args)
         launch = launching.read_launch(os.environ)
-        set_up_logging_of(launch.rank)
+        _set_up_logging(launch.rank)
         config = evaluation_config(rest, launch)
     with joined(config, launch) as mesh:
         model = load_model(config, mesh)
@@ -71,7 +75,6 @@ def _parser() -> Arguments:
     add(
         "--overlapping-eval",
         type=int,
-        default=32,
         metavar="TOKENS",
         help="tokens between two windows of WIKITEXT103 (default 32)",
     )
@@ -113,6 +116,12 @@ def check(args: argparse.Namespace) -> None:
             f"{given} of --task and --tasks is given. Use --task {' or '.join(TASKS)} with --valid-data FILE, or "
             "--tasks with names of lm-evaluation-harness."
         )
+    others = OF_THE_HARNESS if args.task else OF_A_FILE
+    if needless := [name for name in others if getattr(args, name)]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in needless)
+        raise ConfigError(
+            f"{flags} has no effect with {'--task' if args.task else '--tasks'}. Remove it."
+        )
     if args.tasks:
         check_harness()
     if args.task and args.valid_data is None:
@@ -121,8 +130,8 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-def set_up_logging_of(rank: int) -> None:
-    """Log on rank 0; warnings of other ranks."""
+def _set_up_logging(rank: int) -> None:
+    """Log everything on rank 0, and warnings on others; results alone go to standard output."""
     set_up_logging(logging.WARNING if rank else logging.INFO, stream=sys.stderr)
 
 
@@ -134,7 +143,7 @@ def _wikitext103(model: LoadedModel, args: argparse.Namespace) -> Results:
             model.tokenizer,
             args.valid_data,
             length=model.engine.config.model.seq_length,
-            stride=args.overlapping_eval,
+            stride=args.overlapping_eval or STRIDE,
             detokenizer=args.detokenizer or "wikitext",
         ),
         "WIKITEXT103",

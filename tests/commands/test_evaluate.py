@@ -66,6 +66,10 @@ def test_a_task_has_the_same_result_at_every_layout(checkpoint):
             "--load absent holds no checkpoint",
         ),
         (["--task", "WINOGRANDE"], "invalid choice"),
+        (
+            ["--task", "LAMBADA", "--valid-data", "x", "--limit", 2],
+            "--limit has no effect with --task",
+        ),
     ],
 )
 def test_what_is_missing_is_named(flags, error):

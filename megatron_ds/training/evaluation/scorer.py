@@ -15,6 +15,7 @@ from torch import Tensor
 from ...batch.batch import Batch
 from ...data.samples.gpt_data import GPT_DATA
 from ...errors import ConfigError
+from ...host import places
 from ...models import MODELS
 from ...mpu.collectives import all_reduce_
 from ...tensor_parallel.token_scores import TokenScores, token_scores
@@ -102,8 +103,10 @@ class Scorer:
             self._tokens,
             self.engine.batches.part.parts,
         )
-        for first in range(0, len(portions), self._round):
-            self._run(portions[first : first + self._round], requests, ends, found)
+        with places.phase(places.EVALUATING):
+            for first in range(0, len(portions), self._round):
+                part = portions[first : first + self._round]
+                self._run(part, requests, ends, found)
         # Each number is on one rank, and zero on all others.
         all_reduce_(found, self.world)
         parts = found.cpu().split([request.scored for request in requests], dim=1)
@@ -120,12 +123,12 @@ class Scorer:
         rank = self.engine.mesh.samples.rank
         batches = self.engine.batches
         made = []
-        places = []
+        targets = []
         for portion in portions:
             batch, place = _batch(portion, rank, requests, ends)
             made.append(batch.to(batches.device).cut(batches.part))
             index = batches.part.index(portion.length)
-            places.append(place if index is None else place[:, index])
+            targets.append(place if index is None else place[:, index])
         # A round that is not full ends with blank micro-batches.
         blank = Portion(((),), 1, batches.part.parts)
         while len(made) < self._round:
@@ -134,7 +137,7 @@ class Scorer:
         outputs = self._forward(made)
         if self.engine.mesh.coordinate("tp"):
             return
-        for place, output in zip(places, outputs):
+        for place, output in zip(targets, outputs):
             rows, columns = (place >= 0).nonzero(as_tuple=True)
             numbers = torch.stack([part[columns, rows] for part in output])
             found[:, place[rows, columns]] = numbers
