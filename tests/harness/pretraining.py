@@ -72,7 +72,7 @@ def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
     return ended
 
 
-def _rank(rank, world, port, argv, spoil, command) -> Ended:
+def _rank(rank, world, port, argv, spoil, command="train") -> Ended:
     from megatron_ds.cli import main_guard
     from megatron_ds.commands import evaluate
     from megatron_ds.training.pretrain import pretrain

@@ -23,7 +23,7 @@ from tests.harness.byte_tokenizer import BEGIN, END, save_tokenizer
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(5)]
+pytestmark = [pytest.mark.threads, pytest.mark.parts(10)]
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed"

@@ -96,7 +96,8 @@ class HarnessModel(TemplateLM):
                 "leaves none for the prompt. Lower max_gen_toks in its generation_kwargs."
             )
         until = tuple(end for end in wanted["until"] if end)
-        return Prompt(tuple(self.tok_encode(context)[-room:]), until, count)
+        tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+        return Prompt(tuple(tokens), until, count)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
