@@ -145,6 +145,17 @@ class Stage:
         """Forget the ledger entries of the last step."""
         self.entries = []
 
+    @contextmanager
+    def computing(self, loss: Callable[[Tensor, Batch], Any]) -> Iterator[None]:
+        """Inside, the last stage computes `loss` in place of its own; forward only. Other stages: no change."""
+        own = self.loss
+        if self.is_last:
+            self.loss = loss
+        try:
+            yield
+        finally:
+            self.loss = own
+
     def check_empty(self) -> None:
         """Between steps no micro-batch may be alive."""
         assert not self.live, (

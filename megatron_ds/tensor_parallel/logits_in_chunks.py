@@ -80,6 +80,15 @@ class LogitsInChunks:
             label_smoothing,
         )
 
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yields (rows of s b, their logits [rows, V'/t]) without a graph; the next iteration overwrites the
+        logits. With sequence parallelism a collective, which gathers x."""
+        gathers = self.sequence_parallel and self.group.size > 1
+        x = self.x.detach().contiguous()
+        whole = collectives.all_gather(x, self.group) if gathers else x
+        flat = whole.view(-1, whole.shape[-1])
+        yield from _logits(flat, self.weight, self.bias, self.chunks)
+
 
 class _Chunked(torch.autograd.Function):
     # See the note at linear._ColumnLinear about the weight on ctx.

@@ -113,11 +113,16 @@ class Replica:
 
 
 def build_engine(
-    config: RunConfig, mesh: Mesh, planned: ReplicaPlan | None = None
+    config: RunConfig,
+    mesh: Mesh,
+    planned: ReplicaPlan | None = None,
+    *,
+    trains: bool = True,
 ) -> Replica:
     """Build this rank's stages and optimizer. Collective over the world.
 
     planned: from `plan_replica`, which is called without it
+    trains: False for weights alone, without gradients and state of an optimizer
     """
     planned = planned or plan_replica(config, mesh)
     plan = planned.run
@@ -133,6 +138,8 @@ def build_engine(
     _scale_initial_weights(parameters, group_rules(config.optimizer.param_groups))
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.coordinates)
+    for parameter in parameters:
+        parameter.requires_grad_(parameter.requires_grad and trains)
 
     # The optimizer takes over the parameters. On all ranks, because one rank's disk may be full.
     groups = _data_groups(config, mesh)

@@ -25,13 +25,13 @@ from ..checkpoint.lock import SaveLock
 from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
-from ..config import RunConfig, Source, parse
+from ..config import RunConfig, parse
 from ..config.sources.flags import read_flags
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
-from ..data.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
-from ..errors import ConfigError, DeviceMemoryError
+from ..data.tokenizers import TOKENIZERS, Tokenizer
+from ..errors import DeviceMemoryError
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -57,6 +57,7 @@ from .base_weights import (
 from .build import Replica, build_engine
 from .data_facts import data_facts
 from .distributed import joined
+from .evaluation.harness import check_harness, harness_of_run
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.kernel_profile import check_profile
@@ -74,6 +75,7 @@ from .run_checkpoint import (
     load_run,
     save_folder,
 )
+from .run_tokenizer import with_tokenizer
 from .samples import build_loaders, rearranged, wanted_samples
 from .startup_text import describe
 from .trainer import Loaders, Trainer
@@ -219,6 +221,7 @@ def train(
             progress = of_others.load(
                 engine, foreign, all_pieces(engine), config.checkpoint
             )
+        tasks = harness_of_run(engine, tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
@@ -239,6 +242,7 @@ def train(
             description,
             started,
             stop,
+            tasks,
         )
         reason = trainer.run()
         if checkpoint.save:
@@ -330,15 +334,8 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
 
 
 def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
-    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective.
-
-    A --vocab-size above the tokenizer's is kept: models may have rows that no token uses.
-    """
-    tokenizer = build_tokenizer(config.data, config.model)
-    if (config.model.vocab_size or 0) < (size := _vocabulary(config, tokenizer)):
-        config = config.with_values(
-            {"model.vocab_size": size}, Source("derived", "the tokenizer")
-        )
+    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective."""
+    config, tokenizer = with_tokenizer(config)
     kind = MODELS[config.model.model].data
     config = fit_default_split(config, wanted_samples(config), kind)
     datasets = build_datasets(
@@ -355,20 +352,6 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
     )
 
 
-def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Size of the tokenizer's vocabulary, with the rows of --extra-vocab-size. Raises ConfigError."""
-    extra = config.data.extra_vocab_size
-    if extra is None:
-        return tokenizer.vocab_size
-    base = getattr(tokenizer, "base_size", None)
-    if base is None:
-        raise ConfigError(
-            f"--extra-vocab-size {extra} counts from the vocabulary of a HuggingFaceTokenizer, "
-            f"but --tokenizer-type is {config.data.tokenizer_type}. Use --padded-vocab-size."
-        )
-    return max(tokenizer.vocab_size, base + extra)
-
-
 def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
     """Raises ConfigError or CheckpointError when an output file or folder cannot be written, or a profile not be
     made on the device."""
@@ -379,6 +362,8 @@ def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
         check_folder("--trace", Path(config.logging.trace))
     if mesh.rank == 0:
         check_log(config)
+        if config.train.eval_tasks:
+            check_harness()
 
 
 @contextmanager

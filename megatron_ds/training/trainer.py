@@ -31,6 +31,7 @@ from ..planning.training_length import make_length
 from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Replica
+from .evaluation.harness import HarnessRun
 from .observe.comms_log import least_seconds, make_log, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.kernel_profile import KernelProfile
@@ -41,6 +42,7 @@ from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
 from .observe.run_facts import SaveRecord, process_record
 from .observe.state_statistics import memory_tags, optimizer_states, params_norm
 from .observe.stragglers import Stragglers
+from .observe.task_record import TaskRecord
 from .replica_check import check_replicas
 from .rerun import Rerun
 from .saves import Saves
@@ -86,6 +88,7 @@ class Trainer:
         description: dict,
         started: float | None = None,
         stop: StopRequest | None = None,
+        tasks: HarnessRun | None = None,
     ):
         self.engine = engine
         self.loaders = loaders
@@ -111,7 +114,9 @@ class Trainer:
         self.saves.report = lambda step, wait: log.note(SaveRecord(step, wait))
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
+        self.tasks = tasks
         self._validated_step = -1
+        self._tasks_step = -1
         self._has_warned_of_stall = self._has_tuned = False
         # What is logged, since the last line.
         self._window: list[_Done] = []
@@ -200,6 +205,8 @@ class Trainer:
             ):
                 if self.evaluate("validation"):
                     return self._stop_reason()
+            if self.tasks and _due(train.eval_tasks_interval, step):
+                self.evaluate_tasks()
             if _due(train.check_weight_hash_across_dp_replicas_interval, step):
                 check_replicas(self.engine.optimizer, self.engine.mesh, step)
             if self.config.checkpoint.save and (
@@ -532,8 +539,24 @@ class Trainer:
             )
         return result.stop
 
+    def evaluate_tasks(self) -> None:
+        """Evaluate --eval-tasks and log their metrics. Collective over the world."""
+        start = time.perf_counter()
+        # Rank 0 reads and prepares texts between the forwards, for minutes perhaps.
+        with places.phase(places.READING):
+            results = self.tasks.results()
+        self._tasks_step = self.progress.step
+        if self.engine.mesh.rank == 0:
+            seconds = time.perf_counter() - start
+            progress = self.progress
+            self.log.write(
+                TaskRecord(progress.step, progress.samples, results, seconds)
+            )
+
     def _evaluate_everything(self) -> None:
         train = self.config.train
+        if self.tasks and self._tasks_step != self.progress.step:
+            self.evaluate_tasks()
         if not train.eval_iters:
             return
         if self.loaders.valid and self._validated_step != self.progress.step:

@@ -43,7 +43,12 @@ class Ended:
 
 
 def run_pretrain(
-    ranks: int, argv: Sequence[str], *, spoil=None, timeout: float = TIMEOUT_SECONDS
+    ranks: int,
+    argv: Sequence[str],
+    *,
+    spoil=None,
+    timeout: float = TIMEOUT_SECONDS,
+    command: str = "train",
 ) -> list[Ended]:
     """Every rank's end, in rank order. A rank that dies or raises fails the call."""
     return run_processes(
@@ -52,6 +57,7 @@ def run_pretrain(
         free_port(),
         [str(word) for word in argv],
         spoil,
+        command,
         timeout=timeout,
         joined=False,
     )
@@ -66,8 +72,15 @@ def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
     return ended
 
 
-def _rank(rank, world, port, argv, spoil) -> Ended:
+def _rank(rank, world, port, argv, spoil, command="train") -> Ended:
+    from megatron_ds.cli import main_guard
+    from megatron_ds.commands import evaluate
     from megatron_ds.training.pretrain import pretrain
+
+    programs = {
+        "train": pretrain,
+        "evaluate": lambda argv: main_guard(lambda: evaluate.run_tool(argv)),
+    }
 
     names = (
         "RANK",
@@ -88,7 +101,7 @@ def _rank(rank, world, port, argv, spoil) -> Ended:
         stack.enter_context(contextlib.redirect_stderr(err))
         if spoil is not None:
             stack.enter_context(spoil(rank))
-        code = pretrain(argv)
+        code = programs[command](argv)
     return Ended(code, out.getvalue(), err.getvalue())
 
 

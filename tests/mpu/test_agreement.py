@@ -81,6 +81,7 @@ PER_HOST_ONLY = {
     "data.tokenizer_model",
     "data.train_data_path",
     "data.valid_data_path",
+    "train.eval_tasks_include_path",
     "data.vocab_file",
     "logging.csv_monitor_dir",
     "logging.metrics_path",

@@ -6,6 +6,7 @@ from .cycle_options import ONE_CYCLE, RANGE_TEST
 from .muon_options import MuonConfig
 from .need import need
 from .option import DTYPE_NAMES, option, plugged_options
+from .task_options import TaskOptions
 
 # DeepSpeed's schedulers, which count steps.
 DEEPSPEED_STYLES = (
@@ -344,7 +345,7 @@ class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(TaskOptions):
     """Batch, length, evaluation, ways to end, recomputation.
 
     After parsing, micro_batch_size and global_batch_size are numbers, and gradient_accumulation_steps is

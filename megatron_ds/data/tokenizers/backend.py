@@ -81,6 +81,16 @@ class LibraryTokenizer(Tokenizer):
         if backend != "auto":
             _ = self._backend
 
+    @functools.cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """Ids that the tokenizer's file puts in front of a text; those of `encode` have none of them."""
+        plain = self.encode("a")
+        ids = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for count in range(len(ids) - len(plain) + 1):
+            if ids[count : count + len(plain)] == plain:
+                return tuple(ids[:count])
+        return ()
+
     def encode(self, text: str) -> list[int]:
         with library_panics(ENCODING):
             return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -125,6 +125,11 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         model = self._processor.serialized_model_proto()
         self.fingerprint = fingerprint_of("Llama2Tokenizer", model)
 
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """The token with which `encode` begins each text."""
+        return (self._bos,)
+
     def encode(self, text: str) -> list[int]:
         return [self._bos, *super().encode(text)]
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from .task_record import TaskRecord
+
 # "decoder.layers.3 max load": a metric of one layer (see batch/ledger.py).
 OF_LAYER = re.compile(r"[a-z]\S*\.\d+\S* (.+)")
 # Metrics of layers of which small values need attention; of all others, large ones.
@@ -282,7 +284,7 @@ RERUN_TEXTS = {
     "unrepeatable": "All three runs differ: operations add in a changing order (--deterministic-mode prevents "
     "that), or the hardware fails often. Training goes on with the gradients of the third run",
 }
-Record = TrainRecord | EvalRecord | SpikeRecord | RerunRecord
+Record = TrainRecord | EvalRecord | TaskRecord | SpikeRecord | RerunRecord
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from ...progress.ramps import Progress
 from .records import EvalRecord, Record, RerunRecord, SpikeRecord
 from .sink import AppendedFile
+from .task_record import TaskRecord
 
 TAGS = {
     "learning-rate": "learning_rate",
@@ -78,6 +79,9 @@ def scalars_of(
             f"lm loss {split} ppl": record.perplexity,
             **{f"{name} {split}": mean for name, mean in record.metrics.items()},
         }
+    elif isinstance(record, TaskRecord):
+        losses = record.values
+        others = {}
     # Steps that are recorded besides the intervals have no loss of their own.
     elif isinstance(record, SpikeRecord | RerunRecord):
         losses = {}

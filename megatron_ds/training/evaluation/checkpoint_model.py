@@ -1,0 +1,98 @@
+"""The model of a checkpoint, at the layout of the flags, for evaluation: weights without an optimizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...config import RunConfig, parse
+from ...config.sources.flags import read_flags
+from ...data.tokenizers import Tokenizer
+from ...errors import CheckpointError, ConfigError
+from ...mpu.agree import on_all_ranks
+from ...mpu.launch import Launch
+from ...mpu.mesh import Mesh
+from ...planning.replica_plan import plan_replica
+from ...planning.run_plan import RULES
+from ..build import Replica, build_engine
+from ..foreign_checkpoints import foreign_checkpoints
+from ..from_checkpoint import LOAD, options_of_checkpoint
+from ..run_checkpoint import (
+    all_pieces,
+    check_same_run,
+    describe_run,
+    find_start,
+    load_run,
+)
+from ..run_tokenizer import with_tokenizer
+
+# Options of a training that a forward does not read, but the flags of a layout must go with.
+DEFAULTS = {
+    "micro_batch_size": 1,
+    "train_iters": 1,
+    "lr": 1e-4,
+    "eval_iters": 0,
+    "mock_data": True,
+    "finetune": True,
+    "no_load_optim": True,
+    "skip_train": True,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine that does not train, its tokenizer, and the iteration of the checkpoint (None: unknown)."""
+
+    engine: Replica
+    tokenizer: Tokenizer
+    iteration: int | None
+
+
+def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
+    """The configuration of these flags, with the model and the tokenizer of the --load folder.
+
+    Raises ConfigError with all problems, and CheckpointError for a checkpoint that cannot be read.
+    """
+    given = {setting.path: setting.value for setting in read_flags(argv).settings}
+    folder = given.get(LOAD)
+    if folder is None:
+        raise ConfigError(
+            "evaluation needs a model: give the folder of a checkpoint with --load."
+        )
+    # Options of a checkpoint that cannot be read are an error here.
+    foreign = foreign_checkpoints().defaults(argv)
+    saved = [] if foreign else options_of_checkpoint([*argv, "--use-checkpoint-args"])
+    if not foreign and not saved:
+        raise CheckpointError(
+            f"--load {folder} holds no checkpoint. Give the folder that was --save in training, or one of another "
+            "program's checkpoint."
+        )
+    return parse(
+        argv,
+        world_size=launch.world_size,
+        rules=RULES,
+        defaults={**foreign, **DEFAULTS},
+        settings=saved,
+    )
+
+
+def load_model(as_given: RunConfig, mesh: Mesh) -> LoadedModel:
+    """Build the model and load its weights. Collective over the world.
+
+    as_given: of `evaluation_config`. Raises CheckpointError and ConfigError on all ranks.
+    """
+    world = mesh.group("world")
+    start = find_start(as_given.checkpoint, world)
+    config, tokenizer = on_all_ranks(world, lambda: with_tokenizer(as_given))
+    described = describe_run(config, as_given, tokenizer, start.run_id)
+    if start.step is not None:
+        on_all_ranks(
+            world, lambda: check_same_run(start.run, described, config.checkpoint)
+        )
+    of_others = foreign_checkpoints()
+    foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
+    # Weights alone: no gradients, no master, no moments.
+    engine = build_engine(config, mesh, plan_replica(config, mesh), trains=False)
+    if foreign is None:
+        load_run(engine, start)
+    else:
+        of_others.load(engine, foreign, all_pieces(engine))
+    return LoadedModel(engine, tokenizer, start.step)

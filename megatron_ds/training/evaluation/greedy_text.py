@@ -1,0 +1,73 @@
+"""Greedy continuations by scores alone, so under any layout: each step scores one token behind every text.
+
+Each token costs a forward over the whole text, as there is no cache of keys and values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...data.tokenizers import Tokenizer
+from .leading_rank import Score
+from .score_plan import ScoreRequest
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """tokens: what is continued; until: texts at whose first occurrence the continuation ends, without it."""
+
+    tokens: tuple[int, ...]
+    until: tuple[str, ...]
+    max_new_tokens: int
+
+
+def continue_greedily(
+    score: Score, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: int
+) -> list[str]:
+    """The continuation of each prompt, which ends also at the end of a document, and after `max_length` tokens
+    in all. Calls `score` once for each token of the longest continuation."""
+    texts = [_Text(prompt, tokenizer, max_length) for prompt in prompts]
+    while growing := [text for text in texts if not text.is_complete]:
+        found = score([text.request for text in growing])
+        for text, scored in zip(growing, found, strict=True):
+            text.add(int(scored.likeliest[0]))
+    return [text.continuation for text in texts]
+
+
+class _Text:
+    """A prompt, and the tokens that follow it so far."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, max_length: int):
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        room = max_length + 1 - len(prompt.tokens)
+        self.most = min(prompt.max_new_tokens, room)
+        self.new: list[int] = []
+        self.is_complete = self.most < 1
+
+    @property
+    def request(self) -> ScoreRequest:
+        """Scores any token at the next place, with which the likeliest one there is found."""
+        return ScoreRequest((*self.prompt.tokens, *self.new, 0), 1)
+
+    @property
+    def continuation(self) -> str:
+        """The new text up to the first end."""
+        text = self._decoded()
+        for end in self.prompt.until:
+            text = text.split(end)[0]
+        return text
+
+    def add(self, token: int) -> None:
+        """Append a token; the end of a document is not kept."""
+        ends = token == self.tokenizer.eod
+        if not ends:
+            self.new.append(token)
+        is_full = len(self.new) >= self.most
+        self.is_complete = ends or is_full or self._holds_an_end()
+
+    def _holds_an_end(self) -> bool:
+        text = self._decoded()
+        return any(end in text for end in self.prompt.until)
+
+    def _decoded(self) -> str:
+        return self.tokenizer.decode(self.new)

@@ -1,0 +1,185 @@
+"""Megatron's zero-shot tasks: the perplexity of a long text, and the last words of passages.
+
+WIKITEXT103   one text, read in windows that overlap: each token is predicted once, from at least
+              seq_length - stride tokens before it (of the first window, from those that there are)
+LAMBADA       JSON lines with "text": is the last word the likeliest one? (Paperno et al. 2016,
+              arXiv:1606.06031)
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...data.tokenizers import Tokenizer
+from ...errors import ConfigError, DataError
+from .detokenizers import DETOKENIZERS, Detokenizer
+from .leading_rank import Score
+from .score_plan import ScoreRequest
+
+MOST = (
+    20.0  # a larger mean of losses counts as this one in a perplexity, as in Megatron
+)
+AT_ONCE = 4096  # requests of a call, which bounds the memory of their tokens
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts one text.
+
+    loss        mean negative log-probability of a token, natural logarithm
+    perplexity  exp(loss)
+    token_ratio          tokens of the tokenizer for each word of the file
+    adjusted_perplexity  exp(loss * token_ratio): of a word of the file, whatever the tokenizer is
+    """
+
+    loss: float
+    perplexity: float
+    token_ratio: float
+    adjusted_perplexity: float
+    tokens: int
+    words: int
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """How many passages end as the model would end them. shortened: lost their beginning, to fit the model."""
+
+    correct: int
+    passages: int
+    accuracy: float
+    shortened: int
+
+
+def perplexity(total: float, tokens: int, words: int) -> Perplexity:
+    """total: sum of the negative log-probabilities of all tokens but the first; tokens, words: of the text."""
+    loss = total / (tokens - 1)
+    ratio = (tokens - 1) / max(1, words - 1)
+    return Perplexity(
+        loss,
+        math.exp(min(MOST, loss)),
+        ratio,
+        math.exp(min(MOST, loss * ratio)),
+        tokens,
+        words,
+    )
+
+
+def windows(tokens: Sequence[int], length: int, stride: int) -> list[ScoreRequest]:
+    """A long text as requests that read at most `length` tokens, the next one `stride` tokens further on.
+
+    The first scores all that it predicts, the others their last `stride` tokens, and the last what is left.
+    """
+    found = []
+    done = 0
+    for first in range(0, len(tokens) - 1, stride):
+        if done >= len(tokens) - 1:
+            break
+        window = tuple(tokens[first : first + length + 1])
+        end = first + len(window) - 1
+        found.append(ScoreRequest(window, end - done))
+        done = end
+    return found
+
+
+def wikitext103(
+    score: Score,
+    tokenizer: Tokenizer,
+    path: Path,
+    *,
+    length: int,
+    stride: int,
+    detokenizer: str = "wikitext",
+) -> dict:
+    """The `Perplexity` of a text file, by name. Raises ConfigError, and DataError for a file without text."""
+    if not 1 <= stride <= length:
+        raise ConfigError(
+            f"--overlapping-eval {stride} with --seq-length {length}: windows further apart than they are long "
+            f"would leave out tokens. Use 1 to {length}."
+        )
+    text = _read(path)
+    ids = tokenizer.encode(DETOKENIZERS[detokenizer](text))
+    if len(ids) < 2:
+        raise DataError(f"--valid-data {path} has {len(ids)} tokens; scoring needs 2.")
+    requests = windows(ids, length, stride)
+    total = 0.0
+    for first in range(0, len(requests), AT_ONCE):
+        found = score(requests[first : first + AT_ONCE])
+        total -= math.fsum(scored.total for scored in found)
+    return asdict(perplexity(total, len(ids), len(text.strip().split(" "))))
+
+
+def lambada(
+    score: Score,
+    tokenizer: Tokenizer,
+    path: Path,
+    *,
+    length: int,
+    strict: bool,
+    detokenizer: str = "none",
+) -> dict:
+    """The `LastWords` of a file of JSON lines, by name. Raises DataError for a line that has no text.
+
+    strict: the target is the last word, with a blank before it; otherwise the last token of the text
+    """
+    # Passages that are too long lose their beginning.
+    requests = _passages(tokenizer, path, strict, DETOKENIZERS[detokenizer])
+    shortened = sum(request.inputs > length for request in requests)
+    cut = [ScoreRequest(r.tokens[-length - 1 :], r.scored) for r in requests]
+    correct = 0
+    for first in range(0, len(cut), AT_ONCE):
+        found = score(cut[first : first + AT_ONCE])
+        correct += sum(scored.is_greedy for scored in found)
+    share = correct / len(cut)
+    return asdict(LastWords(correct, len(cut), share, shortened))
+
+
+def _passages(
+    tokenizer: Tokenizer, path: Path, strict: bool, detokenize: Detokenizer
+) -> list[ScoreRequest]:
+    """The passages of a file, whose targets are scored."""
+    requests = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        text = detokenize(_text_of(line, f"{path}:{number}"))
+        context, target = last_word(tokenizer, text, strict)
+        if not context or not target:
+            raise DataError(
+                f"{path}:{number}: a passage of one word has nothing before its last one. Remove the line."
+            )
+        requests.append(ScoreRequest((*context, *target), len(target)))
+    if not requests:
+        raise DataError(f"--valid-data {path} has no passages.")
+    return requests
+
+
+def last_word(
+    tokenizer: Tokenizer, text: str, strict: bool
+) -> tuple[list[int], list[int]]:
+    """(ids before the target, ids of the target)"""
+    if not strict:
+        ids = tokenizer.encode(text)
+        return ids[:-1], ids[-1:]
+    words = text.split()
+    if not words:
+        return [], []
+    before = text[: text.rfind(words[-1])].strip()
+    return tokenizer.encode(before), tokenizer.encode(f" {words[-1]}")
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        return json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f'{place}: cannot read {{"text": …}} from this line ({error!r}). LAMBADA is one JSON object a line.'
+        ) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--valid-data {path} cannot be read: {error}.") from None
