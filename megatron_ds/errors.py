@@ -2,6 +2,7 @@
 
     MegatronDSError
       ConfigError            a configured value or argument is not valid     (also ValueError)
+        ArgumentError        arguments of an engine do not fit together    (also AssertionError)
       LayoutError            sizes do not divide, shards do not cover         (also ValueError)
       ScheduleError          an instruction list is not valid
       CheckpointError        missing, incomplete, or written by another model
@@ -24,6 +25,10 @@ class MegatronDSError(Exception):
 
 class ConfigError(MegatronDSError, ValueError):
     """A value in the configuration, or an argument of a call, is not valid."""
+
+
+class ArgumentError(ConfigError, AssertionError):
+    """Arguments of an engine's call are missing or contradict each other; DeepSpeed asserts these."""
 
 
 class LayoutError(MegatronDSError, ValueError):

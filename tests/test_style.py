@@ -55,6 +55,7 @@ SIGNATURES_OF_DEEPSPEED = {
     "ops.adam.FusedAdam.__init__",
     "compat.deepspeed.deepspeed_schedules.OneCycle.__init__",
     "compat.deepspeed.deepspeed_optimizers.FusedLamb.__init__",
+    "compat.deepspeed.tiled_linear.TiledLinear.__init__",
 }
 # Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
 # field's term.

@@ -83,6 +83,8 @@ def test_every_tool_of_the_checkout_is_a_command():
         "write_flags_doc",
         "draw_layouts",
         "draw_results",
+        "run_deepspeed_tests",
+        "deepspeed_tests_plugin",
     }
     names = []
     for path in ROOT.glob("tools/*.py"):

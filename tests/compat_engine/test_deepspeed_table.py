@@ -39,9 +39,9 @@ USED = """accelerator.get_accelerator accelerator.real_accelerator.get_accelerat
     utils.init_on_device.OnDevice runtime.config.DeepSpeedConfigError monitor.monitor.MonitorMaster"""
 ADVISED = """PipelineModule pipe.PipelineModule pipe.LayerSpec pipe.TiedLayerSpec PipelineEngine
     init_inference
-    runtime.pipe.module.PipelineModule runtime.pipe.topology.ProcessTopology zero.TiledLinear
+    runtime.pipe.module.PipelineModule runtime.pipe.topology.PipelineParallelGrid zero.MiCS_Init
     InferenceEngine
-    runtime.zero.tiling.TiledLinear ops.op_builder.CPUAdamBuilder compression.compress.init_compression
+    runtime.zero.mics.MiCS_Init ops.op_builder.CPUAdamBuilder compression.compress.init_compression
     module_inject.replace_policy.HFBertLayerPolicy tp_model_init
     inference.config.DeepSpeedInferenceConfig ops.transformer.DeepSpeedTransformerLayer"""
 
@@ -126,7 +126,12 @@ def test_the_page_lists_each_package_and_name_that_gives_advice():
     ]
     missing += [
         name
-        for name in ("PipelineModule", "init_inference", "TiledLinear", "tp_model_init")
+        for name in (
+            "PipelineModule",
+            "init_inference",
+            "PipelineParallelGrid",
+            "tp_model_init",
+        )
         if f"`{name}`" not in page
     ]
     assert not missing

@@ -110,6 +110,21 @@ def test_ranks_with_different_tags_save_nothing(tmp_path):
     assert on_ranks(2, main, lambda: make(Stack), config_of(1, 2)) == [[], []]
 
 
+@pytest.mark.parametrize("rule,warnings", [("WARN", 1), ("Ignore", 0)])
+def test_ranks_with_different_tags_may_save_under_the_first(
+    tmp_path, caplog, rule, warnings
+):
+    def main(engine, rank):
+        train(engine, rank, 1)
+        engine.save_checkpoint(tmp_path, f"step-{rank}")
+        return engine.load_checkpoint(tmp_path)[0]
+
+    config = config_of(1, 2, checkpoint={"tag_validation": rule})
+    places = on_ranks(2, main, lambda: make(Stack), config)
+    assert ["step-0" in str(place) for place in places] == [True, True]
+    assert caplog.text.count("all save under the first") == warnings
+
+
 def test_save_latest_false_leaves_the_last_checkpoint_the_last(tmp_path):
     def main(engine, rank):
         train(engine, rank, 1)

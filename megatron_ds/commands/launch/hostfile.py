@@ -61,11 +61,25 @@ def chosen_slots(
 
     Raises ConfigError for hosts and slots that the hostfile lacks, and if nothing is left.
     """
+    every = {host: tuple(range(count)) for host, count in hosts.items()}
+    left = left_slots(every, include, exclude)
+    if not left:
+        flag = "--exclude" if exclude else "--include"
+        raise ConfigError(
+            f"{flag} {exclude or include} leaves no slot of {', '.join(hosts)}."
+        )
+    return left
+
+
+def left_slots(every: Slots, include: str = "", exclude: str = "") -> Slots:
+    """The slots of `every` that a choice leaves, in its order; {} if nothing is left.
+
+    Raises ConfigError for two choices, and for hosts and slots that `every` lacks.
+    """
     if include and exclude:
         raise ConfigError(
             "both --include and --exclude choose the hosts; give one of them."
         )
-    every = {host: tuple(range(count)) for host, count in hosts.items()}
     # A choice names hosts with slots; in the order of the hostfile they stay or go.
     flag = "--exclude" if exclude else "--include"
     text = exclude or include
@@ -76,8 +90,6 @@ def chosen_slots(
         kept = tuple(slot for slot in slots if (slot in chosen) != bool(exclude))
         if kept:
             left[host] = kept
-    if not left:
-        raise ConfigError(f"{flag} {text} leaves no slot of {', '.join(hosts)}.")
     return left
 
 

@@ -60,7 +60,8 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
     TAG_VALIDATION: json_key(
-        str, "Ignore, Warn or Fail, in any case; it has no effect"
+        str,
+        "Ignore, Warn or Fail, in any case; an engine obeys it where ranks give different tags",
     ),
     "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
     "fp16.initial_scale_power": json_key(

@@ -18,7 +18,6 @@ INFERENCE = (
 )
 HYBRID = "generate inside of `with engine.gathered_parameters():` with engine.module.generate(…)."
 COMPRESSION = "compression of models (quantization, pruning, distillation of layers) is not part of it."
-TILING = "split the Linear into several modules of a ModuleList: stage 3 gathers its elements one by one."
 INTERNAL = (
     "it belongs to the implementation of DeepSpeed. Use the engine's methods; docs/use/engine.md "
     "lists them."
@@ -143,10 +142,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
         "SendGrad RecvGrad": SCHEDULE
     },
-    "runtime.pipe.topology": {
-        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
-        "PipelineParallelGrid": PIPELINE
-    },
+    "runtime.pipe.topology": {"PipelineParallelGrid": PIPELINE},
     "pipe.topology": {},
     "runtime.utils": {
         "PartitionedTensor CheckOverflow get_weight_norm get_flattened_grad_norm get_grad_norm "
@@ -187,9 +183,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "sequence.layer": {"single_all_to_all": SEQUENCE},
     "utils": {
         "z3_leaf_parameter": "marks are on modules: use z3_leaf_module(module).",
-        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
-        "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state": "shards differ from DeepSpeed's. Use the functions of the same names with full in place of "
-        "local.",
         "get_numactl_cmd": "bind processes with numactl in the command that starts them.",
         "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad "
         "get_hp_fragment_mapping fragment_address map_to_flat_opt_states link_hp_params "
@@ -209,7 +202,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "them."
     },
     "zero": {
-        "TiledLinear TiledLinearReturnBias split_tensor_along_last_dim": TILING,
         "MiCS_Init": MICS,
         "DeepSpeedZeRoOffload ZeROOrderedDict DeepSpeedTensorOverride "
         "zero_wrapper_for_fp_tensor_constructor get_new_tensor_fn_for_dtype shutdown_init_context "

@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...mpu.launch import read_launch
 from ..engine.engine_status import Monitor
+from ..engine.gradient_sum import sums_gradients
 from ..engine.json_settings import block_of, read_settings
 
 ALLREDUCE_SIZE = 500_000_000
@@ -46,6 +47,8 @@ class DeepSpeedConfig:
         self.fp16_enabled = settings.optimizer.fp16
         self.bfloat16_enabled = settings.optimizer.bf16
         self.gradient_clipping = settings.optimizer.clip_grad
+        sums = sums_gradients(name, self._param_dict)
+        self.gradient_allreduce_op = "sum" if sums else "mean"
         self.steps_per_print = settings.logging.log_interval
 
     @property

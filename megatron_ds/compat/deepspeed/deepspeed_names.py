@@ -99,6 +99,10 @@ ADAM = _each("ops.adam:", "FusedAdam DeepSpeedCPUAdam")
 LION = _each(_OPTIMIZERS, "FusedLion DeepSpeedCPULion")
 LAMB = _each(_OPTIMIZERS, "FusedLamb")
 ADAGRAD = _each(_OPTIMIZERS, "DeepSpeedCPUAdagrad")
+TOPOLOGY = _each(
+    "compat.deepspeed.topology:",
+    "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
+)
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
@@ -161,6 +165,10 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "compute_elastic_config elasticity_enabled ElasticityError ElasticityConfigError "
         "ElasticityIncompatibleWorldSize",
     ),
+    "launcher.runner": _each(
+        "commands.launch.deepspeed_runner:",
+        "main parse_resource_filter _parse_hostfile",
+    ),
     "moe.utils": MOE_GROUPS,
     "monitor.monitor": MONITORS,
     "ops.adagrad": ADAGRAD,
@@ -188,6 +196,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO "
         "TOTAL_NUM_STEPS EDGE_VALUE MID_VALUE"
     ),
+    "pipe": TOPOLOGY,
+    "runtime.pipe.topology": TOPOLOGY,
     "runtime.utils": _each(
         _FUNCTIONS,
         "see_memory_usage memory_status partition_uniform partition_balanced "
@@ -231,6 +241,9 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "utils.debug": _each(_UTILS, "print_rank_0")
     | {"print_rank0": "compat.deepspeed.utils:print_rank_0"},
     "utils.logging": LOGGING,
+    "utils.numa": {
+        "parse_range_list": "commands.launch.deepspeed_runner:parse_range_list"
+    },
     "utils.nvtx": _each(_FUNCTIONS, "instrument_w_nvtx"),
     "utils.timer": _each(
         _TIMERS, "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean"
@@ -238,6 +251,10 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "utils.torch": _each(_FUNCTIONS, "required_torch_version"),
     "zero": {
         "ZeroParamStatus": "compat.engine.sharded_names:ZeroParamStatus",
+        **_each(
+            "compat.deepspeed.tiled_linear:",
+            "TiledLinear TiledLinearReturnBias split_tensor_along_last_dim",
+        ),
         "ZeroParamType": _CLASSES + "ZeroParamType",
         **ESTIMATES_2,
         **ESTIMATES_3,

@@ -10,6 +10,7 @@ parameter group.
 
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,34 @@ VALID_LR_SCHEDULES = [
 Number = float | Sequence[float]
 
 
-class WarmupLR(GroupSchedule):
+class _Kind(type):
+    """The class of the schedulers: the JSON's scheduler of their name is an instance of them, too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_of_json = getattr(instance, "kind", None) == cls.__name__
+        return is_of_json or super().__instancecheck__(instance)
+
+
+class _Warmup(GroupSchedule, metaclass=_Kind):
+    """A schedule that begins with a warm-up.
+
+    min_lrs, max_lrs  the first and the highest rate of each group
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rates: list[DeepSpeedRate],
+        last_batch_iteration: int,
+    ):
+        self.warmup_num_steps = rates[0].steps
+        self.warmup_type = rates[0].warmup_style
+        self.min_lrs = [rate.initial for rate in rates]
+        self.max_lrs = [rate.highest for rate in rates]
+        super().__init__(optimizer, rates, last_batch_iteration)
+
+
+class WarmupLR(_Warmup):
     """The rate rises to its highest value and stays. warmup_max_lr: None is each group's own rate."""
 
     def __init__(
@@ -52,7 +80,7 @@ class WarmupLR(GroupSchedule):
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
-class WarmupDecayLR(GroupSchedule):
+class WarmupDecayLR(_Warmup):
     """The rate rises, and then falls in a line until `total_num_steps`."""
 
     def __init__(
@@ -76,7 +104,7 @@ class WarmupDecayLR(GroupSchedule):
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
-class WarmupCosineLR(GroupSchedule):
+class WarmupCosineLR(_Warmup):
     """Each group's own rate, multiplied by a ratio that rises and then falls along a cosine."""
 
     def __init__(
@@ -90,24 +118,33 @@ class WarmupCosineLR(GroupSchedule):
         last_batch_iteration: int = -1,
     ):
         _check_warmup(warmup_num_steps, warmup_type)
-        firsts = [group["lr"] for group in optimizer.param_groups]
+        self._ratio = DeepSpeedRate(
+            "WarmupCosineLR",
+            1.0,
+            1,
+            lowest=cos_min_ratio,
+            initial=warmup_min_ratio,
+            warmup=warmup_num_steps,
+            total=total_num_steps,
+            warmup_style=warmup_type,
+        )
         rates = [
-            DeepSpeedRate(
-                "WarmupCosineLR",
-                lr,
-                1,
-                lowest=lr * cos_min_ratio,
-                initial=lr * warmup_min_ratio,
-                warmup=warmup_num_steps,
-                total=total_num_steps,
-                warmup_style=warmup_type,
+            replace(
+                self._ratio,
+                highest=group["lr"],
+                lowest=group["lr"] * cos_min_ratio,
+                initial=group["lr"] * warmup_min_ratio,
             )
-            for lr in firsts
+            for group in optimizer.param_groups
         ]
         super().__init__(optimizer, rates, last_batch_iteration)
 
+    def get_lr_ratio(self) -> float:
+        """The factor of each group's own rate in the next update."""
+        return self._ratio.at(self.last_batch_iteration)
 
-class LRRangeTest(GroupSchedule):
+
+class LRRangeTest(GroupSchedule, metaclass=_Kind):
     """The rate grows from step to step, to find the one at which training diverges."""
 
     def __init__(
@@ -119,6 +156,8 @@ class LRRangeTest(GroupSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ):
+        _check_steps("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.min_lr = _of_groups(optimizer, lr_range_test_min_lr)
         rates = [
             RangeTest(
                 1,
@@ -127,12 +166,12 @@ class LRRangeTest(GroupSchedule):
                 lr_range_test_step_rate,
                 lr_range_test_staircase,
             )
-            for lr in _of_groups(optimizer, lr_range_test_min_lr)
+            for lr in self.min_lr
         ]
         super().__init__(optimizer, rates, last_batch_iteration)
 
 
-class OneCycle(GroupSchedule):
+class OneCycle(GroupSchedule, metaclass=_Kind):
     """The rate rises and falls once, and then decays; Adam's beta1 goes the opposite way."""
 
     def __init__(
@@ -163,6 +202,8 @@ class OneCycle(GroupSchedule):
             if cycle_second_stair_count is None
             else cycle_second_stair_count
         )
+        _check_steps("cycle_first_step_size", cycle_first_step_size, 1)
+        _check_steps("cycle_second_step_size", second, 0)
         cycle = Cycle(
             1,
             cycle_first_step_size,
@@ -172,11 +213,11 @@ class OneCycle(GroupSchedule):
             decay_step_size,
         )
         # The same cycle for all groups, each between ends of its own.
-        ends = zip(
-            _of_groups(optimizer, cycle_max_lr), _of_groups(optimizer, cycle_min_lr)
-        )
+        self.min_lrs = _of_groups(optimizer, cycle_min_lr)
+        self.max_lrs = _of_groups(optimizer, cycle_max_lr)
         rates = [
-            CycleRate(cycle, highest, lowest, decay_lr_rate) for highest, lowest in ends
+            CycleRate(cycle, highest, lowest, decay_lr_rate)
+            for highest, lowest in zip(self.max_lrs, self.min_lrs)
         ]
         momenta = zip(
             _of_groups(optimizer, cycle_max_mom), _of_groups(optimizer, cycle_min_mom)
@@ -215,6 +256,14 @@ def _warmups(
         )
         for low, high in zip(lowest, highest)
     ]
+
+
+def _check_steps(name: str, steps: int, least: int) -> None:
+    """Raises ConfigError for a number of steps below the least."""
+    if steps < least:
+        raise ConfigError(
+            f"{name}={steps}: the schedule divides by it. Use {least} or more."
+        )
 
 
 def _check_warmup(steps: int, style: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ... import foreign_name
+from ..engine import local_parts
 
 
 def __getattr__(name: str) -> Any:
@@ -52,9 +53,9 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole weight in fp32: the master of a 16-bit parameter."""
+    """The whole weight in fp32: the master of a 16-bit parameter. None of a frozen one."""
     engine = _engine_of(param)
-    return None if engine is None else engine.gradients.full_state(param)
+    return None if not _has_state(engine, param) else engine.gradients.full_state(param)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -66,11 +67,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_full_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """The whole state of the optimizer under a name such as "exp_avg". Raises ConfigError if it has none."""
+    """The whole state of the optimizer under a name such as "exp_avg"; None of a frozen parameter.
+
+    Raises ConfigError for another name.
+    """
     engine = _engine_of(param)
-    return (
-        None if engine is None else engine.gradients.full_state(param, optim_state_key)
-    )
+    if not _has_state(engine, param):
+        return None
+    return engine.gradients.full_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(
@@ -79,6 +83,52 @@ def safe_set_full_optimizer_state(
     """Replace a state of the optimizer."""
     if (engine := _engine_of(param)) is not None:
         engine.gradients.set_full_state(param, value, optim_state_key)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The part of the gradient that this rank keeps, flat and in fp32 (engine/local_parts.py)."""
+    engine = _engine_of(param)
+    return None if engine is None else local_parts.local_gradient(engine, param)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the gradient that the next `engine.step()` applies."""
+    if (engine := _engine_of(param)) is not None:
+        local_parts.set_local_gradient(engine, param, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the weight in fp32, flat; None of a frozen parameter."""
+    engine = _engine_of(param)
+    return None if engine is None else local_parts.local_state(engine, param)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the weight in fp32."""
+    if (engine := _engine_of(param)) is not None:
+        local_parts.set_local_state(engine, param, value)
+
+
+def safe_get_local_optimizer_state(
+    param: nn.Parameter, optim_state_key: str
+) -> torch.Tensor | None:
+    """This rank's part of a state of the optimizer, flat; None of a frozen parameter."""
+    engine = _engine_of(param)
+    if engine is None:
+        return None
+    return local_parts.local_state(engine, param, optim_state_key)
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Replace this rank's part of a state of the optimizer."""
+    if (engine := _engine_of(param)) is not None:
+        local_parts.set_local_state(engine, param, value, optim_state_key)
+
+
+def _has_state(engine: Any | None, param: nn.Parameter) -> bool:
+    return engine is not None and engine.gradients.is_trained(param)
 
 
 def _engine_of(param: nn.Parameter) -> Any | None:

@@ -94,7 +94,7 @@ class Backwards:
             return
         engine = self._engine
         # The mean over ranks and micro-batches, which `backward` would apply to the loss.
-        factor = 1.0 / (engine.world.data.size * engine.gradient_accumulation_steps())
+        factor = 1.0 / (engine.divisor * engine.gradient_accumulation_steps())
         if engine.fp16_enabled() and not self._is_scaled:
             raise MegatronDSError(
                 "loss.backward() with fp16: the loss is not multiplied with the loss scale "

@@ -7,7 +7,8 @@
 
 Note: averages. The loss of a micro-batch is its mean over the samples of one rank. `backward` weights it with
 1 / (accumulation steps × data-parallel ranks), and gradients are summed. The update is therefore that of the
-mean over the whole batch, as in DeepSpeed.
+mean over the whole batch, as in DeepSpeed. With "gradient_allreduce_op": "sum" the loss is divided by the
+accumulation steps alone.
 
 Note: unused parameters. A parameter that a step does not use has a gradient of zeros, not None: weight decay
 and moments apply to it, as in DeepSpeed. Where some ranks use it, the others add zeros; see zero/unused.py.
@@ -82,7 +83,7 @@ class Engine(EngineStatus):
         self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas else 1
         # See "Note: averages" above.
-        weight = self.zero.loss_scale / (microbatches * self.world.data.size)
+        weight = self.zero.loss_scale / (microbatches * self.divisor)
         with self.clock.phase(BACKWARD):
             self.backwards.run(loss.float() * weight, retain_graph)
         return loss if microbatches == 1 else loss / microbatches
@@ -185,8 +186,9 @@ class Engine(EngineStatus):
             raise CallError(
                 "engine.no_sync() cannot be nested."
                 if self._in_no_sync
-                else f"engine.no_sync() keeps whole gradients on each rank, but ZeRO stage {stage} shards them in "
-                "each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it."
+                else f"the no_sync context manager is incompatible with ZeRO stage {stage}: it keeps whole "
+                "gradients on each rank, and this stage shards them in each backward. Use stage 0 or 1, or "
+                "leave no_sync out: gradients add up without it."
             )
         self._in_no_sync = True
         try:

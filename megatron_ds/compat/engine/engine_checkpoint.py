@@ -24,10 +24,10 @@ from ...checkpoint.save import save
 from ...checkpoint.whole_tensors import StoredTensors
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
-from ...mpu.agreement import require_agreement
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from . import known_tags
+from .agreed_tag import agreed_tag
 from .checkpoint_places import (
     LATEST,
     check_vacant,
@@ -68,7 +68,7 @@ def save_checkpoint(
     save_latest   `load_checkpoint` without a tag takes this checkpoint
     exclude_frozen_parameters  leave out parameters that are not trained
     Raises ConfigError, before anything is written, with the key of a value that cannot be saved, or if ranks
-    give different tags.
+    give different tags (agreed_tag.py).
     """
     if engine.has_gradients:
         raise ConfigError(
@@ -82,14 +82,9 @@ def save_checkpoint(
         )
     # The place. Without a tag and without `latest` it must not be the last one in `save_dir`.
     world = engine.world.world
+    tag = agreed_tag(tag, engine.config, world)
     name = default_tag(engine.global_steps) if tag is None else str(tag)
     folder = folder_of(save_dir, None if tag is None and save_latest else name)
-    require_agreement(
-        world,
-        lambda: {"the tag": (name, "")},
-        "the ranks gave save_checkpoint different tags",
-        "Each would hold a part of a checkpoint. Make the tag on one rank, and send it to the others.",
-    )
 
     def begin() -> dict[str, Any]:
         check_vacant(folder)
@@ -169,6 +164,7 @@ def load_checkpoint(
             "custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
             "or parts of tensors. Leave it out."
         )
+    # A folder of DeepSpeed.
     tag = None if tag is None else str(tag)
     foreign = on_one_rank(world, lambda: deepspeed_folder(load_dir, tag))
     if foreign is not None:

@@ -25,7 +25,7 @@ from ...config import OptimizerConfig, RunConfig
 from ...config.optimizer_facts import facts_of
 from ...config.options.training_options import DEEPSPEED_STYLES
 from ...config.training_schedule import make_beta1, make_learning_rate
-from ...errors import ConfigError
+from ...errors import ArgumentError, ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
 from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
@@ -333,6 +333,7 @@ class JsonScheduler(GroupSchedule):
     WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups,
     times the factor of a group that has one.
     beta1: of groups with "betas", whose beta2 stays; None: betas do not change
+    kind: its "type", by which it is an instance of DeepSpeed's class of this name
     """
 
     def __init__(
@@ -340,8 +341,10 @@ class JsonScheduler(GroupSchedule):
         optimizer: EngineOptimizer,
         rate: DeepSpeedRate | CycleRate | RangeTest,
         beta1: CycledBeta | None = None,
+        kind: str = "",
     ):
         groups = optimizer.param_groups
+        self.kind = kind
         self._firsts = [group["lr"] for group in groups]
         betas = None if beta1 is None else [beta1] * len(groups)
         super().__init__(optimizer, [rate] * len(groups), betas=betas)
@@ -371,7 +374,12 @@ def make_scheduler(
                 "Remove one of them."
             )
         return (
-            JsonScheduler(optimizer, make_learning_rate(settings), make_beta1(settings))
+            JsonScheduler(
+                optimizer,
+                make_learning_rate(settings),
+                make_beta1(settings),
+                settings.optimizer.lr_decay_style,
+            )
             if optimizer.param_groups
             else None
         )
@@ -391,7 +399,7 @@ def make_scheduler(
         owner is not None
         and getattr(owner, "param_groups", None) is not optimizer.param_groups
     ):
-        raise ConfigError(
+        raise ArgumentError(
             "lr_scheduler changes the learning rates of another optimizer, not of this "
             "engine's, so it would have no effect. Make it from the optimizer that is given as "
             "optimizer=, or give a function: lr_scheduler=lambda optimizer: StepLR(optimizer, "

@@ -21,6 +21,7 @@ class EngineParts(Protocol):
     gradients: Any
     gathering: Any
     has_gradients: bool
+    divisor: int
 
     def zero_grad(self) -> None:
         """Discard gradients where the accumulation permits it."""

@@ -38,6 +38,7 @@ from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
 from .forward_profile import ForwardProfile, profile_wish
+from .gradient_sum import sums_gradients
 from .gradients import Gradients
 from .module_gathering import ModuleGathering
 from .step_clock import StepClock
@@ -60,6 +61,7 @@ class EngineStatus(EngineAnswers):
     forward_profile    of the FLOPs of one forward
     curriculum_length  the sequence length that the module is given
     clock              the times of the phases of a step
+    divisor            of the sum of gradients over data-parallel ranks: their number, or 1
     is_destroyed       whether `destroy` was called
     progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
@@ -106,6 +108,9 @@ class EngineStatus(EngineAnswers):
         self.tput_timer = Throughput(self.train_batch_size())
         wish = profile_wish("config", config)
         self.forward_profile = ForwardProfile(wish, module, world.world.rank)
+        # What a sum of gradients over ranks is divided by.
+        sums = sums_gradients("config", config)
+        self.divisor = 1 if sums else world.data.size
         self.curriculum_length = curriculum_length("config", config, module)
         # Rank 0 prints its own times.
         is_timed = self.wall_clock_breakdown() and world.world.rank == 0

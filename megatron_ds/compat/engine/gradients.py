@@ -40,6 +40,8 @@ from .engine_parts import EngineParts
 from .module_specs import COMPILED
 from .sharded_names import ShardedNames
 
+Part = tuple[SlotPiece, torch.Tensor]
+"""Elements of a parameter, and what a rank holds of them: a flat tensor."""
 OWN = torch.Tensor.grad  # the attribute in which autograd accumulates
 WEIGHT = "weight"
 TORCH = (
@@ -201,7 +203,7 @@ class Gradients:
         self._scale(1.0)
 
     def _show(self) -> None:
-        ranks = 1 if self.is_reduced else self._engine.world.data.size
+        ranks = 1 if self.is_reduced else self._engine.divisor
         self._scale(ranks / self._engine.zero.loss_scale)
 
     def _scale(self, factor: float) -> None:
@@ -232,11 +234,7 @@ class Gradients:
         if place is None or not self._engine.has_gradients:
             return None
         self._check(parameter)
-        if (
-            place.is_whole
-            or isinstance(place.store, GradBuckets)
-            and not self.is_reduced
-        ):
+        if self._is_local(place):
             return self.shown(parameter)
         self._complete()
         self._show()
@@ -245,6 +243,31 @@ class Gradients:
             place,
             [(piece, place.store.grad_of(piece)) for piece in place.pieces],
         )
+
+    def kept(self, parameter: nn.Parameter) -> list[Part] | None:
+        """Views of the parts of the gradient that this rank keeps; None as in `full`."""
+        place = self._places.get(parameter)
+        if place is None or not self._engine.has_gradients:
+            return None
+        self._check(parameter)
+        if self._is_local(place):
+            flat = self.shown(parameter).view(-1)
+            return [(piece, flat[piece.start : piece.stop]) for piece in place.pieces]
+        self._complete()
+        self._show()
+        return [
+            (piece, place.store.grad_of(piece)[: piece.stop - piece.start])
+            for piece in place.pieces
+        ]
+
+    def is_trained(self, parameter: nn.Parameter) -> bool:
+        """Whether the engine's optimizer updates the parameter."""
+        return parameter in self._places
+
+    def _is_local(self, place: "_Place") -> bool:
+        """Whether this rank has a whole gradient: the mean, or its sum so far."""
+        is_unreduced = isinstance(place.store, GradBuckets) and not self.is_reduced
+        return place.is_whole or is_unreduced
 
     def set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient by `value`, the same on all ranks. Collective."""
@@ -256,11 +279,7 @@ class Gradients:
             )
         _check_shape(parameter, value)
         self._check(parameter)
-        if (
-            place.is_whole
-            or isinstance(place.store, GradBuckets)
-            and not self.is_reduced
-        ):
+        if self._is_local(place):
             self.assign(parameter, value)
             return
         self._complete()
@@ -277,7 +296,7 @@ class Gradients:
         """The whole fp32 master ("weight"), or state of the optimizer ("exp_avg", …). Collective."""
         place = self._place_of(parameter)
         self._check_kind(parameter, place, kind)
-        found = list(self._states(parameter, kind))
+        found = list(self.states(parameter, kind))
         if not place.set.store.sharded:
             [(_, tensor)] = found
             return tensor.clone().view(parameter.shape)
@@ -292,7 +311,7 @@ class Gradients:
         self._check_kind(parameter, self._place_of(parameter), kind)
         zero = self._engine.zero
         zero.before_change()
-        for piece, tensor in self._states(parameter, kind):
+        for piece, tensor in self.states(parameter, kind):
             tensor.copy_(value.detach().reshape(-1)[piece.start : piece.stop])
         zero.after_load()
 
@@ -301,9 +320,7 @@ class Gradients:
         places = ((s, i, p) for s in sets for i, p in enumerate(s.parameters))
         return next(_Place(s, i) for s, i, p in places if p is parameter)
 
-    def _states(
-        self, parameter: nn.Parameter, kind: str
-    ) -> Iterator[tuple[SlotPiece, torch.Tensor]]:
+    def states(self, parameter: nn.Parameter, kind: str) -> Iterator[Part]:
         """(piece, flat tensor without padding) of the parts that this rank updates."""
         place = self._place_of(parameter)
         self._engine.zero.wait_for_weights()

@@ -14,7 +14,7 @@ from torch import nn
 from ...config import RunConfig
 from ...config.sources.config_text import report_without_effect
 from ...config.sources.reading import SourceReading
-from ...errors import ConfigError
+from ...errors import ArgumentError, ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks
 from ...mpu.external_groups import DataParallelWorld, has_process_group, join_world
@@ -275,7 +275,7 @@ def _build_engine(
 
 def _check_arguments(model: Any, optimizer: Any, decay: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(
+        raise ArgumentError(
             f"model is {type(model).__name__}, not a torch module: an engine needs its "
             "parameters."
         )

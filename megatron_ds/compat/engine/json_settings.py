@@ -37,14 +37,19 @@ from ...config.rules.training_rules import batch, learning_rate, number_format
 from ...config.run import all_options
 from ...config.sources.combine import merge
 from ...config.sources.reading import Setting, reject
-from ...errors import ConfigError
+from ...errors import ArgumentError, ConfigError
 from ...zero.unused import Rule
 from ..config.deepspeed_json import auto_keys, load_json, with_autos
 from ..config.deepspeed_spellings import loads
 from ..config.targets import LEFT_OUT, reading_for
 from ..config.unsupported import answer_to_key
+from .agreed_tag import KEY as TAG_RULE
+from .agreed_tag import tag_rule
+from .decay_default import with_decay_default
 from .forward_profile import BLOCK as PROFILE
 from .forward_profile import profile_wish
+from .gradient_sum import KEY as SUMS
+from .gradient_sum import sums_gradients
 from .number_formats import formats_of
 
 # A constant rate has no span, but `make_learning_rate` needs one.
@@ -121,11 +126,12 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 def config_of(
     args: Any, config: Any, config_params: Any
 ) -> Mapping[str, Any] | str | os.PathLike:
-    """The one of config, config_params (its former name), args.deepspeed_config. Raises ConfigError."""
+    """The one of config, args.deepspeed_config and their former names. Raises ConfigError."""
     given = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
@@ -134,7 +140,7 @@ def config_of(
             "one of them."
         )
     if not named:
-        raise ConfigError(
+        raise ArgumentError(
             "there is no configuration. Give config=, a dict of DeepSpeed's keys or the path "
             "of a JSON file, or args= with --deepspeed_config (see "
             "megatron_ds.add_config_arguments)."
@@ -159,7 +165,9 @@ def read_settings(
     drops_last(name, block)
     unused_rule(name, block)
     profile_wish(name, block)
-    block = _without_engine_keys(name, block)
+    sums_gradients(name, block)
+    tag_rule(name, block)
+    block = with_decay_default(_without_engine_keys(name, block))
     # Keys that are options, and "auto" values.
     reading = reading_for(block, "engine", name)
     settings = reading.settings_or_error()
@@ -231,11 +239,15 @@ def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     rest = {
         key: value
         for key, value in block.items()
-        if key not in (DROP_LAST, PROFILE) and (key, value) != NEVER_PRINTS
+        if key not in (DROP_LAST, PROFILE, SUMS) and (key, value) != NEVER_PRINTS
     }
     if isinstance(zero := rest.get("zero_optimization"), Mapping):
         rest["zero_optimization"] = {
             key: value for key, value in zero.items() if key not in (UNUSED, LEAVES)
+        }
+    if isinstance(checkpoint := rest.get("checkpoint"), Mapping):
+        rest["checkpoint"] = {
+            key: value for key, value in checkpoint.items() if key != TAG_RULE
         }
     return rest
 

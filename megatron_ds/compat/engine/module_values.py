@@ -51,8 +51,8 @@ def prepare(
     )
     if taken:
         raise ConfigError(
-            f"the module belongs to another engine already ({taken}). Make a new module, or go "
-            "on with that engine."
+            f"the module belongs to another engine already ({taken}). Make a new module, go on "
+            "with that engine, or call its destroy() first."
         )
     if dtype == torch.float32:
         odd = {n: p.dtype for n, p in module.named_parameters() if p.dtype != dtype}

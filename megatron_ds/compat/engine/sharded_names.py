@@ -52,6 +52,14 @@ class ShardedNames:
         is_whole = not self.is_meta if gathering is None else gathering.has(self)
         return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """A copy of this rank's shard, flat: of a parameter of `zero.Init` with its padding."""
+        if self._gathering("ds_tensor") is None:
+            return self.partition.part.clone()
+        parts = [part for _, part in self.engine().gradients.states(self, "weight")]
+        return torch.cat([self.new_empty(0), *(part.to(self.dtype) for part in parts)])
+
     def _gathering(self, name: str) -> Any:
         """The engine's `ModuleGathering`; None for a parameter of `zero.Init`."""
         engine = self.__dict__.get("engine", lambda: None)()

@@ -94,6 +94,12 @@ class Partition:
         meta.partition = self
         torch.utils.swap_tensors(parameter, meta)
 
+    def move(self, device: torch.device | None) -> None:
+        """Keep the shard on another device; None: where it is."""
+        if device is not None and device.type != "meta":
+            self.part = self.part.to(device)
+            self.device = self.part.device
+
     def is_of(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has the shape of its shards."""
         return parameter.shape == self.shape
@@ -123,6 +129,22 @@ class HiddenParameter(ShardedNames, nn.Parameter):
     def device(self) -> torch.device:
         """Where its values are when it is gathered."""
         return self.partition.device
+
+    def to(self, *args: Any, **options: Any) -> torch.Tensor:
+        """The parameter itself, after its shard has moved to the device; in another dtype as a new one."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
+        if dtype not in (None, self.dtype):
+            return super().to(*args, **options)
+        self.partition.move(device)
+        return self
+
+    def cpu(self, *args: Any, **options: Any) -> torch.Tensor:
+        """The parameter, with its shard in host memory."""
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None, *args: Any, **options: Any) -> torch.Tensor:
+        """The parameter, with its shard on a GPU."""
+        return self.to(torch.device("cuda") if device is None else device)
 
 
 class Init:
@@ -162,13 +184,14 @@ class Init:
                 config if config_dict_or_path is None else config_dict_or_path
             )
             self._group = group_of(given) if given is not None else join_world(mpu).data
-            self._enabled = self._group.size > 1
         if module is not None and self._enabled:
             kept = NumberFormats().kept(module, self._dtype)
             for name, p in named_parameters(module):
                 self._cut(p, None if name in kept else self._dtype)
 
     def __enter__(self) -> "Init":
+        # Inside of another context it is the outer one that shards.
+        self._enabled = self._enabled and "__init_subclass__" not in vars(nn.Module)
         if self._enabled:
             # Modules whose __init__ is running, each with the parameters that it has gathered.
             self._making: list[tuple[nn.Module, list[nn.Parameter]]] = []
