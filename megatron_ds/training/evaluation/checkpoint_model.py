@@ -12,9 +12,10 @@ from ...mpu.launch import Launch
 from ...mpu.mesh import Mesh
 from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES
+from ..base_weights import check_same_base, find_base, load_base
 from ..build import Replica, build_engine
 from ..foreign_checkpoints import foreign_checkpoints
-from ..from_checkpoint import LOAD, options_of_checkpoint
+from ..from_checkpoint import options_of_checkpoint
 from ..run_checkpoint import (
     all_pieces,
     check_same_run,
@@ -24,6 +25,7 @@ from ..run_checkpoint import (
 )
 from ..run_tokenizer import with_tokenizer
 
+LOAD = "checkpoint.load"
 # Options of a training that a forward does not read, but the flags of a layout must go with.
 DEFAULTS = {
     "micro_batch_size": 1,
@@ -87,12 +89,17 @@ def load_model(as_given: RunConfig, mesh: Mesh) -> LoadedModel:
         on_all_ranks(
             world, lambda: check_same_run(start.run, described, config.checkpoint)
         )
+    base = find_base(config, described, world)
+    if start.step is not None:
+        on_all_ranks(world, lambda: check_same_base(start.run, base))
     of_others = foreign_checkpoints()
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     # Weights alone: no gradients, no master, no moments.
     engine = build_engine(config, mesh, plan_replica(config, mesh), trains=False)
+    if base is not None:
+        load_base(engine, base)
     if foreign is None:
         load_run(engine, start)
     else:
-        of_others.load(engine, foreign, all_pieces(engine))
+        of_others.load(engine, foreign, all_pieces(engine), config.checkpoint)
     return LoadedModel(engine, tokenizer, start.step)
