@@ -60,6 +60,7 @@ class Replica:
     step_state     what layers remember from step to step, beside parameters
     spikes         checks the norm of the gradient; None without --skip-spikes
     reruns         compares runs of a step; None without --rerun-bad-steps
+    frozen         names of the weights below adapters, which are not saved; none without adapters
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
@@ -76,16 +77,10 @@ class Replica:
     why_gathered: str
     metrics: StepMetrics
     step_state: StepState
+    frozen: frozenset[str] = frozenset()
     saving: SaveUnderWay | None = None
     spikes: SpikeGuard | None = None
     reruns: Reruns | None = None
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Names of the weights below adapters, which are not saved; none without adapters."""
-        if not self.config.adapters.is_on:
-            return frozenset()
-        return frozenset(p.spec.name for p in self.parameters if not p.requires_grad)
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -138,6 +133,7 @@ def build_engine(
     _scale_initial_weights(parameters, group_rules(config.optimizer.param_groups))
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.coordinates)
+    frozen = {p.spec.name for p in parameters if not p.requires_grad}
     for parameter in parameters:
         parameter.requires_grad_(parameter.requires_grad and trains)
 
@@ -165,6 +161,7 @@ def build_engine(
         planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
+        frozenset(frozen if config.adapters.is_on else ()),
         spikes=make_spike_guard(config.train),
         reruns=None
         if optimizer.checksum is None
