@@ -18,6 +18,7 @@ PLUGINS = {
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
     "attention layouts": "extensions.sparse_layouts.layer_layouts:LAYOUTS",
+    "layouts of heads": "extensions.sparse_layouts.sparse_layouts:LAYOUTS",
     "attention options": "extensions.sparse_layouts.sparse_options:SparseOptions",
     "attention rules": "extensions.sparse_layouts.sparse_rules:SPARSE_RULES",
     "curriculum options": "extensions.data_efficiency.data_efficiency_options:CurriculumConfig",

@@ -239,9 +239,6 @@ NOT_HERE: Mapping[str, str] = {
     "ops.op_builder": BUILDERS,
     "ops.quantizer": COMPRESSION,
     "ops.random_ltd": CURRICULUM,
-    "ops.sparse_attention": "use pretrain_gpt.py with --sparse-attention "
-    "(docs/use/attention.md), or torch's "
-    "flex_attention.",
     "ops.transformer": KERNELS,
     "ops.deepspeed4science": KERNELS,
     "ops.spatial": KERNELS,

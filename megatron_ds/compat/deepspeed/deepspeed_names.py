@@ -99,6 +99,15 @@ ADAM = _each("ops.adam:", "FusedAdam DeepSpeedCPUAdam")
 LION = _each(_OPTIMIZERS, "FusedLion DeepSpeedCPULion")
 LAMB = _each(_OPTIMIZERS, "FusedLamb")
 ADAGRAD = _each(_OPTIMIZERS, "DeepSpeedCPUAdagrad")
+SPARSITY = _each(
+    "compat.deepspeed.sparsity_configs:",
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig",
+)
+SPARSE = _each(
+    "compat.deepspeed.sparse_attention:", "SparseSelfAttention BertSparseSelfAttention"
+)
+SPARSE_UTILS = _each("compat.deepspeed.sparse_attention_utils:", "SparseAttentionUtils")
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
@@ -166,6 +175,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.adagrad": ADAGRAD,
     "ops.lamb": LAMB,
     "ops.lion": LION,
+    "ops.sparse_attention": {**SPARSITY, **SPARSE, **SPARSE_UTILS},
     "runtime.base_optimizer": ENGINE,
     "runtime.config": {**CONFIG, **OPTIMIZER_NAMES},
     "runtime.dataloader": {
@@ -261,6 +271,10 @@ SAME: Mapping[str, str] = {
     "ops.lion.cpu_lion": "ops.lion",
     "ops.lion.fused_lion": "ops.lion",
     "ops.adagrad.cpu_adagrad": "ops.adagrad",
+    "ops.sparse_attention.sparsity_config": "ops.sparse_attention",
+    "ops.sparse_attention.sparse_self_attention": "ops.sparse_attention",
+    "ops.sparse_attention.bert_sparse_self_attention": "ops.sparse_attention",
+    "ops.sparse_attention.sparse_attention_utils": "ops.sparse_attention",
     "runtime.pipe": "pipe",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.zero": "zero",
