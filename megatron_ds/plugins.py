@@ -27,6 +27,8 @@ PLUGINS = {
     "metric keys": "extensions.data_efficiency.data_efficiency_options:METRIC_KEYS",
     "data rules": "extensions.data_efficiency.data_efficiency_rules:DATA_EFFICIENCY_RULES",
     "sample order": "extensions.data_efficiency.sample_order:make_order",
+    "curriculum sampler": "extensions.data_efficiency.curriculum_sampler:CurriculumSampler",
+    "token rise": "extensions.data_efficiency.difficulty:Rise",
     "shortened batches": "extensions.data_efficiency.seqlen_curriculum:shortening",
     "token dropping layers": "extensions.data_efficiency.random_ltd:with_random_ltd",
     "optimizers": "extensions.onebit.registered:OPTIMIZERS",

@@ -41,8 +41,8 @@ MICS = (
     "among themselves."
 )
 CURRICULUM = (
-    "curricula and random-LTD belong to pretrain_gpt.py (docs/use/data_efficiency.md); in your own "
-    "loop choose the samples with a sampler."
+    'give initialize training_data= and "data_efficiency" in the config, and use convert_to_random_ltd '
+    "(docs/use/engine.md)."
 )
 PROFILER = (
     "use torch.profiler; a dry run (docs/scale/planning.md) counts the operations of this package's "
@@ -220,8 +220,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
 }
 
 NOT_HERE: Mapping[str, str] = {
-    "autotuning": "compare layouts with dry runs, which compute memory and traffic in advance "
-    "(docs/scale/planning.md).",
+    "autotuning": "start the program with megatron-ds launch --autotuning tune or run (docs/use/engine.md).",
     "compile": "compile the module with torch.compile before initialize.",
     "compression": COMPRESSION,
     "elasticity": ELASTIC,

@@ -178,6 +178,13 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.sparse_attention": {**SPARSITY, **SPARSE, **SPARSE_UTILS},
     "runtime.base_optimizer": ENGINE,
     "runtime.config": {**CONFIG, **OPTIMIZER_NAMES},
+    "runtime.data_pipeline.data_routing.helper": _each(
+        "compat.deepspeed.random_ltd_helpers:",
+        "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
+    ),
+    "runtime.data_pipeline.data_routing.scheduler": {
+        "RandomLTDScheduler": "compat.engine.random_ltd:RandomLTDSchedule",
+    },
     "runtime.dataloader": {
         "RepeatingLoader": _ENGINE + "RepeatingLoader",
         "DeepSpeedDataLoader": _LOADER + "EngineLoader",

@@ -32,14 +32,17 @@ from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import Tolerant, check_folder
 from ...training.observe.tensorboard import EventFile
 from ...zero.optimizer import StepResult
+from .autotuning_trial import trial_of
 from .backwards import Backwards
 from .curriculum_length import curriculum_length
+from .data_efficiency import data_efficiency_of
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
 from .forward_profile import ForwardProfile, profile_wish
 from .gradients import Gradients
 from .module_gathering import ModuleGathering
+from .random_ltd import schedule_of
 from .step_clock import StepClock
 from .throughput import Throughput
 
@@ -59,6 +62,9 @@ class EngineStatus(EngineAnswers):
     tput_timer         micro-batches, updates and samples per second
     forward_profile    of the FLOPs of one forward
     curriculum_length  the sequence length that the module is given
+    trial              what an autotuner's run measures
+    data_efficiency    the JSON's curriculum over samples, and random-LTD
+    random_ltd_scheduler  tokens that layers keep; None without random-LTD
     clock              the times of the phases of a step
     is_destroyed       whether `destroy` was called
     progress           steps, samples and skipped updates so far
@@ -107,6 +113,10 @@ class EngineStatus(EngineAnswers):
         wish = profile_wish("config", config)
         self.forward_profile = ForwardProfile(wish, module, world.world.rank)
         self.curriculum_length = curriculum_length("config", config, module)
+        self.trial = trial_of("config", config)
+        self.data_efficiency = data_efficiency_of("config", config)
+        size = self.train_batch_size()
+        self.random_ltd_scheduler = schedule_of(self.data_efficiency, size)
         # Rank 0 prints its own times.
         is_timed = self.wall_clock_breakdown() and world.world.rank == 0
         self.clock = StepClock(is_timed, world.device)
