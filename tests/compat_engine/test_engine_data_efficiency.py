@@ -15,7 +15,7 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.compat.engine.curriculum_loader import CurriculumBatches
-from megatron_ds.compat.engine.random_ltd import RandomLTDSchedule
+from megatron_ds.compat.engine.dropped_tokens import RandomLTDSchedule
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

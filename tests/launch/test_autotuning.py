@@ -10,8 +10,8 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.commands.launch.autotuning import (
-    Program,
     Trial,
+    TunedProgram,
     autotune,
     fits,
     program_of,
@@ -46,9 +46,9 @@ def program(tmp_path, monkeypatch):
     """A function from a JSON to a program that is started without a launcher."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fake.py").write_text(PROGRAM.replace("SPEED", repr(SPEED)))
-    whole = Program.command
+    whole = TunedProgram.command
     started = lambda *args: [sys.executable, *whole(*args)[3:]]
-    monkeypatch.setattr(Program, "command", started)
+    monkeypatch.setattr(TunedProgram, "command", started)
 
     def made(stage=0, **block):
         settings = {"min_train_micro_batch_size_per_gpu": 2, **block}

@@ -32,6 +32,7 @@ FLAGS = ("--deepspeed_config", "--deepspeed")  # before the path of the JSON
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 STAGES = (0, 1, 2, 3)
+STEP_KEYS = ("start_profile_step", "end_profile_step")
 LEAST_GAIN = 0.05
 # metric → its name in the file of numbers, and whether more is better
 METRICS = {
@@ -39,7 +40,8 @@ METRICS = {
     "latency": ("latency", False),
     "flops": ("FLOPS_per_gpu", True),
 }
-BYTES = 4 + 4 + 8  # of a parameter: weight, gradient and two moments in fp32
+BYTES = 16  # of a parameter: weight, gradient and two moments in fp32
+SHARDED = (0, 8, 12, BYTES)  # those of them that each stage shards
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Program:
+class TunedProgram:
     """The launcher's own words, and the script with its arguments, one of which is the path of a JSON."""
 
     own: Sequence[str]
@@ -83,19 +85,24 @@ class Program:
         return [sys.executable, "-m", "megatron_ds.launch", *self.own, *words]
 
 
-def program_of(own: Sequence[str], words: Sequence[str]) -> Program:
+def program_of(own: Sequence[str], words: Sequence[str]) -> TunedProgram:
     """The program of a command line. Raises ConfigError where no JSON is named."""
-    for flag, at in ((flag, at) for flag in FLAGS for at in range(len(words) - 1)):
-        if words[at] == flag and not words[at + 1].startswith("-"):
-            path = words[at + 1]
-            return Program(own, words, at + 1, load_json(path, flag))
+    for flag in FLAGS:
+        if flag not in words[:-1]:
+            continue
+        at = words.index(flag) + 1
+        path = words[at]
+        if not path.startswith("-"):
+            return TunedProgram(own, words, at, load_json(path, flag))
     raise ConfigError(
         "--autotuning changes the JSON of a program, and the command names none: add --deepspeed_config FILE to the "
         "arguments of the script."
     )
 
 
-def autotune(program: Program, mode: str, say: Callable[[str], None] = print) -> int:
+def autotune(
+    program: TunedProgram, mode: str, say: Callable[[str], None] = print
+) -> int:
     """Make the trials; the exit code of the program with the best JSON in mode "run", else 0.
 
     Raises ConfigError for a wrong mode or block, for folders that are not to be overwritten, and where no trial
@@ -127,13 +134,14 @@ def autotune(program: Program, mode: str, say: Callable[[str], None] = print) ->
     _write(path, json.dumps(settings, indent=2))
     command = program.command(path.resolve(), settings)
     _write(results / "cmd_optimal.txt", shlex.join(command))
-    summary = "\n".join(summary_lines(trials, best, metric))
+    lines = summary_lines(trials, best, metric)
+    summary = "\n".join(lines)
     _write(results / "summary.txt", summary)
     say(summary)
     return subprocess.run(command).returncode if mode == "run" else 0
 
 
-def settings_of(program: Program, trial: Trial) -> dict[str, Any]:
+def settings_of(program: TunedProgram, trial: Trial) -> dict[str, Any]:
     """The JSON of a trial, without the path of its numbers."""
     settings = deepcopy(dict(program.config))
     settings.pop("train_batch_size", None)
@@ -150,7 +158,9 @@ def score(trial: Trial, metric: str) -> float:
     """The metric, negative where less is better."""
     name, is_more = METRICS[metric]
     value = trial.numbers[name]
-    return value if is_more else -value
+    if not is_more:
+        return -value
+    return value
 
 
 def fits(trial: Trial, measured: Sequence[Trial], ranks: int) -> bool:
@@ -158,22 +168,24 @@ def fits(trial: Trial, measured: Sequence[Trial], ranks: int) -> bool:
 
     The state follows from the parameters and the stage; the rest grows with the micro-batch.
     """
-    known = next((each for each in reversed(measured) if each.numbers), None)
-    if known is None or "memory" not in known.numbers:
+    found = [each for each in measured if "memory" in each.numbers]
+    if not found:
         return True
+    known = found[-1]
     parameters = known.numbers["num_params"]
-    rest = max(
-        0.0, known.numbers["memory"] - state_bytes(parameters, known.stage, ranks)
-    )
+    state = state_bytes(parameters, known.stage, ranks)
+    rest = max(0.0, known.numbers["memory"] - state)
     wanted = state_bytes(parameters, trial.stage, ranks)
-    wanted += rest * trial.micro / known.micro
+    times = trial.micro / known.micro
+    wanted += rest * times
     return wanted <= known.numbers["memory_of_device"]
 
 
 def state_bytes(parameters: float, stage: int, ranks: int) -> float:
     """Bytes of a rank for weights, gradients and moments in fp32, of which a stage shards some."""
-    sharded = (0, 8, 12, BYTES)[stage]
-    return parameters * (BYTES - sharded + sharded / ranks)
+    sharded = SHARDED[stage]
+    whole = BYTES - sharded
+    return parameters * (whole + sharded / ranks)
 
 
 def summary_lines(trials: Sequence[Trial], best: Trial, metric: str) -> Iterator[str]:
@@ -182,13 +194,15 @@ def summary_lines(trials: Sequence[Trial], best: Trial, metric: str) -> Iterator
     yield f"| trial | {metric} |"
     yield "|:---|---:|"
     for trial in trials:
-        value = f"{trial.numbers[name]:.6g}" if trial.numbers else "failed"
+        value = "failed"
+        if trial.numbers:
+            value = f"{trial.numbers[name]:.6g}"
         yield f"| {trial.name} | {value} |"
     yield f"the best of {len(trials)} trials: {best.name}"
 
 
 def _of_stage(
-    program: Program,
+    program: TunedProgram,
     stage: int,
     before: Sequence[Trial],
     folders: tuple[Path, Path],
@@ -196,90 +210,106 @@ def _of_stage(
     say: Callable[[str], None],
 ) -> list[Trial]:
     made: list[Trial] = []
-    most = program.tuning.get("tuner_num_trials", 50)
+    tuning = program.tuning
+    most = tuning.get("tuner_num_trials", 50)
     is_listed = isinstance(program.config.get(MICRO), list)
     for micro in _micro_batches(program):
+        # Whether there is another trial.
         trial = Trial(stage, micro, _steps(program.config))
         earlier = [*before, *made]
-        if len(earlier) >= most:
+        ranks = _ranks(earlier)
+        samples = micro * trial.steps * ranks
+        largest = tuning.get("max_train_batch_size") or samples
+        if len(earlier) >= most or samples > largest:
             break
-        ranks = int(
-            next((t.numbers["ranks"] for t in earlier if "ranks" in t.numbers), 1)
-        )
         if not fits(trial, earlier, ranks):
             say(f"autotuning: {trial.name} is left out: it would not fit the device")
             break
+        # The trial, and whether a larger micro-batch is worth one.
         trial.numbers = _run(program, trial, *folders)
-        value = trial.numbers.get(METRICS[metric][0], "failed")
+        name, _ = METRICS[metric]
+        value = trial.numbers.get(name, "failed")
         say(f"autotuning: {trial.name}: {metric} {value}")
         made.append(trial)
         if not trial.numbers:
             break
-        if not is_listed and len(made) > 1 and not _is_better(*made[-2:], metric):
+        if is_listed or len(made) < 2:
+            continue
+        if not _is_better(*made[-2:], metric):
             break
     return made
 
 
+def _ranks(trials: Sequence[Trial]) -> int:
+    """The ranks of the trials so far; 1 before the first, and of programs that do not measure them."""
+    found = [trial.numbers.get("ranks", 1) for trial in trials]
+    return int(max(found, default=1))
+
+
 def _is_better(old: Trial, new: Trial, metric: str) -> bool:
     before = score(old, metric)
-    return score(new, metric) - before > LEAST_GAIN * abs(before)
+    after = score(new, metric)
+    least = LEAST_GAIN * abs(before)
+    return after > before + least
 
 
-def _run(program: Program, trial: Trial, results: Path, exps: Path) -> dict[str, float]:
+def _run(
+    program: TunedProgram, trial: Trial, results: Path, exps: Path
+) -> dict[str, float]:
     """The numbers of a trial; empty where it failed."""
+    # The JSON.
     folder = results / trial.name
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / "ds_config.json").resolve()
     numbers = (folder / "metrics.json").resolve()
     settings = settings_of(program, trial)
-    settings["autotuning"] = {
-        "enabled": True,
-        "metric_path": str(numbers),
-        **{
-            key: program.tuning[key]
-            for key in ("start_profile_step", "end_profile_step")
-            if key in program.tuning
-        },
-    }
-    _write(path, json.dumps(settings, indent=2))
-    _write(exps / f"{trial.name}.json", json.dumps(settings, indent=2))
+    block = {"enabled": True, "metric_path": str(numbers)}
+    for key in STEP_KEYS:
+        if key in program.tuning:
+            block[key] = program.tuning[key]
+    settings["autotuning"] = block
+    text = json.dumps(settings, indent=2)
+    _write(path, text)
+    _write(exps / f"{trial.name}.json", text)
+    # The run.
     command = program.command(path, settings)
     _write(folder / "cmd.txt", shlex.join(command))
-    with (
-        (folder / "stdout.log").open("w") as out,
-        (folder / "stderr.log").open("w") as err,
-    ):
-        code = subprocess.run(command, stdout=out, stderr=err).returncode
-    if code or not numbers.is_file():
+    out_path = folder / "stdout.log"
+    err_path = folder / "stderr.log"
+    with out_path.open("w") as out, err_path.open("w") as err:
+        done = subprocess.run(command, stdout=out, stderr=err)
+    if done.returncode or not numbers.is_file():
         return {}
     return json.loads(numbers.read_text(encoding="utf-8"))
 
 
 def _folders(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
     """The folders of results and of settings, empty. Raises ConfigError where they may not be overwritten."""
-    folders = (
-        Path(tuning.get("results_dir") or "autotuning_results"),
-        Path(tuning.get("exps_dir") or "autotuning_exps"),
-    )
+    results = tuning.get("results_dir") or "autotuning_results"
+    exps = tuning.get("exps_dir") or "autotuning_exps"
+    folders = Path(results), Path(exps)
     for folder in folders:
         if folder.exists() and not tuning.get("overwrite", True):
             raise ConfigError(
                 f'autotuning: {folder} exists, and "autotuning.overwrite" is false. Move it, or choose another one.'
             )
     for folder in folders:
-        for old in folder.glob("z?_gas*_tmbspg*") if folder.is_dir() else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("z?_gas*_tmbspg*"):
             if old.is_dir():
                 shutil.rmtree(old)
             else:
                 old.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
     return folders
 
 
 def _stages(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The stages of the JSON: one, a list, or "all". Raises ConfigError."""
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    stages = STAGES if stage == "all" else stage if isinstance(stage, list) else [stage]
+    block = config.get("zero_optimization", {})
+    stage = block.get("stage", 0)
+    stages = stage if isinstance(stage, list) else [stage]
+    if stage == "all":
+        return STAGES
     if wrong := [each for each in stages if each not in STAGES]:
         raise ConfigError(
             f'"zero_optimization.stage" is {wrong[0]!r}; it must be 0 to 3, a list of these, or "all".'
@@ -287,7 +317,7 @@ def _stages(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def _micro_batches(program: Program) -> list[int]:
+def _micro_batches(program: TunedProgram) -> list[int]:
     """The sizes that are tried, in order. Raises ConfigError for sizes that are not numbers."""
     given = program.config.get(MICRO)
     if isinstance(given, list):
@@ -308,7 +338,9 @@ def _micro_batches(program: Program) -> list[int]:
 
 def _steps(config: Mapping[str, Any]) -> int:
     steps = config.get(STEPS, 1)
-    return steps if isinstance(steps, int) else 1
+    if not isinstance(steps, int):
+        return 1
+    return steps
 
 
 def _write(path: Path, text: str) -> None:

@@ -169,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.autotuning:
         words = sys.argv[1:] if argv is None else list(argv)
         return autotune(program_of(*_untuned(words)), args.autotuning)
+    # The job.
     slots = slots_of(args, os.environ)
     name = launcher_of(args, slots)
     runner = runner_named(name)
@@ -177,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = job_of(args, slots, name, means)
     if args.no_ssh:
         means = replace(means, host=job.hosts[args.node_rank])
+    # Its commands, or the job itself.
     if args.dry_run:
         for process in runner.start(job, means):
             settings = [f"{key}={value}" for key, value in process.variables.items()]

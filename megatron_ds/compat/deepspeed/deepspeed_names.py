@@ -183,7 +183,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
     ),
     "runtime.data_pipeline.data_routing.scheduler": {
-        "RandomLTDScheduler": "compat.engine.random_ltd:RandomLTDSchedule",
+        "RandomLTDScheduler": "compat.engine.dropped_tokens:RandomLTDSchedule",
     },
     "runtime.dataloader": {
         "RepeatingLoader": _ENGINE + "RepeatingLoader",

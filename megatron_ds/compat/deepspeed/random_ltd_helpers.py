@@ -15,7 +15,7 @@ WRAPPER = ".random_ltd_layer"  # of DeepSpeed's names of parameters
 def convert_to_random_ltd(
     model: nn.Module, convert_type: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> nn.Module:
-    """Let layers of an engine drop tokens, as its JSON says; returns the engine.
+    """Let layers of an engine drop tokens, by the schedule of its JSON; returns the engine.
 
     model         what `initialize` returned
     convert_type  the class of the layers

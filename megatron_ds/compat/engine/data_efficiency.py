@@ -2,7 +2,7 @@
 that belong to it.
 
     data_sampling    curriculum_loader.py: easy samples of training_data= first
-    data_routing     random_ltd.py: layers of the module that see some of the tokens
+    data_routing     dropped_tokens.py: layers of the module that see some of the tokens
 """
 
 import json
@@ -193,11 +193,13 @@ def _loader_of(engine: Any, method: str) -> CurriculumLoader:
 
 def _flat(name: str, block: Any, path: str = "") -> Any:
     """(path, value) of all keys. Raises ConfigError for unknown ones and for values of another type."""
+    # The block itself.
     where = f"{BLOCK}.{path}".rstrip(".")
     if not isinstance(block, Mapping):
         raise ConfigError(
             f'{name}: "{where}" should be a block {{ … }}, not {shown(block)}.'
         )
+    # Each key: a block in it, a key of dynamic batching, which is refused as a whole, or a value.
     for key, value in block.items():
         inner = f"{path}{key}"
         if inner in INNER:
@@ -211,6 +213,7 @@ def _flat(name: str, block: Any, path: str = "") -> Any:
             raise ConfigError(
                 f'{name}: unknown key "{BLOCK}.{inner}"{did_you_mean(inner, known) or "."}'
             )
+        # The type of the value.
         types = KEYS[inner]
         if value == "auto":
             continue

@@ -29,9 +29,9 @@ from ...errors import CallError, ConfigError, MegatronDSError
 from . import (
     data_efficiency,
     destroying,
+    dropped_tokens,
     engine_checkpoint,
     module_values,
-    random_ltd,
 )
 from .calls import collective
 from .curriculum_loader import CurriculumLoader, curriculum_loader
@@ -247,7 +247,7 @@ class Engine(EngineStatus):
     set_custom_curriculum_learning_schedule = (
         data_efficiency.set_custom_curriculum_learning_schedule
     )
-    random_ltd_initialize = random_ltd.random_ltd_initialize
+    random_ltd_initialize = dropped_tokens.random_ltd_initialize
 
     # ------------------------------------------------------------------ as a torch module
     def __getattr__(self, name: str) -> Any:

@@ -36,13 +36,13 @@ from .autotuning_trial import trial_of
 from .backwards import Backwards
 from .curriculum_length import curriculum_length
 from .data_efficiency import data_efficiency_of
+from .dropped_tokens import schedule_of
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
 from .forward_profile import ForwardProfile, profile_wish
 from .gradients import Gradients
 from .module_gathering import ModuleGathering
-from .random_ltd import schedule_of
 from .step_clock import StepClock
 from .throughput import Throughput
 

@@ -82,8 +82,13 @@ class RandomLTDSchedule:
 
     def state_dict(self) -> dict[str, int]:
         """The state under DeepSpeed's names."""
-        names = "consumed_layer_tokens current_steps current_value min_value max_value"
-        return {name: getattr(self, name) for name in names.split()}
+        return {
+            "consumed_layer_tokens": self.consumed_layer_tokens,
+            "current_steps": self.current_steps,
+            "current_value": self.current_value,
+            "min_value": self.min_value,
+            "max_value": self.max_value,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore a `state_dict`. The smallest and largest number follow the JSON."""
@@ -105,9 +110,10 @@ class DroppedTokens:
             raise ConfigError(
                 f'{WHERE}.hidden_state_order" is {shown(order)}; it must be {" or ".join(ORDERS)}.'
             )
-        if block.get("model_type") not in MODELS:
+        model = block.get("model_type")
+        if model not in MODELS:
             raise ConfigError(
-                f'{WHERE}.model_type" is {shown(block.get("model_type"))}; it must be {" or ".join(MODELS)}.'
+                f'{WHERE}.model_type" is {shown(model)}; it must be {" or ".join(MODELS)}.'
             )
         self.engine = engine
         self.number = number
@@ -155,10 +161,10 @@ class DroppedTokens:
         """int64 [b, k], ascending."""
         engine = self.engine
         place = (engine.micro_steps, engine.world.data.rank)
-        keys = [
-            (engine.data_efficiency.seed, "random_ltd", self.number, *place, sample)
-            for sample in range(whole.shape[1 - self.positions])
-        ]
+        seed = engine.data_efficiency.seed
+        samples = whole.shape[1 - self.positions]
+        key = (seed, "random_ltd", self.number, *place)
+        keys = [(*key, sample) for sample in range(samples)]
         return random_subset(keys, kept, length, whole.device)
 
 
@@ -204,14 +210,19 @@ def _of_channels(
 
 def _masked(mask: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
     """A mask of the chosen tokens, by all dimensions that have the length: [b, s], [b or 1, n or 1, s or 1, s]."""
-    batch = index.shape[0]
+    batch, kept = index.shape
     mask = mask.expand(batch, *mask.shape[1:])
-    for dim in range(1, mask.dim()):
-        if mask.shape[dim] == length and length > 1 and dim >= mask.dim() - 2:
-            shape = [batch] + [1] * (mask.dim() - 1)
-            shape[dim] = index.shape[1]
-            wanted = [*mask.shape[:dim], index.shape[1], *mask.shape[dim + 1 :]]
-            mask = mask.gather(dim, index.view(shape).expand(wanted))
+    last = mask.dim() - 1
+    for dim in range(max(1, last - 1), last + 1):
+        if mask.shape[dim] != length:
+            continue
+        # The index along this dimension, the same along the others.
+        shape = [1] * mask.dim()
+        shape[0] = batch
+        shape[dim] = kept
+        wanted = list(mask.shape)
+        wanted[dim] = kept
+        mask = mask.gather(dim, index.view(shape).expand(wanted))
     return mask
 
 
