@@ -129,7 +129,7 @@ def autotune(
     # The best one, and what leads to it.
     best = max(done, key=lambda trial: score(trial, metric))
     settings = settings_of(program, best)
-    settings.pop("autotuning")
+    settings.pop("autotuning", None)
     path = results / "ds_config_optimal.json"
     _write(path, json.dumps(settings, indent=2))
     command = program.command(path.resolve(), settings)
