@@ -56,6 +56,11 @@ SIGNATURES_OF_DEEPSPEED = {
     "compat.deepspeed.deepspeed_schedules.OneCycle.__init__",
     "compat.deepspeed.deepspeed_optimizers.FusedLamb.__init__",
     "compat.deepspeed.tiled_linear.TiledLinear.__init__",
+    "compat.deepspeed.sparsity_configs.FixedSparsityConfig.__init__",
+    "compat.deepspeed.sparsity_configs.VariableSparsityConfig.__init__",
+    "compat.deepspeed.sparsity_configs.BigBirdSparsityConfig.__init__",
+    "compat.deepspeed.sparsity_configs.BSLongformerSparsityConfig.__init__",
+    "compat.deepspeed.sparse_attention_utils.SparseAttentionUtils.pad_to_block_size",
 }
 # Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
 # field's term.

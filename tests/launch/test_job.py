@@ -213,7 +213,7 @@ def test_devices_that_are_visible_by_name_are_refused():
         ("--num_gpus 0 train.py", "must be at least 1"),
         ("--num_nodes 2 train.py", "without a hostfile"),
         ("--num_gpus 1 --include localhost:0 train.py", "give one pair"),
-        ("--autotuning tune train.py", "megatron-ds plan"),
+        ("--autotuning tune train.py", "add --deepspeed_config FILE"),
         ("--launcher impi train.py", "not supported; use openmpi or slurm"),
         ("--numgpus 2 train.py", "unknown flag --numgpus; did you mean '--num_gpus'"),
         ("--hostfile /nowhere train.py", "cannot be read"),

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ...cli import Arguments
 from ...errors import ConfigError
+from .autotuning import autotune, program_of
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram, core_list
 from .layout_check import LayoutCheck
@@ -151,7 +152,11 @@ def _add_watch(add: Callable[..., object]) -> None:
 def _add_own(add: Callable[..., object]) -> None:
     add("--dry-run", "--print-command", action="store_true", help="print the commands")
     add("--save_pid", action="store_true", help="write TMP/PID.deepspeed while it runs")
-    add("--autotuning", default="", help=argparse.SUPPRESS)
+    add(
+        "--autotuning",
+        default="",
+        help="tune or run: search the fastest JSON of a program with an engine by short trials, and start it",
+    )
     add("--log_level", default="info", help=argparse.SUPPRESS)
     add(
         "-q", "--quiet", action="store_true", help="print nothing but the ranks' output"
@@ -161,6 +166,10 @@ def _add_own(add: Callable[..., object]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the job and wait for its end; the exit code of the rank that failed first."""
     args = _parsed(argv)
+    if args.autotuning:
+        words = sys.argv[1:] if argv is None else list(argv)
+        return autotune(program_of(*_untuned(words)), args.autotuning)
+    # The job.
     slots = slots_of(args, os.environ)
     name = launcher_of(args, slots)
     runner = runner_named(name)
@@ -169,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = job_of(args, slots, name, means)
     if args.no_ssh:
         means = replace(means, host=job.hosts[args.node_rank])
+    # Its commands, or the job itself.
     if args.dry_run:
         for process in runner.start(job, means):
             settings = [f"{key}={value}" for key, value in process.variables.items()]
@@ -259,14 +269,16 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     own, rest = split_words(words)
     args = parser().parse_args(own)
     args.arguments = rest
-    if args.autotuning:
-        raise ConfigError(
-            "--autotuning is not supported: `megatron-ds plan` prints memory and time of a layout without "
-            "running it."
-        )
     if args.log_dir == "None":  # DeepSpeed's default, as a word
         args.log_dir = ""
     return args
+
+
+def _untuned(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the launcher's flags but --autotuning, the script and its arguments)"""
+    own, rest = split_words(words)
+    flags = [word for word in own[:-1] if not word.startswith("--autotuning=")]
+    return flags, [*own[-1:], *rest]
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -54,7 +54,7 @@ ADVICE = dict.fromkeys(
 PROGRAMS: Mapping[str, str] = {
     "logging.wandb_": "an engine writes TensorBoard's and CSV files; the program logs to W&B itself",
     "logging.": "an engine has no log of its own beside the lines of steps_per_print",
-    "profiler.": "an engine does not tune itself; pretrain_gpt.py does",
+    "profiler.": "megatron-ds launch --autotuning tunes an engine's program, by short trials",
     "curriculum.": "the program cuts its sequences or orders its samples itself",
     "random_ltd.": "the program wraps the layers of its module itself",
     "model.sparse_": "the module computes its own attention",

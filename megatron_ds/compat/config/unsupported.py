@@ -117,6 +117,7 @@ KEYS = table(
         "they are of the search that DeepSpeed's launcher makes with --autotuning; a run measures its steps, "
         "writes the result and ends": "autotuning.arg_mappings autotuning.exps_dir autotuning.fast autotuning.max_train_batch_size "
         "autotuning.max_train_micro_batch_size_per_gpu autotuning.metric autotuning.min_train_batch_size "
+        "autotuning.model_info "
         "autotuning.min_train_micro_batch_size_per_gpu autotuning.model_info_path autotuning.mp_size "
         "autotuning.num_tuning_micro_batch_sizes autotuning.overwrite autotuning.results_dir "
         "autotuning.tuner_early_stopping autotuning.tuner_num_trials autotuning.tuner_type",
@@ -183,7 +184,6 @@ KEYS = table(
         "a model generates with the code that trains it. Remove it.": "hybrid_engine",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
-        "the parameters of a model and its activations are in the plan of --dry-run. Remove it.": "autotuning.model_info",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",
         "master weights and gradients are in fp32. Remove it.": "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "

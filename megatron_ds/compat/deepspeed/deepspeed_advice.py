@@ -40,8 +40,8 @@ MICS = (
     "among themselves."
 )
 CURRICULUM = (
-    "curricula and random-LTD belong to pretrain_gpt.py (docs/use/data_efficiency.md); in your own "
-    "loop choose the samples with a sampler."
+    'give initialize training_data= and "data_efficiency" in the config, and use convert_to_random_ltd '
+    "(docs/use/engine.md)."
 )
 PROFILER = (
     "use torch.profiler; a dry run (docs/scale/planning.md) counts the operations of this package's "
@@ -212,8 +212,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
 }
 
 NOT_HERE: Mapping[str, str] = {
-    "autotuning": "compare layouts with dry runs, which compute memory and traffic in advance "
-    "(docs/scale/planning.md).",
+    "autotuning": "start the program with megatron-ds launch --autotuning tune or run (docs/use/engine.md).",
     "compile": "compile the module with torch.compile before initialize.",
     "compression": COMPRESSION,
     "elasticity": ELASTIC,
@@ -231,9 +230,6 @@ NOT_HERE: Mapping[str, str] = {
     "ops.op_builder": BUILDERS,
     "ops.quantizer": COMPRESSION,
     "ops.random_ltd": CURRICULUM,
-    "ops.sparse_attention": "use pretrain_gpt.py with --sparse-attention "
-    "(docs/use/attention.md), or torch's "
-    "flex_attention.",
     "ops.transformer": KERNELS,
     "ops.deepspeed4science": KERNELS,
     "ops.spatial": KERNELS,

@@ -103,6 +103,15 @@ TOPOLOGY = _each(
     "compat.deepspeed.topology:",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
 )
+SPARSITY = _each(
+    "compat.deepspeed.sparsity_configs:",
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig",
+)
+SPARSE = _each(
+    "compat.deepspeed.sparse_attention:", "SparseSelfAttention BertSparseSelfAttention"
+)
+SPARSE_UTILS = _each("compat.deepspeed.sparse_attention_utils:", "SparseAttentionUtils")
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
@@ -174,8 +183,16 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.adagrad": ADAGRAD,
     "ops.lamb": LAMB,
     "ops.lion": LION,
+    "ops.sparse_attention": {**SPARSITY, **SPARSE, **SPARSE_UTILS},
     "runtime.base_optimizer": ENGINE,
     "runtime.config": {**CONFIG, **OPTIMIZER_NAMES},
+    "runtime.data_pipeline.data_routing.helper": _each(
+        "compat.deepspeed.random_ltd_helpers:",
+        "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
+    ),
+    "runtime.data_pipeline.data_routing.scheduler": {
+        "RandomLTDScheduler": "compat.engine.dropped_tokens:RandomLTDSchedule",
+    },
     "runtime.dataloader": {
         "RepeatingLoader": _ENGINE + "RepeatingLoader",
         "DeepSpeedDataLoader": _LOADER + "EngineLoader",
@@ -278,6 +295,10 @@ SAME: Mapping[str, str] = {
     "ops.lion.cpu_lion": "ops.lion",
     "ops.lion.fused_lion": "ops.lion",
     "ops.adagrad.cpu_adagrad": "ops.adagrad",
+    "ops.sparse_attention.sparsity_config": "ops.sparse_attention",
+    "ops.sparse_attention.sparse_self_attention": "ops.sparse_attention",
+    "ops.sparse_attention.bert_sparse_self_attention": "ops.sparse_attention",
+    "ops.sparse_attention.sparse_attention_utils": "ops.sparse_attention",
     "runtime.pipe": "pipe",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.zero": "zero",

@@ -27,8 +27,15 @@ from typing import Any
 import torch
 
 from ...errors import CallError, ConfigError, MegatronDSError
-from . import destroying, engine_checkpoint, module_values
+from . import (
+    data_efficiency,
+    destroying,
+    dropped_tokens,
+    engine_checkpoint,
+    module_values,
+)
 from .calls import collective
+from .curriculum_loader import CurriculumLoader, curriculum_loader
 from .engine_loader import EngineLoader
 from .engine_status import EngineStatus
 from .json_settings import drops_last
@@ -54,9 +61,12 @@ class Engine(EngineStatus):
             kwargs = _in_fp16(kwargs)
         if self.training:
             self.tput_timer.start()
+            if self.random_ltd_scheduler is not None:
+                self.random_ltd_scheduler.update_seq(self.global_steps)
         with (
             self.clock.phase(FORWARD),
             self.forward_profile.around_forward(self.global_steps),
+            self.trial.around_forward(self.global_steps),
         ):
             output = self.module(*args, **kwargs)
         if (
@@ -119,6 +129,8 @@ class Engine(EngineStatus):
                 self._update(lr_kwargs or {})
             self._show_times()
         self.tput_timer.stop(updates)
+        if updates:
+            self.trial.end_update(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that belong to no update of this engine; those of its own micro-batches stay.
@@ -205,9 +217,23 @@ class Engine(EngineStatus):
         data_sampler: Any | None = None,
         collate_fn: Callable[[list], Any] | None = None,
         num_local_io_workers: int = 0,
-    ) -> EngineLoader:
-        """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`. `route` has no effect."""
+    ) -> EngineLoader | CurriculumLoader:
+        """A loader of this rank's micro-batches of `dataset`, an `EngineLoader`.
+
+        With a curriculum over samples in the config, it is a `CurriculumLoader` of micro-batches for training,
+        unless `batch_size`, a sampler or another route than "train" is given.
+        """
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        is_ordered = self.data_efficiency.metrics and data_sampler is None
+        if is_ordered and batch_size is None and route == "train":
+            return curriculum_loader(
+                self.data_efficiency,
+                dataset,
+                (self.train_micro_batch_size_per_gpu(), self._accumulation_steps),
+                self.world.data,
+                collate_fn,
+                pin_memory=pin,
+            )
         return EngineLoader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -218,6 +244,12 @@ class Engine(EngineStatus):
             pin_memory=pin,
             num_workers=num_local_io_workers,
         )
+
+    set_data_post_process_func = data_efficiency.set_data_post_process_func
+    set_custom_curriculum_learning_schedule = (
+        data_efficiency.set_custom_curriculum_learning_schedule
+    )
+    random_ltd_initialize = dropped_tokens.random_ltd_initialize
 
     # ------------------------------------------------------------------ as a torch module
     def __getattr__(self, name: str) -> Any:

@@ -36,6 +36,7 @@ from .checkpoint_places import (
     last_folder,
     place_of,
 )
+from .data_efficiency import data_efficiency_state, load_data_efficiency_state
 from .deepspeed_loading import client_state as client_state_of
 from .deepspeed_loading import deepspeed_folder, fill_from_deepspeed, restore_counters
 from .engine_optimizer import JsonScheduler
@@ -433,6 +434,7 @@ def loop_state(engine: EngineStatus) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "param_groups": plain(changed, "param_groups"),
         "lr_scheduler": plain(scheduler, "the state_dict() of lr_scheduler"),
+        "data_efficiency": data_efficiency_state(engine),
     }
 
 
@@ -452,6 +454,7 @@ def load_loop_state(
     engine.micro_steps = state.get(
         "micro_steps", engine.global_steps * engine.gradient_accumulation_steps()
     )
+    load_data_efficiency_state(engine, state.get("data_efficiency", {}))
     if not with_scheduler:
         return
     groups = engine.optimizer.param_groups

@@ -32,8 +32,11 @@ from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import Tolerant, check_folder
 from ...training.observe.tensorboard import EventFile
 from ...zero.optimizer import StepResult
+from .autotuning_trial import trial_of
 from .backwards import Backwards
 from .curriculum_length import curriculum_length
+from .data_efficiency import data_efficiency_of
+from .dropped_tokens import schedule_of
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
@@ -60,6 +63,9 @@ class EngineStatus(EngineAnswers):
     tput_timer         micro-batches, updates and samples per second
     forward_profile    of the FLOPs of one forward
     curriculum_length  the sequence length that the module is given
+    trial              what an autotuner's run measures
+    data_efficiency    the JSON's curriculum over samples, and random-LTD
+    random_ltd_scheduler  tokens that layers keep; None without random-LTD
     clock              the times of the phases of a step
     divisor            of the sum of gradients over data-parallel ranks: their number, or 1
     is_destroyed       whether `destroy` was called
@@ -112,6 +118,10 @@ class EngineStatus(EngineAnswers):
         sums = sums_gradients("config", config)
         self.divisor = 1 if sums else world.data.size
         self.curriculum_length = curriculum_length("config", config, module)
+        self.trial = trial_of("config", config)
+        self.data_efficiency = data_efficiency_of("config", config)
+        size = self.train_batch_size()
+        self.random_ltd_scheduler = schedule_of(self.data_efficiency, size)
         # Rank 0 prints its own times.
         is_timed = self.wall_clock_breakdown() and world.world.rank == 0
         self.clock = StepClock(is_timed, world.device)

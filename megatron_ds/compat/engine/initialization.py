@@ -32,6 +32,13 @@ from .client_optimizer import ClientOptimizer, client_optimizers
 from .communication import record_communication
 from .curriculum_length import BLOCK as CURRICULUM
 from .curriculum_length import curriculum_length
+from .curriculum_loader import CurriculumLoader
+from .data_efficiency import BLOCK as DATA_EFFICIENCY
+from .data_efficiency import (
+    DataEfficiency,
+    data_efficiency_of,
+    require_same_data_efficiency,
+)
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
@@ -72,7 +79,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: EngineOptimizer | None
-    training_dataloader: EngineLoader | None
+    training_dataloader: EngineLoader | CurriculumLoader | None
     lr_scheduler: Any | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,6 +162,7 @@ def initialize(
         ),
     )
     require_same_settings(ready.settings, world)
+    require_same_data_efficiency(ready.data_efficiency, world)
     agree(model, world)
     require_same_groups(ready.inner.groups, world)
     # The engine, then what a program may leave out: scheduler and loader.
@@ -190,6 +198,7 @@ class _Prepared(NamedTuple):
     settings: RunConfig
     partitions: Mapping[nn.Parameter, Partition]  # of parameters made under `zero.Init`
     inner: InnerOptimizers | SeveralOptimizers
+    data_efficiency: DataEfficiency
 
 
 def _prepare(
@@ -208,7 +217,9 @@ def _prepare(
     block = fill_autos(rest, sources)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     is_passed = curriculum_length(name, block, model).difficulty is not None
-    read = {key: block[key] for key in block if not (is_passed and key == CURRICULUM)}
+    efficiency = data_efficiency_of(name, block)
+    own = {DATA_EFFICIENCY, CURRICULUM} if is_passed else {DATA_EFFICIENCY}
+    read = {key: block[key] for key in block if key not in own}
     settings = read_settings(read, world.data.size, lr, name)
     # The values of the module: drawn by name, or zeros where ZeRO will fill them.
     partitions = partitions_of(model)
@@ -227,7 +238,7 @@ def _prepare(
     block |= {key: found[key] for key in (BLOCK,) if key in found}
     if settings.zero.stage == 3:
         mark_leaves_of(block, model)
-    return _Prepared(client, block, settings, partitions, inner)
+    return _Prepared(client, block, settings, partitions, inner, efficiency)
 
 
 def _samples(training_data: Any) -> int | None:

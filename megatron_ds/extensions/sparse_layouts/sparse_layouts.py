@@ -90,12 +90,14 @@ def _fixed(
 ) -> np.ndarray:
     size = options.sparse_num_local_blocks
     shared = options.sparse_num_global_blocks
-    seen = _windows(blocks, (size,))
+    seen = _windows(blocks, (size,), is_causal)
     before = size - shared * (1 + head % options.sparse_num_different_global_patterns)
     for window in range(0, blocks, size):
         first = window + before
-        if window + size > blocks:  # the last one is shorter
-            first = max(0, min(first, blocks - shared))
+        if window + size > blocks:
+            # The last one is shorter. Below 0 it is counted from the end, as in DeepSpeed: all blocks are in
+            # one window then, so that it has no effect below the diagonal.
+            first = min(first, blocks - shared)
         _globally(
             seen,
             first,
@@ -109,7 +111,7 @@ def _fixed(
 def _variable(
     options: SparseOptions, blocks: int, head: int, is_causal: bool, draw: Draw
 ) -> np.ndarray:
-    seen = _windows(blocks, options.sparse_local_window_blocks)
+    seen = _windows(blocks, options.sparse_local_window_blocks, is_causal)
     for first, stop in _global_runs(options):
         _globally(
             seen, first, stop, is_causal, options.sparse_horizontal_global_attention
@@ -143,6 +145,7 @@ def _local(
     return abs(distance) <= options.sparse_num_sliding_window_blocks // 2
 
 
+# mode → the blocks of one head, before those above the diagonal are left out
 LAYOUTS = {
     "dense": _dense,
     "fixed": _fixed,
@@ -153,14 +156,15 @@ LAYOUTS = {
 }
 
 
-def _windows(blocks: int, sizes: tuple[int, ...]) -> np.ndarray:
+def _windows(blocks: int, sizes: tuple[int, ...], is_causal: bool) -> np.ndarray:
     """Windows of these sizes that do not overlap; the last size for all others, too."""
     number = np.repeat(np.arange(len(sizes)), sizes)
     rest = max(0, blocks - len(number))
     number = np.concatenate((number, len(sizes) + np.arange(rest) // sizes[-1]))[
         :blocks
     ]
-    return number[:, None] == number
+    seen = number[:, None] == number
+    return np.tril(seen) if is_causal else seen
 
 
 def _globally(

@@ -1,0 +1,259 @@
+"""Random-LTD in an engine: layers of the program's module that see some of the tokens of each sample.
+
+    engine = convert_to_random_ltd(engine, Block)        after initialize
+
+    hidden states ──┬── kept tokens, in their order ── layer ── written over ──┐
+                    └── all ───────────────────────────────────────────────────┴── hidden states
+
+The JSON's block "data_efficiency.data_routing.random_ltd" names the layers by their number among those of the
+class, and has the schedule of the number of kept tokens. The layers stay where they are in the module: hooks
+choose tokens before a layer and write its output back, so parameters keep their names. (DeepSpeed puts a
+module around each layer.) In evaluation, and once all tokens are kept, the hooks do nothing.
+
+The tokens of a layer are a function of the seed, the layer, the micro-batch, the rank of the data and the
+sample: a recomputed forward and a resumed run choose the same.
+
+Yao et al. 2022 (arXiv:2211.11586). Letters: b samples, s positions, k kept tokens, h channels.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.options.option import shown
+from ...errors import ConfigError
+from ...ops.keyed_random import random_subset
+from ...plugins import missing_wings, plugged
+
+WHERE = '"data_efficiency.data_routing.random_ltd'
+ORDERS = {"batch_seq_dim": 1, "seq_batch_dim": 0}  # → the dimension of positions
+MODELS = ("decoder", "encoder")
+HIDDEN = "hidden_states"
+
+
+class RandomLTDSchedule:
+    """How many tokens the layers keep: DeepSpeed's schedule, and its count of layer-tokens.
+
+    An update, counted from 0, keeps floor(t / require_steps · (max − min) + min) tokens, rounded down to a
+    multiple of seq_per_step, and at most max.
+    """
+
+    def __init__(self, block: Mapping[str, Any], global_batch_size: int):
+        """block: "random_ltd" of the JSON. Raises ConfigError for missing keys and wrong values."""
+        self.layers = _integer(block, "total_layer_num")
+        ids = block.get("random_ltd_layer_id")
+        self.layer_ids = tuple(sorted(ids or ()))
+        self.random_ltd_layer_num = _integer(block, "random_ltd_layer_num")
+        if len(self.layer_ids) != self.random_ltd_layer_num:
+            raise ConfigError(
+                f'{WHERE}.random_ltd_layer_num" is {self.random_ltd_layer_num}, but "random_ltd_layer_id" has '
+                f"{len(self.layer_ids)} layers. Make them equal."
+            )
+        self.global_batch_size = global_batch_size
+        self._kept = _rise_of(block)
+        self.max_value = self._kept.maximum
+        self.min_value = self._kept.minimum
+        self.current_value = self.min_value
+        self.consumed_layer_tokens = 0
+        self.current_steps = -1
+
+    def get_current_seq(self) -> int:
+        """Tokens that the layers keep."""
+        return self.current_value
+
+    def update_seq(self, global_steps: int) -> None:
+        """Set the tokens of an update, counted from 0, and count its layer-tokens once."""
+        if self.current_value < self.max_value:
+            self.current_value = self._kept.at(global_steps)
+        if global_steps != self.current_steps:
+            kept = self.current_value * self.random_ltd_layer_num
+            whole = self.max_value * (self.layers - self.random_ltd_layer_num)
+            self.consumed_layer_tokens += self.global_batch_size * (kept + whole)
+            self.current_steps = global_steps
+
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Layer-tokens of the first updates. Counts them, so that it is for planning, as in DeepSpeed."""
+        for step in range(train_iters):
+            self.update_seq(step)
+        return self.consumed_layer_tokens
+
+    def state_dict(self) -> dict[str, int]:
+        """The state under DeepSpeed's names."""
+        return {
+            "consumed_layer_tokens": self.consumed_layer_tokens,
+            "current_steps": self.current_steps,
+            "current_value": self.current_value,
+            "min_value": self.min_value,
+            "max_value": self.max_value,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore a `state_dict`. The smallest and largest number follow the JSON."""
+        self.consumed_layer_tokens = state["consumed_layer_tokens"]
+        self.current_steps = state["current_steps"]
+        self.current_value = min(state["current_value"], self.max_value)
+
+
+class DroppedTokens:
+    """The hooks of one layer.
+
+    number  of the layer among those that drop tokens
+    block   "random_ltd" of the JSON
+    """
+
+    def __init__(self, engine: Any, number: int, block: Mapping[str, Any]):
+        order = block.get("hidden_state_order")
+        if order not in ORDERS:
+            raise ConfigError(
+                f'{WHERE}.hidden_state_order" is {shown(order)}; it must be {" or ".join(ORDERS)}.'
+            )
+        model = block.get("model_type")
+        if model not in MODELS:
+            raise ConfigError(
+                f'{WHERE}.model_type" is {shown(model)}; it must be {" or ".join(MODELS)}.'
+            )
+        self.engine = engine
+        self.number = number
+        self.positions = ORDERS[order]
+        self.mask_name = block.get("model_mask_name")
+        self._whole: torch.Tensor | None = None
+        self._index: torch.Tensor | None = None
+
+    def before(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Choose tokens of the hidden states, the first argument, and of the mask."""
+        self._whole = None
+        whole = args[0] if args else kwargs[HIDDEN]
+        length = whole.shape[self.positions]
+        kept = self.engine.random_ltd_scheduler.get_current_seq()
+        if not layer.training or kept >= length:
+            return None
+        index = self._draw(whole, kept, length)
+        self._whole = whole
+        self._index = _of_channels(index, whole, self.positions)
+        part = whole.gather(self.positions, self._index)
+        # The arguments of the call with some of the tokens.
+        kwargs = dict(kwargs)
+        mask = kwargs.get(self.mask_name) if self.mask_name else None
+        if mask is not None:
+            kwargs[self.mask_name] = _masked(mask, index, length)
+        if args:
+            return (part, *args[1:]), kwargs
+        return args, kwargs | {HIDDEN: part}
+
+    def after(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        """Write the output, or the first of several, over the chosen tokens."""
+        whole = self._whole
+        if whole is None:
+            return None
+        self._whole = None
+        part = out[0] if isinstance(out, tuple) else out
+        joined = whole.to(part.dtype).scatter(self.positions, self._index, part)
+        return (joined, *out[1:]) if isinstance(out, tuple) else joined
+
+    def _draw(self, whole: torch.Tensor, kept: int, length: int) -> torch.Tensor:
+        """int64 [b, k], ascending."""
+        engine = self.engine
+        place = (engine.micro_steps, engine.world.data.rank)
+        seed = engine.data_efficiency.seed
+        samples = whole.shape[1 - self.positions]
+        key = (seed, "random_ltd", self.number, *place)
+        keys = [(*key, sample) for sample in range(samples)]
+        return random_subset(keys, kept, length, whole.device)
+
+
+def random_ltd_initialize(engine: Any, layers: Sequence[nn.Module]) -> None:
+    """Let the layers that the JSON names drop tokens. layers: all of the class, in the order of the module.
+
+    Raises ConfigError where the JSON has no random-LTD or names layers that there are not.
+    """
+    block = engine.data_efficiency.random_ltd
+    if block is None:
+        raise ConfigError(
+            'convert_to_random_ltd: the config has no random-LTD. Enable "data_efficiency", its "data_routing" and '
+            '"random_ltd" in that.'
+        )
+    ids = engine.random_ltd_scheduler.layer_ids
+    if wrong := [number for number in ids if number not in range(len(layers))]:
+        raise ConfigError(
+            f'{WHERE}.random_ltd_layer_id" has {wrong[0]}, but the module has {len(layers)} layers of this class, '
+            f"with the numbers 0 to {len(layers) - 1}."
+        )
+    for number in ids:
+        hooks = DroppedTokens(engine, number, block)
+        layers[number].register_forward_pre_hook(hooks.before, with_kwargs=True)
+        layers[number].register_forward_hook(hooks.after, with_kwargs=True)
+
+
+def schedule_of(wish: Any, global_batch_size: int) -> RandomLTDSchedule | None:
+    """The schedule of a `DataEfficiency`; None without random-LTD."""
+    if wish.random_ltd is None:
+        return None
+    return RandomLTDSchedule(wish.random_ltd, global_batch_size)
+
+
+def _of_channels(
+    index: torch.Tensor, whole: torch.Tensor, positions: int
+) -> torch.Tensor:
+    """The index [b, k] for `gather` of hidden states [b, s, h], or [s, b, h]."""
+    index = index if positions == 1 else index.t()
+    for _ in whole.shape[2:]:
+        index = index.unsqueeze(-1)
+    return index.expand(*index.shape[:2], *whole.shape[2:])
+
+
+def _masked(mask: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
+    """A mask of the chosen tokens, by all dimensions that have the length: [b, s], [b or 1, n or 1, s or 1, s]."""
+    batch, kept = index.shape
+    mask = mask.expand(batch, *mask.shape[1:])
+    last = mask.dim() - 1
+    for dim in range(max(1, last - 1), last + 1):
+        if mask.shape[dim] != length:
+            continue
+        # The index along this dimension, the same along the others.
+        shape = [1] * mask.dim()
+        shape[0] = batch
+        shape[dim] = kept
+        wanted = list(mask.shape)
+        wanted[dim] = kept
+        mask = mask.gather(dim, index.view(shape).expand(wanted))
+    return mask
+
+
+def _rise_of(block: Mapping[str, Any]) -> Any:
+    """The number of tokens as a function of the update. Raises ConfigError for a wrong schedule."""
+    schedule = block.get("random_ltd_schedule")
+    if not isinstance(schedule, Mapping):
+        raise ConfigError(f'{WHERE}.random_ltd_schedule" is missing: give a block.')
+    kind = schedule.get("schedule_type")
+    if kind != "fixed_linear":
+        raise ConfigError(
+            f'{WHERE}.random_ltd_schedule.schedule_type" is {shown(kind)}; it must be fixed_linear.'
+        )
+    inner = schedule.get("schedule_config", {})
+    make = plugged("token rise")
+    if make is None:
+        raise ConfigError(f"random-LTD is not in this package.{missing_wings()}")
+    low = _integer(schedule, "min_value")
+    high = _integer(schedule, "max_value")
+    if low > high:
+        raise ConfigError(
+            f'{WHERE}.random_ltd_schedule": min_value {low} is above max_value {high}. Exchange the two.'
+        )
+    steps = _integer(inner, "require_steps")
+    return make(low, high, steps, _integer(inner, "seq_per_step"), lowest=0)
+
+
+def _integer(block: Any, key: str) -> int:
+    value = block.get(key) if isinstance(block, Mapping) else math.nan
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f'{WHERE}": {key} is {shown(value)}; it must be an integer of 1 or more.'
+        )
+    return value
