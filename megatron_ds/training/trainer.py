@@ -35,6 +35,7 @@ from .observe.comms_log import least_seconds, make_log, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.kernel_profile import KernelProfile
 from .observe.log import Log
+from .observe.memory_history import MemoryHistory
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
@@ -122,6 +123,7 @@ class Trainer:
         self.kernel_profile = KernelProfile(
             config.profiler, engine.executor, engine.mesh.rank
         )
+        self.memory_history = MemoryHistory(engine)
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
         self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
         mesh = engine.mesh
@@ -164,6 +166,7 @@ class Trainer:
             if (watched := places.writer()) is not None:
                 watched.phase(places.ENDING)
             self.kernel_profile.finish()
+            self.memory_history.finish()
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
@@ -274,6 +277,7 @@ class Trainer:
         own = self.stragglers.take()
         self.engine.metrics.share(own)
         with (
+            self.memory_history.step() as memory,
             self.tracer.step(),
             self.kernel_profile.step(before.step + 1),
             self.stragglers.measured(before.step + 1, self.engine.executor),
@@ -289,6 +293,8 @@ class Trainer:
                 stop=self._wants_to_stop(),
                 times=profile or self.times,
             )
+        for record in memory:
+            self.log.note(record)
         if own is not None:
             self.stragglers.report(before.step, outcome.of_ranks)
         outcome = replace(outcome, seconds=outcome.seconds + measuring)

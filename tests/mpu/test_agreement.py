@@ -105,6 +105,7 @@ PER_HOST_ONLY = {
     "plan.rank",
     "profiler.autotuning_metric_path",
     "profiler.flops_profiler_output_file",
+    "profiler.memory_snapshot_path",
     "zero.nvme_block_size",
     "zero.nvme_io",
     "zero.nvme_queue_depth",

@@ -69,7 +69,6 @@ RUNTIME_FLAGS = table(
         "--non-persistent-local-ckpt-dir --non-persistent-save-interval --persistent-save-interval",
         "megatron-ds convert converts checkpoints. Remove it.": "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format",
         "the newest checkpoint is loaded, whose step the tracker file names. Write the step there.": "--ckpt-step --load-tag",
-        "the history of device memory is not recorded; --profile records the kernels of a few steps. Remove it.": "--memory-snapshot-path --record-memory-history",
         "optimizer state is in fp32, or in the dtype of weights without masters. Remove it.": "--use-bnb-optimizer",
         "the embedding has the dtype of the weights. Remove it.": "--embedding-weights-in-fp32",
         "every layer has positions. Remove it.": "--no-rope-freq",

@@ -59,6 +59,18 @@ class ProfilerConfig:
         needs=need("profiler.use_pytorch_profiler"),
         help="Folder of the traces, profile-rank-N.json.",
     )
+    record_memory_history: bool = option(
+        False,
+        help="Record the memory of rank 0 by owner, planned beside measured; on GPUs rank 0 and the last rank "
+        "also record every allocation, for https://pytorch.org/memory_viz.",
+        avoid="Allocations are slower on GPUs; on CPUs the second step is.",
+    )
+    memory_snapshot_path: str = option(
+        "snapshot.pickle",
+        per_host=True,
+        needs=need("profiler.record_memory_history"),
+        help="File for --record-memory-history, on CPUs as JSON; of other ranks than 0, with the rank in its name.",
+    )
     flops_profiler: bool = option(
         False,
         json="flops_profiler.enabled",
