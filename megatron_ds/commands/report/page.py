@@ -5,7 +5,10 @@ from html import escape
 
 from ...version import __version__
 from .drawing import CHARTS, chart, colour
+from .drawing import curves as lines
+from .expert_load import COLUMNS, LABELS, curves, values_of
 from .goodput import PARTS, goodput
+from .pipeline_time import pipeline_time, trace_folder
 from .recorded_run import Run
 from .reduction import NUMBERS, Number, differences
 
@@ -20,6 +23,7 @@ th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid #e2
 td { overflow-wrap: anywhere; } td.number { text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
+td.name { white-space: nowrap; } .least { min-width: 640px; }
 .bar { display: flex; height: 18px; border-radius: 3px; overflow: hidden; margin: 6px 0; background: #eee; }
 p.note { color: #555; margin: .3rem 0; }
 """
@@ -31,6 +35,8 @@ PART_COLOURS = dict(
     )
 )
 SECONDS = "{:,.1f} s"
+SECONDS_OF_STEP = "{:.4g} s"
+MIB = 2**20
 SHARE = "{:.1%}"
 NOT_RECORDED = '<p class="note">Not recorded by this run.</p>'
 
@@ -44,6 +50,9 @@ def page(runs: Sequence[Run]) -> str:
         "Curves": _charts(runs),
         "Numbers": _numbers(runs),
         "Wall time": _of_each(_wall_time, runs),
+        "Pipeline": _where_recorded(_pipeline, runs),
+        "Memory": _where_recorded(_memory, runs),
+        "Experts": _where_recorded(_experts, runs),
         "Settings that differ": _differences(runs),
         "Settings": _of_each(_settings, runs),
         "Environment": _of_each(_environment, runs),
@@ -53,6 +62,7 @@ def page(runs: Sequence[Run]) -> str:
     body = [
         f"<section><h2>{heading}</h2>\n{content}</section>"
         for heading, content in sections.items()
+        if content
     ]
     # The file around it.
     lines = (
@@ -77,6 +87,14 @@ def _of_each(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
         pieces.append(f"<div>{_name(number, run)}</div>")
         pieces.append(part(number, run))
     return "\n".join(pieces)
+
+
+def _where_recorded(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
+    """The part of each run that has it; "" if none does."""
+    found = {number: part(number, run) for number, run in enumerate(runs)}
+    if not any(found.values()):
+        return ""
+    return _of_each(lambda number, run: found[number] or NOT_RECORDED, runs)
 
 
 def _names(runs: Sequence[Run]) -> str:
@@ -147,6 +165,95 @@ def _bar(parts: dict[str, float]) -> str:
             style = f"flex:{seconds:.6f} 0 0;background:{PART_COLOURS[part]}"
             pieces.append(f'<span style="{style}"></span>')
     return f'<div class="bar">{"".join(pieces)}</div>'
+
+
+# ------------------------------------------------------------------ what a run records on request
+def _pipeline(number: int, run: Run) -> str:
+    """A step in time, planned and measured; "" without --trace."""
+    folder = trace_folder(run)
+    if folder is None:
+        return ""
+    found = pipeline_time(folder)
+    if found is None:
+        return (
+            f'<p class="note">No timelines of a step are in {escape(str(folder))}.</p>'
+        )
+    # The whole, then each rank.
+    both = {"planned": found.planned, "measured": found.measured}
+    rows = []
+    for label, name, form in (
+        ("step", "span", SECONDS_OF_STEP),
+        ("bubble",) * 2 + (SHARE,),
+    ):
+        cells = [
+            _cell(number, f"{name}-{which}", getattr(times, name), form)
+            for which, times in both.items()
+        ]
+        rows.append([f"<td>{label}</td>", *cells])
+    for rank in range(len(found.measured.schedule)):
+        cells = [
+            _cell(number, f"busy-{which}-{rank}", times.busy[rank], SECONDS_OF_STEP)
+            for which, times in both.items()
+        ]
+        rows.append([f"<td>rank {rank} computes</td>", *cells])
+    note = (
+        "The last step of --trace. Planned: the same order of computations, each with its median time; "
+        "transfers take none."
+    )
+    picture = f'<div class="wide"><div class="least">{found.picture()}</div></div>'
+    return f'{picture}{_table(["", *both], rows)}<p class="note">{note}</p>'
+
+
+def _memory(number: int, run: Run) -> str:
+    """Bytes by owner; "" without --record-memory-history."""
+    records = [record for record in run.records if record["kind"] == "memory"]
+    if not records:
+        return ""
+    both = {name: dict(records[-1][name]) for name in ("planned", "measured")}
+    for counts in both.values():
+        counts["all"] = sum(counts.values())
+    rows = []
+    for owner in both["planned"]:
+        cells = [
+            _cell(number, f"bytes-{which}-{owner}", counts[owner] / MIB, "{:,.2f}")
+            for which, counts in both.items()
+        ]
+        rows.append([f"<td>{escape(owner)}</td>", *cells])
+    heads = ["MiB of rank 0", *both]
+    note = "Activations: with what the running layer needs, at most, in the second step of the process."
+    return f'{_table(heads, rows)}<p class="note">{note}</p>'
+
+
+def _experts(number: int, run: Run) -> str:
+    """Curves and a table of the layers with experts; "" without any."""
+    metrics = curves(run)
+    if not metrics:
+        return ""
+    # A chart of each metric, a line for each layer.
+    figures = []
+    for metric, layers in metrics.items():
+        drawn = []
+        for place, (layer, points) in enumerate(sorted(layers.items())):
+            steps, values = zip(*points)
+            style = dict(color=colour(place), linewidth=1.2, label=f"layer {layer}")
+            drawn.append((steps, values, style))
+        svg = lines(f"{LABELS[metric]} of run {number}", drawn)
+        figures.append(
+            f"<figure><figcaption>{LABELS[metric]}</figcaption>{svg}</figure>"
+        )
+    # The numbers of each layer.
+    shown = {head: c for head, c in COLUMNS.items() if c[0] in metrics}
+    rows = []
+    for layer in sorted(metrics["max_load"]):
+        row = [f'<td class="name">layer {layer}</td>']
+        for head, (metric, form, reduce) in shown.items():
+            value = reduce(values_of(metrics[metric][layer]))
+            name = f"{head.replace(', ', '-')}-{layer}"
+            row.append(_cell(number, name, value, form))
+        rows.append(row)
+    note = "Load: slots of the most wanted expert relative to the mean; 1 is even. Entropy of the router in nats."
+    charts = f'<div class="charts">{"".join(figures)}</div>'
+    return f'{charts}{_table(["", *shown], rows)}<p class="note">{note}</p>'
 
 
 def _differences(runs: Sequence[Run]) -> str:
