@@ -156,7 +156,7 @@ class Trainer:
                 self.saves.save(self.progress, is_last=True)
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
-            self._report_communication()
+            self._report_communication(together=True)
         except MegatronDSError as error:
             # All ranks stop here, so that they can complete the checkpoint under way.
             if getattr(error, "on_all_ranks", False):
@@ -167,18 +167,23 @@ class Trainer:
                 watched.phase(places.ENDING)
             self.kernel_profile.finish()
             self.memory_history.finish()
+            self._report_communication(together=False)
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
 
-    def _report_communication(self) -> None:
-        """Log the table of --comms-logger. Collective over the world if there is one."""
+    def _report_communication(self, together: bool) -> None:
+        """Log the table of --comms-logger, once.
+
+        together: compare the ranks, collectively over the world; False after an error, which others may not have
+        """
         mesh = self.engine.mesh
         log = self.communication
         if log is None:
             return
-        least = least_seconds(log, mesh.group("world"))
+        self.communication = None
+        least = least_seconds(log, mesh.group("world")) if together else None
         if mesh.rank == 0:
             logger.info("%s", table_text(log, mesh.rank, least))
 

@@ -116,8 +116,7 @@ class ProfilerConfig:
         False,
         json="comms_logger.enabled",
         help="Record calls, bytes, times and bandwidths of the collectives by operation, group and message size; "
-        "rank 0 prints the table when training ends.",
-        avoid="On GPUs calls and bytes have no times: a host does not wait for its GPU.",
+        "rank 0 prints the table when training ends, also by an error.",
     )
     comms_logger_verbose: bool = option(
         False,
