@@ -115,10 +115,14 @@ class CommunicationLog:
         self, operation: str, group: Group, num_bytes: int, begin: Callable[[], Work]
     ) -> Work:
         """`begin()`, whose work is recorded when it is found complete."""
-        if self._operations is not None and operation not in self._operations:
-            return begin()
         first = group.ranks[0]
         message = LoggedMessage(operation, group.axes, group.size, first, num_bytes)
+        return self.record(message, begin)
+
+    def record(self, message: LoggedMessage, begin: Callable[[], Work]) -> Work:
+        """`start`, for a message that no `Group` describes."""
+        if self._operations is not None and message.operation not in self._operations:
+            return begin()
         started = self._clock.now()
         return _Logged(begin(), lambda: self._end(message, started))
 
@@ -165,8 +169,8 @@ class _Logged:
         self._work = work
         self._record: Callable[[], None] | None = record
 
-    def wait(self) -> Any:
-        result = self._work.wait()
+    def wait(self, *timeout: Any) -> Any:
+        result = self._work.wait(*timeout)
         self._complete()
         return result
 
@@ -175,6 +179,10 @@ class _Logged:
         if is_completed:
             self._complete()
         return is_completed
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch's work has besides."""
+        return getattr(self._work, name)
 
     def _complete(self) -> None:
         record = self._record
