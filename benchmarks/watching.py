@@ -6,9 +6,9 @@
 One run of the training loop, in which steps with and without all of this take turns. Two figures are printed:
 
     by turns   the time of a step with it less that of the step before without it, as a share: median and quartiles
-    directly   the time inside the calls themselves, on rank 0, as a share of the median step without them: by the wall
-               clock, which counts when other programs had the processor, and the CPU time of the thread. The clocks
-               around the calls are counted with them
+    directly   the time inside the calls themselves, on rank 0, as a share of the median step without them: wall time,
+               and CPU time of the thread as a share of that of the process, which other programs change little.
+               The clocks around the calls are counted with them
 
 Each step is logged, where the default of --log-interval is 100.
 """
@@ -48,8 +48,10 @@ class Watched(trainer.Trainer):
         is_watched = len(self.turns) % 2 == 1
         self._set(is_watched)
         begin = time.perf_counter()
+        cpu = time.process_time()
         outcome = super()._step()
         self.turns.append(time.perf_counter() - begin)
+        CPU.append(time.process_time() - cpu)
         return outcome
 
     def _prepare(self):
@@ -65,7 +67,9 @@ class Watched(trainer.Trainer):
         places._writer[:] = [self.writer] if is_watched else []
 
 
+# Seconds of each step.
 TURNS: list[float] = []
+CPU: list[float] = []
 
 
 class Clock:
@@ -138,9 +142,13 @@ def report() -> None:
     print(f"a step without: {step * 1e3:.1f} ms")
     print(f"by turns: {middle:+.2%} [{low:+.2%}, {high:+.2%}]")
     print(f"calls of a step: {CLOCK.calls / watched:.0f}")
-    for clock, seconds in (("wall", CLOCK.wall), ("CPU", CLOCK.cpu)):
+    cpu = statistics.median(CPU[WARM::2])
+    for clock, seconds, of in (("wall", CLOCK.wall, step), ("CPU", CLOCK.cpu, cpu)):
         each = seconds / watched
-        print(f"directly, {clock}: {each * 1e3:.3f} ms, {each / step:.3%} of a step")
+        text = (
+            f"{each * 1e3:.3f} ms, {each / of:.3%} of the {of * 1e3:.1f} ms of a step"
+        )
+        print(f"directly, {clock}: {text}")
 
 
 if __name__ == "__main__":
