@@ -60,7 +60,7 @@ def test_a_step_of_the_pipeline_is_beside_its_plan(tmp_path, undrawn):
         "span-measured": 11e-3,
         "bubble-planned": 1 - 12 / 18,
         "bubble-measured": 1 - 12 / 22,
-        **{f"busy-{w}-{r}": 6e-3 for w in ("planned", "measured") for r in (0, 1)},
+        **{f"busy-{r}-{w}": 6e-3 for w in ("planned", "measured") for r in (0, 1)},
     }
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
     assert "measured: bubble 45.5%" in text and "://" not in text
@@ -88,12 +88,12 @@ def test_memory_is_that_of_the_newest_process(tmp_path, undrawn):
         name: value for name, value in numbers.items() if name.startswith("bytes-")
     }
     assert found == {
-        "bytes-planned-weights": 3.0,
-        "bytes-planned-activations": 0.5,
-        "bytes-planned-all": 3.5,
-        "bytes-measured-weights": 3.0,
-        "bytes-measured-activations": 1.0,
-        "bytes-measured-all": 4.0,
+        "bytes-weights-planned": 3.0,
+        "bytes-activations-planned": 0.5,
+        "bytes-all-planned": 3.5,
+        "bytes-weights-measured": 3.0,
+        "bytes-activations-measured": 1.0,
+        "bytes-all-measured": 4.0,
     }
 
 

@@ -61,7 +61,9 @@ def chart(title: str, runs: Sequence[Run]) -> str | None:
             if all(map(math.isnan, values)):
                 continue
             steps = [record["step"] for record in records]
-            drawn.append((steps, values, dict(color=colour(number)) | STYLES[kind]))
+            style = STYLES[kind] | {"color": colour(number)}
+            curve = (steps, values, style)
+            drawn.append(curve)
     return curves(title, drawn) if drawn else None
 
 

@@ -15,12 +15,36 @@ def _last(values: Sequence[float]) -> float:
 
 # Heading of a column → its metric, its format, and how its number follows from the values of a layer.
 COLUMNS: dict[str, tuple[str, str, Callable[[Sequence[float]], float]]] = {
-    "load, last": ("max_load", "{:.3f}", _last),
-    "load, mean": ("max_load", "{:.3f}", statistics.fmean),
-    "load, largest": ("max_load", "{:.3f}", max),
-    "entropy, last": ("router_entropy", "{:.3f}", _last),
-    "dropped, last": ("dropped", "{:.2%}", _last),
-    "dropped, mean": ("dropped", "{:.2%}", statistics.fmean),
+    "load, last": (
+        "max_load",
+        "{:.3f}",
+        _last,
+    ),
+    "load, mean": (
+        "max_load",
+        "{:.3f}",
+        statistics.fmean,
+    ),
+    "load, largest": (
+        "max_load",
+        "{:.3f}",
+        max,
+    ),
+    "entropy, last": (
+        "router_entropy",
+        "{:.3f}",
+        _last,
+    ),
+    "dropped, last": (
+        "dropped",
+        "{:.2%}",
+        _last,
+    ),
+    "dropped, mean": (
+        "dropped",
+        "{:.2%}",
+        statistics.fmean,
+    ),
 }
 LABELS = {panel.metric: panel.label for panel in PANELS}
 

@@ -37,6 +37,7 @@ PART_COLOURS = dict(
 SECONDS = "{:,.1f} s"
 SECONDS_OF_STEP = "{:.4g} s"
 MIB = 2**20
+BOTH = ("planned", "measured")
 SHARE = "{:.1%}"
 NOT_RECORDED = '<p class="note">Not recorded by this run.</p>'
 
@@ -91,10 +92,14 @@ def _of_each(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
 
 def _where_recorded(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
     """The part of each run that has it; "" if none does."""
-    found = {number: part(number, run) for number, run in enumerate(runs)}
-    if not any(found.values()):
+    found = []
+    for number, run in enumerate(runs):
+        content = part(number, run)
+        found.append(content)
+    if not any(found):
         return ""
-    return _of_each(lambda number, run: found[number] or NOT_RECORDED, runs)
+    shown = lambda number, run: found[number] or NOT_RECORDED
+    return _of_each(shown, runs)
 
 
 def _names(runs: Sequence[Run]) -> str:
@@ -175,33 +180,42 @@ def _pipeline(number: int, run: Run) -> str:
         return ""
     found = pipeline_time(folder)
     if found is None:
-        return (
-            f'<p class="note">No timelines of a step are in {escape(str(folder))}.</p>'
-        )
+        where = escape(str(folder))
+        return f'<p class="note">No timelines of a step are in {where}.</p>'
     # The whole, then each rank.
-    both = {"planned": found.planned, "measured": found.measured}
-    rows = []
-    for label, name, form in (
-        ("step", "span", SECONDS_OF_STEP),
-        ("bubble",) * 2 + (SHARE,),
-    ):
-        cells = [
-            _cell(number, f"{name}-{which}", getattr(times, name), form)
-            for which, times in both.items()
-        ]
-        rows.append([f"<td>{label}</td>", *cells])
-    for rank in range(len(found.measured.schedule)):
-        cells = [
-            _cell(number, f"busy-{which}-{rank}", times.busy[rank], SECONDS_OF_STEP)
-            for which, times in both.items()
-        ]
-        rows.append([f"<td>rank {rank} computes</td>", *cells])
+    both = (found.planned, found.measured)
+    spans = [times.span for times in both]
+    bubbles = [times.bubble for times in both]
+    rows = [
+        _beside(number, "step", "span", spans, SECONDS_OF_STEP),
+        _beside(number, "bubble", "bubble", bubbles, SHARE),
+    ]
+    ranks = zip(*(times.busy for times in both))
+    for rank, busy in enumerate(ranks):
+        title = f"rank {rank} computes"
+        row = _beside(number, title, f"busy-{rank}", busy, SECONDS_OF_STEP)
+        rows.append(row)
     note = (
         "The last step of --trace. Planned: the same order of computations, each with its median time; "
         "transfers take none."
     )
-    picture = f'<div class="wide"><div class="least">{found.picture()}</div></div>'
-    return f'{picture}{_table(["", *both], rows)}<p class="note">{note}</p>'
+    picture = found.picture()
+    table = _table(["", *BOTH], rows)
+    return (
+        f'<div class="wide"><div class="least">{picture}</div></div>'
+        f'{table}<p class="note">{note}</p>'
+    )
+
+
+def _beside(
+    run: int, title: str, name: str, values: Sequence[float], form: str
+) -> list[str]:
+    """A row of a planned and a measured value."""
+    row = [f'<td class="name">{escape(title)}</td>']
+    for which, value in zip(BOTH, values, strict=True):
+        cell = _cell(run, f"{name}-{which}", value, form)
+        row.append(cell)
+    return row
 
 
 def _memory(number: int, run: Run) -> str:
@@ -209,19 +223,19 @@ def _memory(number: int, run: Run) -> str:
     records = [record for record in run.records if record["kind"] == "memory"]
     if not records:
         return ""
-    both = {name: dict(records[-1][name]) for name in ("planned", "measured")}
-    for counts in both.values():
-        counts["all"] = sum(counts.values())
+    newest = records[-1]
+    counts = [newest[which] for which in BOTH]
     rows = []
-    for owner in both["planned"]:
-        cells = [
-            _cell(number, f"bytes-{which}-{owner}", counts[owner] / MIB, "{:,.2f}")
-            for which, counts in both.items()
-        ]
-        rows.append([f"<td>{escape(owner)}</td>", *cells])
-    heads = ["MiB of rank 0", *both]
+    for owner in counts[0]:
+        values = [count[owner] / MIB for count in counts]
+        row = _beside(number, owner, f"bytes-{owner}", values, "{:,.2f}")
+        rows.append(row)
+    sums = [sum(count.values()) / MIB for count in counts]
+    last = _beside(number, "all", "bytes-all", sums, "{:,.2f}")
+    rows.append(last)
     note = "Activations: with what the running layer needs, at most, in the second step of the process."
-    return f'{_table(heads, rows)}<p class="note">{note}</p>'
+    table = _table(["MiB of rank 0", *BOTH], rows)
+    return f'{table}<p class="note">{note}</p>'
 
 
 def _experts(number: int, run: Run) -> str:
@@ -231,29 +245,38 @@ def _experts(number: int, run: Run) -> str:
         return ""
     # A chart of each metric, a line for each layer.
     figures = []
-    for metric, layers in metrics.items():
+    for metric, of_layers in metrics.items():
         drawn = []
-        for place, (layer, points) in enumerate(sorted(layers.items())):
-            steps, values = zip(*points)
-            style = dict(color=colour(place), linewidth=1.2, label=f"layer {layer}")
-            drawn.append((steps, values, style))
-        svg = lines(f"{LABELS[metric]} of run {number}", drawn)
-        figures.append(
-            f"<figure><figcaption>{LABELS[metric]}</figcaption>{svg}</figure>"
-        )
+        for place, layer in enumerate(sorted(of_layers)):
+            steps, values = zip(*of_layers[layer])
+            style = {
+                "color": colour(place),
+                "linewidth": 1.2,
+                "label": f"layer {layer}",
+            }
+            curve = (steps, values, style)
+            drawn.append(curve)
+        title = LABELS[metric]
+        svg = lines(f"{title} of run {number}", drawn)
+        figure = f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
+        figures.append(figure)
     # The numbers of each layer.
-    shown = {head: c for head, c in COLUMNS.items() if c[0] in metrics}
+    heads = [head for head, column in COLUMNS.items() if column[0] in metrics]
     rows = []
     for layer in sorted(metrics["max_load"]):
         row = [f'<td class="name">layer {layer}</td>']
-        for head, (metric, form, reduce) in shown.items():
-            value = reduce(values_of(metrics[metric][layer]))
-            name = f"{head.replace(', ', '-')}-{layer}"
-            row.append(_cell(number, name, value, form))
+        for head in heads:
+            metric, form, reduce = COLUMNS[head]
+            points = metrics[metric][layer]
+            value = reduce(values_of(points))
+            name = head.replace(", ", "-")
+            cell = _cell(number, f"{name}-{layer}", value, form)
+            row.append(cell)
         rows.append(row)
     note = "Load: slots of the most wanted expert relative to the mean; 1 is even. Entropy of the router in nats."
-    charts = f'<div class="charts">{"".join(figures)}</div>'
-    return f'{charts}{_table(["", *shown], rows)}<p class="note">{note}</p>'
+    charts = "".join(figures)
+    table = _table(["", *heads], rows)
+    return f'<div class="charts">{charts}</div>{table}<p class="note">{note}</p>'
 
 
 def _differences(runs: Sequence[Run]) -> str:

@@ -128,7 +128,7 @@ def all_reduce(
     if not _meets():
         return _done(async_op)
     begin = lambda: dist.all_reduce(tensor, op, group, async_op=True)
-    return recorded_call("all_reduce", group, tensor.nbytes, async_op, begin)
+    return _recorded("all_reduce", group, tensor.nbytes, async_op, begin)
 
 
 def broadcast(
@@ -138,7 +138,7 @@ def broadcast(
     if not _meets():
         return _done(async_op)
     begin = lambda: dist.broadcast(tensor, src, group, async_op=True)
-    return recorded_call("broadcast", group, tensor.nbytes, async_op, begin)
+    return _recorded("broadcast", group, tensor.nbytes, async_op, begin)
 
 
 def reduce(
@@ -164,7 +164,7 @@ def all_gather(
     if _meets():
         num_bytes = sum(piece.nbytes for piece in tensor_list)
         begin = lambda: dist.all_gather(tensor_list, tensor, group, async_op=True)
-        return recorded_call("all_gather", group, num_bytes, async_op, begin)
+        return _recorded("all_gather", group, num_bytes, async_op, begin)
     tensor_list[0].copy_(tensor)
     return _done(async_op)
 
@@ -180,7 +180,7 @@ def all_gather_into_tensor(
         gather = dist.all_gather_into_tensor
         begin = lambda: gather(output_tensor, input_tensor, group, async_op=True)
         num_bytes = output_tensor.nbytes
-        return recorded_call("all_gather", group, num_bytes, async_op, begin)
+        return _recorded("all_gather", group, num_bytes, async_op, begin)
     output_tensor.view(-1).copy_(input_tensor.view(-1))
     return _done(async_op)
 
@@ -196,7 +196,7 @@ def reduce_scatter_tensor(
     if _meets():
         scatter = dist.reduce_scatter_tensor
         begin = lambda: scatter(output, input, op, group, async_op=True)
-        return recorded_call("reduce_scatter", group, input.nbytes, async_op, begin)
+        return _recorded("reduce_scatter", group, input.nbytes, async_op, begin)
     output.view(-1).copy_(input.view(-1))
     return _done(async_op)
 
@@ -242,6 +242,16 @@ def _meets() -> bool:
             "initialize() first."
         )
     return False
+
+
+def _recorded(
+    operation: str, group: Any, num_bytes: int, async_op: bool, begin: Any
+) -> Any:
+    """A collective that runs, and is in the communication log if there is one."""
+    ranks = []
+    if dist.get_rank(group) >= 0:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return recorded_call(operation, ranks, num_bytes, async_op, begin)
 
 
 class _Done:

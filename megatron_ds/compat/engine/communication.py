@@ -4,11 +4,9 @@ A program has one, as in DeepSpeed, so `log_summary` takes no engine. It is in a
 threads of one process have one each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
-
-import torch.distributed as dist
 
 from ...config.options.profiler_options import ProfilerConfig
 from ...mpu.communication_log import CommunicationLog, LoggedMessage
@@ -36,20 +34,19 @@ def record_communication(wish: ProfilerConfig, world: DataParallelWorld) -> None
 
 def recorded_call(
     operation: str,
-    group: Any,
+    ranks: Sequence[int],
     num_bytes: int,
     async_op: bool,
     begin: Callable[[], Any],
 ) -> Any:
     """A collective that a program calls itself, recorded as one of the group "program".
 
-    group: of torch.distributed; num_bytes: payload, as of `LoggedMessage`; begin: starts it in the background
+    ranks: of its group, none where this one is not in it; num_bytes: payload, as of `LoggedMessage`; begin: starts it in the background
     """
     found = _log.get()
-    if found is None or dist.get_rank(group) < 0:
+    if found is None or not ranks:
         work = begin()
     else:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         message = LoggedMessage(operation, "program", len(ranks), ranks[0], num_bytes)
         work = found[0].record(message, begin)
     if async_op or work is None:
