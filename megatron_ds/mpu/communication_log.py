@@ -3,18 +3,22 @@
 `Traffic.log` of the groups of a mesh is None, which costs nothing, or the one log of them all. Collectives of tensors
 and the sends of a pipeline are in it; objects, barriers and receives are not.
 
-Note: what a time is. The clock is that of the host, and every time includes the wait for ranks that come later. A
+Note: what a time is. Every time includes the wait for ranks that come later. On CPUs the clock is that of the host. A
 collective whose caller waits for it at once takes until the wait returns. One that runs in the background takes until
 the caller finds it complete, in `wait` or `is_completed`: gloo does not report when that was, so the time includes
-what the caller computed meanwhile, and the bandwidth is a lower bound. On a GPU a wait only orders the stream, and the
-host's clock would measure nothing, so calls and bytes are counted without times.
+what the caller computed meanwhile, and the bandwidth is a lower bound. On a GPU a wait only orders the stream, so the
+times are those of events on it, from the call to the end of the wait, with what the stream computed meanwhile. They
+are read when later calls find them complete: the host waits for no event before `complete_rows`.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
 
 from .group import RING_FACTOR, Group, Work
 
@@ -56,40 +60,92 @@ def bus_bandwidth(message: LoggedMessage, spent: Spent) -> float:
     return factor * algorithmic_bandwidth(message, spent)
 
 
+class HostClock:
+    """Seconds of this process."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.now = now
+
+    def elapsed(self, start: float, end: float, wait: bool) -> float:
+        """The seconds between."""
+        return end - start
+
+
+class StreamClock:
+    """Events on the current stream of a GPU."""
+
+    def now(self) -> torch.cuda.Event:
+        """An event that the stream has not reached yet."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed(
+        self, start: torch.cuda.Event, end: torch.cuda.Event, wait: bool
+    ) -> float | None:
+        """The seconds between; None while the stream has not reached the end, unless the host is to wait."""
+        if wait:
+            end.synchronize()
+        elif not end.query():
+            return None
+        return start.elapsed_time(end) / 1e3
+
+
 class CommunicationLog:
     """The log of one rank.
 
     operations  the names of those that are recorded; None: all
     is_verbose  whether each call is logged when it is complete
-    is_timed    False on a GPU
+    rows        calls whose times are known
     """
 
     def __init__(
         self,
         operations: Collection[str] | None = None,
         is_verbose: bool = False,
-        is_timed: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: HostClock | StreamClock | None = None,
     ):
-        self.is_timed = is_timed
         self.rows: dict[LoggedMessage, Spent] = {}
         self._operations = operations
         self._is_verbose = is_verbose
-        self._clock = clock
+        self._clock = clock or HostClock()
+        self._unread: deque[tuple[LoggedMessage, Any, Any]] = deque()
 
     def start(
         self, operation: str, group: Group, num_bytes: int, begin: Callable[[], Work]
     ) -> Work:
         """`begin()`, whose work is recorded when it is found complete."""
-        if self._operations is not None and operation not in self._operations:
-            return begin()
         first = group.ranks[0]
         message = LoggedMessage(operation, group.axes, group.size, first, num_bytes)
-        started = self._clock()
-        return _Logged(begin(), lambda: self._add(message, started))
+        return self.record(message, begin)
 
-    def _add(self, message: LoggedMessage, started: float) -> None:
-        seconds = self._clock() - started if self.is_timed else 0.0
+    def record(self, message: LoggedMessage, begin: Callable[[], Work]) -> Work:
+        """`start`, for a message that no `Group` describes."""
+        if self._operations is not None and message.operation not in self._operations:
+            return begin()
+        started = self._clock.now()
+        return _Logged(begin(), lambda: self._end(message, started))
+
+    def complete_rows(self) -> dict[LoggedMessage, Spent]:
+        """`rows` with all calls that were found complete. The host waits for the device."""
+        self._read(wait=True)
+        return self.rows
+
+    def _end(self, message: LoggedMessage, started: Any) -> None:
+        self._unread.append((message, started, self._clock.now()))
+        self._read(wait=False)
+
+    def _read(self, wait: bool) -> None:
+        """Add the calls whose times are known, the oldest first."""
+        while self._unread:
+            message, started, ended = self._unread[0]
+            seconds = self._clock.elapsed(started, ended, wait)
+            if seconds is None:
+                return
+            self._unread.popleft()
+            self._add(message, seconds)
+
+    def _add(self, message: LoggedMessage, seconds: float) -> None:
         spent = self.rows.setdefault(message, Spent())
         spent.calls += 1
         spent.seconds += seconds
@@ -113,8 +169,8 @@ class _Logged:
         self._work = work
         self._record: Callable[[], None] | None = record
 
-    def wait(self) -> Any:
-        result = self._work.wait()
+    def wait(self, *timeout: Any) -> Any:
+        result = self._work.wait(*timeout)
         self._complete()
         return result
 
@@ -123,6 +179,10 @@ class _Logged:
         if is_completed:
             self._complete()
         return is_completed
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch's work has besides."""
+        return getattr(self._work, name)
 
     def _complete(self) -> None:
         record = self._record

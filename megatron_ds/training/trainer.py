@@ -36,6 +36,7 @@ from .observe.comms_log import least_seconds, make_log, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.kernel_profile import KernelProfile
 from .observe.log import Log
+from .observe.memory_history import MemoryHistory
 from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
@@ -127,6 +128,7 @@ class Trainer:
         self.kernel_profile = KernelProfile(
             config.profiler, engine.executor, engine.mesh.rank
         )
+        self.memory_history = MemoryHistory(engine)
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
         self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
         mesh = engine.mesh
@@ -159,7 +161,7 @@ class Trainer:
                 self.saves.save(self.progress, is_last=True)
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
-            self._report_communication()
+            self._report_communication(together=True)
         except MegatronDSError as error:
             # All ranks stop here, so that they can complete the checkpoint under way.
             if getattr(error, "on_all_ranks", False):
@@ -169,18 +171,24 @@ class Trainer:
             if (watched := places.writer()) is not None:
                 watched.phase(places.ENDING)
             self.kernel_profile.finish()
+            self.memory_history.finish()
+            self._report_communication(together=False)
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
 
-    def _report_communication(self) -> None:
-        """Log the table of --comms-logger. Collective over the world if there is one."""
+    def _report_communication(self, together: bool) -> None:
+        """Log the table of --comms-logger, once.
+
+        together: compare the ranks, collectively over the world; False after an error, which others may not have
+        """
         mesh = self.engine.mesh
         log = self.communication
         if log is None:
             return
-        least = least_seconds(log, mesh.group("world"))
+        self.communication = None
+        least = least_seconds(log, mesh.group("world")) if together else None
         if mesh.rank == 0:
             logger.info("%s", table_text(log, mesh.rank, least))
 
@@ -281,6 +289,7 @@ class Trainer:
         own = self.stragglers.take()
         self.engine.metrics.share(own)
         with (
+            self.memory_history.step() as memory,
             self.tracer.step(),
             self.kernel_profile.step(before.step + 1),
             self.stragglers.measured(before.step + 1, self.engine.executor),
@@ -296,6 +305,8 @@ class Trainer:
                 stop=self._wants_to_stop(),
                 times=profile or self.times,
             )
+        for record in memory:
+            self.log.note(record)
         if own is not None:
             self.stragglers.report(before.step, outcome.of_ranks)
         outcome = replace(outcome, seconds=outcome.seconds + measuring)

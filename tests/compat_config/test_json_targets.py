@@ -120,6 +120,24 @@ def test_a_block_that_only_informs_is_accepted_by_a_training_script(key):
     assert not reading_for({**BASE, key: INFORMING[key]}, "train").problems
 
 
+def test_a_comet_block_becomes_flags_but_for_its_key():
+    block = {"enabled": True, "workspace": "w", "experiment_name": "n", "online": False}
+    reading = reading_for({**BASE, "comet": block | {"mode": "create"}}, "train", "c")
+    found = {setting.path: setting.value for setting in reading.settings}
+    names = ("project", "workspace", "experiment_name", "offline_dir")
+    assert [found[f"logging.comet_{name}"] for name in names] == [
+        "general",
+        "w",
+        "n",
+        ".cometml-runs",
+    ]
+    assert "c comet.mode" in reading.without_effect and not reading.problems
+    off = reading_for({**BASE, "comet": block | {"enabled": False}}, "train")
+    assert not any("comet" in setting.path for setting in off.settings)
+    with_key = reading_for({**BASE, "comet": block | {"api_key": "k"}}, "train")
+    assert "Set COMET_API_KEY" in str(with_key.problems)
+
+
 @pytest.mark.parametrize(
     "block, words",
     [

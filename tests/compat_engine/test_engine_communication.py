@@ -8,7 +8,9 @@ import megatron_ds
 from megatron_ds.compat.config.targets import reading_for
 from megatron_ds.compat.deepspeed import deepspeed_functions
 from megatron_ds.compat.engine import communication
+from megatron_ds.mpu.communication_log import CommunicationLog
 from tests.harness.engine_runs import on_ranks
+from tests.harness.processes import run_processes
 
 BASE = {
     "train_batch_size": 4,
@@ -86,3 +88,42 @@ def test_nothing_is_recorded_without_the_block_and_the_summary_has_advice(monkey
     ranks, shown = summaries(monkeypatch, {})
     assert ranks == [None, None]
     assert len(shown) == 2 and all('"comms_logger": {"enabled"' in t for t in shown)
+
+
+def own_calls(rank, world):
+    """What is recorded of collectives that a program calls itself, with their results."""
+    log = CommunicationLog()
+    token = communication._log.set((log, world))
+    comm = megatron_ds.comm
+    try:
+        summed = torch.full((6,), float(rank + 1))
+        work = comm.all_reduce(summed, async_op=True)
+        work.wait()
+        assert work.is_completed() and work.get_future() is not None
+        comm.broadcast(torch.zeros(4), 0)
+        pieces = [torch.zeros(3), torch.zeros(3)]
+        comm.all_gather(pieces, torch.full((3,), float(rank)))
+        whole = torch.zeros(2)
+        comm.all_gather_into_tensor(whole, torch.full((1,), float(rank)))
+        piece = torch.zeros(1)
+        comm.reduce_scatter_tensor(piece, torch.arange(2.0))
+    finally:
+        communication._log.reset(token)
+    comm.all_reduce(summed)
+    rows = {
+        (m.operation, m.axes, m.size, m.num_bytes): s.calls for m, s in log.rows.items()
+    }
+    return rows, [summed[0].item(), pieces[1][0].item(), whole.tolist(), piece.item()]
+
+
+@pytest.mark.processes
+def test_collectives_that_a_program_calls_itself_are_rows_of_their_own():
+    for rank, (rows, results) in enumerate(run_processes(2, own_calls)):
+        assert rows == {
+            ("all_reduce", "program", 2, 24): 1,
+            ("broadcast", "program", 2, 16): 1,
+            ("all_gather", "program", 2, 24): 1,
+            ("all_gather", "program", 2, 8): 1,
+            ("reduce_scatter", "program", 2, 8): 1,
+        }
+        assert results == [6.0, 1.0, [0.0, 1.0], 2.0 * rank]

@@ -1,6 +1,7 @@
 """The communication log: bytes and times of rows, bandwidths, and that nothing is recorded without it."""
 
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron_ds.mpu import collectives
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.communication_log import (
     CommunicationLog,
+    HostClock,
     LoggedMessage,
     Spent,
     algorithmic_bandwidth,
@@ -17,7 +19,7 @@ from megatron_ds.mpu.communication_log import (
 )
 from megatron_ds.mpu.fake_group import fake_group
 from megatron_ds.mpu.group import DONE, RING_FACTOR, Group, Traffic
-from megatron_ds.training.observe.comms_log import least_seconds, table_text
+from megatron_ds.training.observe.comms_log import least_seconds, make_log, table_text
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -174,7 +176,7 @@ def test_a_time_is_within_2_percent_of_a_stopwatch(operation, is_async):
 
 def test_a_work_is_recorded_once_when_it_is_found_complete():
     now = iter([10.0, 12.5])
-    log = CommunicationLog(clock=lambda: next(now))
+    log = CommunicationLog(clock=HostClock(lambda: next(now)))
     work = collectives.all_reduce_(torch.zeros(4), slow_group(log), async_op=True)
     assert not work.is_completed() and not log.rows
     work._work.is_there = True
@@ -216,15 +218,58 @@ def test_the_table_has_sums_means_bandwidths_and_the_time_waited_for_others():
     assert last.split()[-2:] == ["100.00", "ms"]
 
 
-def test_without_times_there_are_no_columns_for_them():
-    log = CommunicationLog(is_timed=False)
+def test_a_rank_that_sent_nothing_has_no_table():
+    assert table_text(CommunicationLog(), 3) == "communication of rank 3: none"
+
+
+# ------------------------------------------------------------------ events of a GPU
+class StandInEvent:
+    """An event of a stream, which reaches it when `reached` grows."""
+
+    reached = made = waits = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        StandInEvent.made += 1
+        self.number = StandInEvent.made
+
+    def query(self):
+        return self.number <= StandInEvent.reached
+
+    def synchronize(self):
+        StandInEvent.waits += 1
+        StandInEvent.reached = max(StandInEvent.reached, self.number)
+
+    def elapsed_time(self, end):
+        assert self.query() and end.query()
+        return 1000.0 * 2**end.number  # in ms
+
+
+def test_times_of_a_stream_are_read_later_without_a_wait(monkeypatch):
+    for name in ("reached", "made", "waits"):
+        monkeypatch.setattr(StandInEvent, name, 0)
+    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    log = make_log(Wish(), 0, torch.device("cuda"))
     group = fake_group("tp", 4)
     group.traffic.log = log
-    collectives.all_reduce_(torch.zeros(1000), group)
-    assert [spent.seconds for spent in log.rows.values()] == [0.0]
-    text = table_text(log, 0, {})
-    assert "torch.profiler" in text and text.split()[-2:] == ["4", "kB"]
-    assert table_text(CommunicationLog(), 3) == "communication of rank 3: none"
+    for _ in range(2):
+        collectives.all_reduce_(torch.zeros(4), group)
+    assert not log.rows
+    StandInEvent.reached = 2  # the end of the first call
+    collectives.all_reduce_(torch.zeros(4), group)
+    assert [*log.rows.values()] == [Spent(1, 2.0**2)] and not StandInEvent.waits
+    assert "all_reduce" in table_text(log, 0)
+    assert [*log.rows.values()] == [Spent(3, 2.0**2 + 2.0**4 + 2.0**6)]
+    assert StandInEvent.waits == 2
+
+
+@dataclass
+class Wish:
+    comms_logger: bool = True
+    comms_logger_verbose: bool = False
+    comms_logger_ops: tuple[str, ...] | None = None
 
 
 def test_single_calls_are_logged_if_verbose(caplog):

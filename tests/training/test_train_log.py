@@ -14,7 +14,7 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.observe.log import Log, open_log
+from megatron_ds.training.observe.log import SERVICES, Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
 from megatron_ds.training.observe.phase_times import times_text
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
@@ -65,8 +65,9 @@ def logging_to(tmp_path, **where):
         "tensorboard_dir": None,
         "progress_bar": True,
         "log_timers_to_tensorboard": False,
-        "wandb_project": None,
         "csv_monitor_dir": None,
+        "comet_offline_dir": None,
+        **dict.fromkeys(SERVICES),
     } | where
     return SimpleNamespace(
         logging=SimpleNamespace(**logging),

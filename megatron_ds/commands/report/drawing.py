@@ -24,6 +24,8 @@ CHARTS = {
     "tokens per second": ("tokens_per_second", ("train",)),
     "MFU": ("mfu", ("train",)),
 }
+# Steps, values, matplotlib's options.
+Curve = tuple[Sequence[int], Sequence[float], dict[str, Any]]
 INCHES = (5.0, 2.9)  # narrow, so that words stay readable on a phone
 
 
@@ -49,29 +51,38 @@ def drawing_library() -> Any:
 
 def chart(title: str, runs: Sequence[Run]) -> str | None:
     """The <svg> element of a chart of `CHARTS`; None when no run has a value for it."""
-    pyplot = drawing_library()
     field, kinds = CHARTS[title]
-    figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
     # A curve for each kind of each run, interrupted where the value was not finite.
-    is_empty = True
+    drawn: list[Curve] = []
     for number, run in enumerate(runs):
         for kind in kinds:
             records = run.last_of_steps(kind)
             values = [_or_nan(record.get(field)) for record in records]
             if all(map(math.isnan, values)):
                 continue
-            is_empty = False
             steps = [record["step"] for record in records]
-            axes.plot(steps, values, color=colour(number), **STYLES[kind])
+            style = STYLES[kind] | {"color": colour(number)}
+            curve = (steps, values, style)
+            drawn.append(curve)
+    return curves(title, drawn) if drawn else None
+
+
+def curves(title: str, drawn: Sequence[Curve]) -> str:
+    """The <svg> element of curves against steps; those with a label are in a legend."""
+    pyplot = drawing_library()
+    figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
+    for steps, values, style in drawn:
+        axes.plot(steps, values, **style)
     # What is around the curves.
     axes.set(xlabel="step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, ncols=3, fontsize="small")
     file = io.StringIO()
-    if not is_empty:
-        figure.savefig(file, format="svg")
+    figure.savefig(file, format="svg")
     pyplot.close(figure)
-    return None if is_empty else _element(file.getvalue(), title)
+    return _element(file.getvalue(), title)
 
 
 def _or_nan(value: float | None) -> float:

@@ -5,7 +5,10 @@ from html import escape
 
 from ...version import __version__
 from .drawing import CHARTS, chart, colour
+from .drawing import curves as lines
+from .expert_load import COLUMNS, LABELS, curves, values_of
 from .goodput import PARTS, goodput
+from .pipeline_time import pipeline_time, trace_folder
 from .recorded_run import Run
 from .reduction import NUMBERS, Number, differences
 
@@ -20,6 +23,7 @@ th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid #e2
 td { overflow-wrap: anywhere; } td.number { text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
+td.name { white-space: nowrap; } .least { min-width: 640px; }
 .bar { display: flex; height: 18px; border-radius: 3px; overflow: hidden; margin: 6px 0; background: #eee; }
 p.note { color: #555; margin: .3rem 0; }
 """
@@ -31,6 +35,9 @@ PART_COLOURS = dict(
     )
 )
 SECONDS = "{:,.1f} s"
+SECONDS_OF_STEP = "{:.4g} s"
+MIB = 2**20
+BOTH = ("planned", "measured")
 SHARE = "{:.1%}"
 NOT_RECORDED = '<p class="note">Not recorded by this run.</p>'
 
@@ -44,6 +51,9 @@ def page(runs: Sequence[Run]) -> str:
         "Curves": _charts(runs),
         "Numbers": _numbers(runs),
         "Wall time": _of_each(_wall_time, runs),
+        "Pipeline": _where_recorded(_pipeline, runs),
+        "Memory": _where_recorded(_memory, runs),
+        "Experts": _where_recorded(_experts, runs),
         "Settings that differ": _differences(runs),
         "Settings": _of_each(_settings, runs),
         "Environment": _of_each(_environment, runs),
@@ -53,6 +63,7 @@ def page(runs: Sequence[Run]) -> str:
     body = [
         f"<section><h2>{heading}</h2>\n{content}</section>"
         for heading, content in sections.items()
+        if content
     ]
     # The file around it.
     lines = (
@@ -77,6 +88,18 @@ def _of_each(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
         pieces.append(f"<div>{_name(number, run)}</div>")
         pieces.append(part(number, run))
     return "\n".join(pieces)
+
+
+def _where_recorded(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
+    """The part of each run that has it; "" if none does."""
+    found = []
+    for number, run in enumerate(runs):
+        content = part(number, run)
+        found.append(content)
+    if not any(found):
+        return ""
+    shown = lambda number, run: found[number] or NOT_RECORDED
+    return _of_each(shown, runs)
 
 
 def _names(runs: Sequence[Run]) -> str:
@@ -147,6 +170,113 @@ def _bar(parts: dict[str, float]) -> str:
             style = f"flex:{seconds:.6f} 0 0;background:{PART_COLOURS[part]}"
             pieces.append(f'<span style="{style}"></span>')
     return f'<div class="bar">{"".join(pieces)}</div>'
+
+
+# ------------------------------------------------------------------ what a run records on request
+def _pipeline(number: int, run: Run) -> str:
+    """A step in time, planned and measured; "" without --trace."""
+    folder = trace_folder(run)
+    if folder is None:
+        return ""
+    found = pipeline_time(folder)
+    if found is None:
+        where = escape(str(folder))
+        return f'<p class="note">No timelines of a step are in {where}.</p>'
+    # The whole, then each rank.
+    both = (found.planned, found.measured)
+    spans = [times.span for times in both]
+    bubbles = [times.bubble for times in both]
+    rows = [
+        _beside(number, "step", "span", spans, SECONDS_OF_STEP),
+        _beside(number, "bubble", "bubble", bubbles, SHARE),
+    ]
+    ranks = zip(*(times.busy for times in both))
+    for rank, busy in enumerate(ranks):
+        title = f"rank {rank} computes"
+        row = _beside(number, title, f"busy-{rank}", busy, SECONDS_OF_STEP)
+        rows.append(row)
+    note = (
+        "The last step of --trace. Planned: the same order of computations, each with its median time; "
+        "transfers take none."
+    )
+    picture = found.picture()
+    table = _table(["", *BOTH], rows)
+    return (
+        f'<div class="wide"><div class="least">{picture}</div></div>'
+        f'{table}<p class="note">{note}</p>'
+    )
+
+
+def _beside(
+    run: int, title: str, name: str, values: Sequence[float], form: str
+) -> list[str]:
+    """A row of a planned and a measured value."""
+    row = [f'<td class="name">{escape(title)}</td>']
+    for which, value in zip(BOTH, values, strict=True):
+        cell = _cell(run, f"{name}-{which}", value, form)
+        row.append(cell)
+    return row
+
+
+def _memory(number: int, run: Run) -> str:
+    """Bytes by owner; "" without --record-memory-history."""
+    records = [record for record in run.records if record["kind"] == "memory"]
+    if not records:
+        return ""
+    newest = records[-1]
+    counts = [newest[which] for which in BOTH]
+    rows = []
+    for owner in counts[0]:
+        values = [count[owner] / MIB for count in counts]
+        row = _beside(number, owner, f"bytes-{owner}", values, "{:,.2f}")
+        rows.append(row)
+    sums = [sum(count.values()) / MIB for count in counts]
+    last = _beside(number, "all", "bytes-all", sums, "{:,.2f}")
+    rows.append(last)
+    note = "Activations: with what the running layer needs, at most, in the second step of the process."
+    table = _table(["MiB of rank 0", *BOTH], rows)
+    return f'{table}<p class="note">{note}</p>'
+
+
+def _experts(number: int, run: Run) -> str:
+    """Curves and a table of the layers with experts; "" without any."""
+    metrics = curves(run)
+    if not metrics:
+        return ""
+    # A chart of each metric, a line for each layer.
+    figures = []
+    for metric, of_layers in metrics.items():
+        drawn = []
+        for place, layer in enumerate(sorted(of_layers)):
+            steps, values = zip(*of_layers[layer])
+            style = {
+                "color": colour(place),
+                "linewidth": 1.2,
+                "label": f"layer {layer}",
+            }
+            curve = (steps, values, style)
+            drawn.append(curve)
+        title = LABELS[metric]
+        svg = lines(f"{title} of run {number}", drawn)
+        figure = f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
+        figures.append(figure)
+    # The numbers of each layer.
+    heads = [head for head, column in COLUMNS.items() if column[0] in metrics]
+    rows = []
+    for layer in sorted(metrics["max_load"]):
+        row = [f'<td class="name">layer {layer}</td>']
+        for head in heads:
+            metric, form, reduce = COLUMNS[head]
+            points = metrics[metric][layer]
+            value = reduce(values_of(points))
+            name = head.replace(", ", "-")
+            cell = _cell(number, f"{name}-{layer}", value, form)
+            row.append(cell)
+        rows.append(row)
+    note = "Load: slots of the most wanted expert relative to the mean; 1 is even. Entropy of the router in nats."
+    charts = "".join(figures)
+    table = _table(["", *heads], rows)
+    return f'<div class="charts">{charts}</div>{table}<p class="note">{note}</p>'
 
 
 def _differences(runs: Sequence[Run]) -> str:

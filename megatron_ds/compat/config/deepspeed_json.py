@@ -95,6 +95,10 @@ TRANSLATED: Mapping[str, Option] = {
     "wandb.enabled": json_key(
         bool, "whether the block is used; the project is deepspeed unless given"
     ),
+    "comet.enabled": json_key(
+        bool, "whether the block is used; the project is general unless given"
+    ),
+    "comet.online": json_key(bool, "false: `--comet-offline-dir` .cometml-runs"),
     "csv_monitor.enabled": json_key(bool, "whether the block is used"),
     "csv_monitor.output_path": json_key(
         str, "`--csv-monitor-dir`, together with the job name"
@@ -139,6 +143,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
         _model_parallel,
         _tensorboard,
         _csv_monitor,
+        _comet,
         _communication_log,
         _sparse_attention,
         translate_curriculum,
@@ -248,7 +253,7 @@ def _declared(document: JsonDocument) -> None:
     }
     off |= {
         f"{block}."
-        for block in ("wandb", "flops_profiler", "autotuning", "comms_logger")
+        for block in ("wandb", "comet", "flops_profiler", "autotuning", "comms_logger")
         if document.values.get(f"{block}.enabled", False) is not True
     }
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
@@ -348,6 +353,16 @@ def _csv_monitor(document: JsonDocument) -> None:
             folder or "", document.take("csv_monitor.job_name") or "DeepSpeedJobName"
         )
         document.give("logging.csv_monitor_dir", folder, "csv_monitor.enabled")
+
+
+def _comet(document: JsonDocument) -> None:
+    is_offline = document.take("comet.online") is False
+    if not document.take("comet.enabled"):
+        return
+    if "comet.project" not in document.values:
+        document.give("logging.comet_project", "general", "comet.enabled")
+    if is_offline:
+        document.give("logging.comet_offline_dir", ".cometml-runs", "comet.online")
 
 
 def _tensorboard(document: JsonDocument) -> None:

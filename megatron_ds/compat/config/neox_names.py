@@ -7,6 +7,9 @@ VALUES = MappingProxyType(
     {
         "attention_dropout": "--attention-dropout",
         "checkpoint_factor": "--save-interval",
+        "comet_experiment_name": "--comet-experiment-name",
+        "comet_project": "--comet-project",
+        "comet_workspace": "--comet-workspace",
         "data_path": "--data-path",
         "eval_interval": "--eval-interval",
         "eval_iters": "--eval-iters",
@@ -103,6 +106,7 @@ _WHY = {
     "gradients accumulate and are reduced in fp32": "fp32_allreduce",
     "data files are memory-mapped .bin/.idx files": "data_impl mmap_warmup use_shared_fs",
     "W&B is on if there is a project": "use_wandb wandb_host wandb_init_all_ranks",
+    "Comet is on if there is a project": "use_comet comet_experiment comet_others comet_tags",
     "the log goes to stdout": "log_dir",
     "a checkpoint is compared by its checksums": "checkpoint_validation_with_forward_pass",
     "a checkpoint holds no random state": "no_load_rng no_save_rng",

@@ -133,7 +133,9 @@ KEYS = table(
         "recomputation is not timed by itself": "activation_checkpointing.profile",
         "memory is in the log": "memory_breakdown",
         "a row is of an operation, a group and a size; torch.profiler has the calling functions": "comms_logger.debug",
-        "metrics go to the log, to TensorBoard, to W&B, to CSV files and to --metrics-jsonl": "comet monitor_config",
+        "metrics go to the log, to TensorBoard, to CSV files, to --metrics-jsonl and to services": "monitor_config",
+        "--log-interval sets how often values are logged": "comet.samples_log_interval",
+        "a run has one experiment, which continues when it resumes": "comet.experiment_key comet.mode",
         "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
         "gradients are reduced by hooks, and the order of layers does not change": "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",
         "fp32 master weights are always loaded": "zero_optimization.load_from_fp32_weights",
@@ -182,6 +184,7 @@ KEYS = table(
         "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
         "checkpoints are written into the folder that the program names, by no service. Remove it.": "nebula",
         "a model generates with the code that trains it. Remove it.": "hybrid_engine",
+        "settings are written to logs and checkpoints, where a key must not be. Set COMET_API_KEY, and remove it.": "comet.api_key",
         "write a bf16 or an fp16 block instead.": "amp torch_autocast",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "

@@ -48,8 +48,9 @@ RUNTIME_FLAGS = table(
         "--inprocess-progress-watchdog-interval --inprocess-restart --inprocess-soft-timeout "
         "--inprocess-termination-grace-time",
         "it changes what is logged about the machines, no number of the run": "--config-logger-dir --disable-straggler-on-startup --log-level --log-level-replica "
-        "--log-straggler --no-barrier-with-level-1-timing --otel-enabled --otel-service-name "
-        "--otel-span-groups --straggler-ctrlr-port --straggler-minmax-count --train-sync-interval",
+        "--log-straggler --no-barrier-with-level-1-timing "
+        "--straggler-ctrlr-port --straggler-minmax-count --train-sync-interval",
+        "--otel-enabled has spans of the run, of its log intervals and of evaluations": "--otel-span-groups",
         "index maps and data files are memory-mapped": "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --mmap-warmup "
         "--per-dataset-sequences-path",
         "no code of a tokenizer's folder is executed; its files are read": "--trust-remote-code",
@@ -67,7 +68,6 @@ RUNTIME_FLAGS = table(
         "--non-persistent-local-ckpt-dir --non-persistent-save-interval --persistent-save-interval",
         "megatron-ds convert converts checkpoints. Remove it.": "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format",
         "the newest checkpoint is loaded, whose step the tracker file names. Write the step there.": "--ckpt-step --load-tag",
-        "the history of device memory is not recorded; --profile records the kernels of a few steps. Remove it.": "--memory-snapshot-path --record-memory-history",
         "optimizer state is in fp32, or in the dtype of weights without masters. Remove it.": "--use-bnb-optimizer",
         "the embedding has the dtype of the weights. Remove it.": "--embedding-weights-in-fp32",
         "every layer has positions. Remove it.": "--no-rope-freq",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ... import foreign_name
 from ...errors import ConfigError, NotInitializedError
 from ...mpu import launch as launching
+from ..engine.communication import recorded_call
 from .init_method import launch_by
 
 # backend → the device that it needs
@@ -124,14 +125,20 @@ def all_reduce(
     async_op: bool = False,
 ) -> Any:
     """Reduce the tensor in place over the group."""
-    return dist.all_reduce(tensor, op, group, async_op) if _meets() else _done(async_op)
+    if not _meets():
+        return _done(async_op)
+    begin = lambda: dist.all_reduce(tensor, op, group, async_op=True)
+    return _recorded("all_reduce", group, tensor.nbytes, async_op, begin)
 
 
 def broadcast(
     tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False
 ) -> Any:
     """Copy the tensor of rank `src` to all ranks of the group."""
-    return dist.broadcast(tensor, src, group, async_op) if _meets() else _done(async_op)
+    if not _meets():
+        return _done(async_op)
+    begin = lambda: dist.broadcast(tensor, src, group, async_op=True)
+    return _recorded("broadcast", group, tensor.nbytes, async_op, begin)
 
 
 def reduce(
@@ -155,8 +162,42 @@ def all_gather(
 ) -> Any:
     """Gather the tensors of all ranks of the group into `tensor_list`."""
     if _meets():
-        return dist.all_gather(tensor_list, tensor, group, async_op)
+        num_bytes = sum(piece.nbytes for piece in tensor_list)
+        begin = lambda: dist.all_gather(tensor_list, tensor, group, async_op=True)
+        return _recorded("all_gather", group, num_bytes, async_op, begin)
     tensor_list[0].copy_(tensor)
+    return _done(async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather the tensors of all ranks of the group into one."""
+    if _meets():
+        gather = dist.all_gather_into_tensor
+        begin = lambda: gather(output_tensor, input_tensor, group, async_op=True)
+        num_bytes = output_tensor.nbytes
+        return _recorded("all_gather", group, num_bytes, async_op, begin)
+    output_tensor.view(-1).copy_(input_tensor.view(-1))
+    return _done(async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce the tensor over the group, of which each rank receives its piece."""
+    if _meets():
+        scatter = dist.reduce_scatter_tensor
+        begin = lambda: scatter(output, input, op, group, async_op=True)
+        return _recorded("reduce_scatter", group, input.nbytes, async_op, begin)
+    output.view(-1).copy_(input.view(-1))
     return _done(async_op)
 
 
@@ -201,6 +242,16 @@ def _meets() -> bool:
             "initialize() first."
         )
     return False
+
+
+def _recorded(
+    operation: str, group: Any, num_bytes: int, async_op: bool, begin: Any
+) -> Any:
+    """A collective that runs, and is in the communication log if there is one."""
+    ranks = []
+    if dist.get_rank(group) >= 0:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return recorded_call(operation, ranks, num_bytes, async_op, begin)
 
 
 class _Done:

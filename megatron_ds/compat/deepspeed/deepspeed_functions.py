@@ -404,7 +404,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 def log_summary(show_straggler: bool = False) -> None:
     """Print the communication of rank 0 so far, of engines whose JSON has "comms_logger".
 
-    Collectives that the program calls itself are not in it.
+    Those that the program calls itself, by functions of this module, are rows of the group "program".
 
     show_straggler: with the time of each row above that of the fastest rank. Collective over all ranks then
     """

@@ -4,10 +4,12 @@ A program has one, as in DeepSpeed, so `log_summary` takes no engine. It is in a
 threads of one process have one each.
 """
 
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from ...config.options.profiler_options import ProfilerConfig
-from ...mpu.communication_log import CommunicationLog
+from ...mpu.communication_log import CommunicationLog, LoggedMessage
 from ...mpu.external_groups import DataParallelWorld
 from ...mpu.group import Group
 from ...training.observe.comms_log import least_seconds, make_log, table_text
@@ -28,6 +30,29 @@ def record_communication(wish: ProfilerConfig, world: DataParallelWorld) -> None
     if wish.comms_logger:
         world.traffic.log = log
         _log.set((log, world.world))
+
+
+def recorded_call(
+    operation: str,
+    ranks: Sequence[int],
+    num_bytes: int,
+    async_op: bool,
+    begin: Callable[[], Any],
+) -> Any:
+    """A collective that a program calls itself, recorded as one of the group "program".
+
+    ranks: of its group, none where this one is not in it; num_bytes: payload, as of `LoggedMessage`; begin: starts it in the background
+    """
+    found = _log.get()
+    if found is None or not ranks:
+        work = begin()
+    else:
+        message = LoggedMessage(operation, "program", len(ranks), ranks[0], num_bytes)
+        work = found[0].record(message, begin)
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
 
 
 def show_communication(has_waits: bool = False) -> bool:

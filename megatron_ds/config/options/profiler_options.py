@@ -59,6 +59,18 @@ class ProfilerConfig:
         needs=need("profiler.use_pytorch_profiler"),
         help="Folder of the traces, profile-rank-N.json.",
     )
+    record_memory_history: bool = option(
+        False,
+        help="Record the memory of rank 0 by owner, planned beside measured; on GPUs rank 0 and the last rank "
+        "also record every allocation, for https://pytorch.org/memory_viz.",
+        avoid="Allocations are slower on GPUs; on CPUs the second step is.",
+    )
+    memory_snapshot_path: str = option(
+        "snapshot.pickle",
+        per_host=True,
+        needs=need("profiler.record_memory_history"),
+        help="File for --record-memory-history, on CPUs as JSON; of other ranks than 0, with the rank in its name.",
+    )
     flops_profiler: bool = option(
         False,
         json="flops_profiler.enabled",
@@ -104,8 +116,7 @@ class ProfilerConfig:
         False,
         json="comms_logger.enabled",
         help="Record calls, bytes, times and bandwidths of the collectives by operation, group and message size; "
-        "rank 0 prints the table when training ends.",
-        avoid="On GPUs calls and bytes have no times: a host does not wait for its GPU.",
+        "rank 0 prints the table when training ends, also by an error.",
     )
     comms_logger_verbose: bool = option(
         False,

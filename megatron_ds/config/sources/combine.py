@@ -231,6 +231,14 @@ TO_TENSORBOARD = (
     "logging.log_timers_to_tensorboard",
     "logging.log_optimizer_states_to_tensorboard",
 )
+# What receives the values of TensorBoard.
+TAKE_TENSORBOARDS = (
+    "tensorboard_dir",
+    "wandb_project",
+    "comet_project",
+    "mlflow_tracking_uri",
+    "otel_enabled",
+)
 GPT2_TOKENS = 50_256  # plus the end-of-document token, which NullTokenizer adds
 
 
@@ -329,9 +337,11 @@ def without_useless_options(config: RunConfig) -> RunConfig:
     # Files that are not read or written.
     if config.checkpoint.load is None:
         config = _without(config, OF_LOADING, "there is no --load DIR")
-    if config.logging.tensorboard_dir is None and config.logging.wandb_project is None:
+    if not any(getattr(config.logging, name) for name in TAKE_TENSORBOARDS):
         config = _without(
-            config, TO_TENSORBOARD, "there is no --tensorboard-dir or --wandb-project"
+            config,
+            TO_TENSORBOARD,
+            "there is no --tensorboard-dir or --wandb-project, nor another service",
         )
     if config.checkpoint.save is None:
         config = _without(config, SAVING, "no checkpoint is written without --save DIR")

@@ -17,8 +17,10 @@ import torch
 from ...mpu.collectives import all_gather_object
 from ...mpu.communication_log import (
     CommunicationLog,
+    HostClock,
     LoggedMessage,
     Spent,
+    StreamClock,
     algorithmic_bandwidth,
     bus_bandwidth,
 )
@@ -45,14 +47,14 @@ def make_log(wish: Wish, rank: int, device: torch.device) -> CommunicationLog | 
     return CommunicationLog(
         wish.comms_logger_ops,
         is_verbose=wish.comms_logger_verbose and rank == 0,
-        is_timed=device.type != "cuda",
+        clock=StreamClock() if device.type == "cuda" else HostClock(),
     )
 
 
 def least_seconds(log: CommunicationLog, world: Group) -> dict[LoggedMessage, float]:
     """For each row, the time of the rank of its group that took least. Collective over the world."""
     found: dict[LoggedMessage, float] = {}
-    for rows in all_gather_object(log.rows, world):
+    for rows in all_gather_object(log.complete_rows(), world):
         for message, spent in rows.items():
             least = found.get(message, spent.seconds)
             found[message] = min(least, spent.seconds)
@@ -69,17 +71,14 @@ def table_text(
 def _lines(
     log: CommunicationLog, rank: int, least: Mapping[LoggedMessage, float] | None
 ) -> Iterator[str]:
-    if not log.rows:
+    if not log.complete_rows():
         yield f"communication of rank {rank}: none"
         return
-    # The head: what is not known has no column.
+    # The head.
     head = COLUMNS.format("operation", "group", "message", "calls", "sum")
-    if log.is_timed:
-        head += TIMES.format("time", "mean", "GB/s of payload", "of a link")
-        yield f"communication of rank {rank}"
-    else:
-        yield f"communication of rank {rank}; use torch.profiler for times on GPUs"
-    if log.is_timed and least is not None:
+    head += TIMES.format("time", "mean", "GB/s of payload", "of a link")
+    yield f"communication of rank {rank}"
+    if least is not None:
         head += WAITED.format("waited")
     yield f"  {head}"
     # The rows, the costliest first.
@@ -92,9 +91,8 @@ def _lines(
             spent.calls,
             f"{short(message.num_bytes * spent.calls)}B",
         )
-        if log.is_timed:
-            line += _times(message, spent)
-        if log.is_timed and least is not None:
+        line += _times(message, spent)
+        if least is not None:
             line += WAITED.format(_ms(spent.seconds - least[message]))
         yield f"  {line}"
 

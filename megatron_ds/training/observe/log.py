@@ -21,19 +21,35 @@ from typing import Any, TextIO
 
 from ...config import RunConfig
 from ...progress.ramps import Progress
+from .comet_log import CometLog
 from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
+from .mlflow_log import MlflowLog
+from .otel_log import OtelLog
 from .records import Record, rate
 from .run_facts import Fact
-from .sink import Sink, Tolerant, check_folder
+from .sink import Sink, Tolerant, check_folder, check_package
 from .tensorboard import TensorBoard
-from .wandb_log import WandbLog, check_wandb
+from .wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
 FORMAT = (
     "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
 )
 EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
+
+# Option → the sink that it turns on, its flag, the package that the sink needs, and the extra that installs it.
+SERVICES = {
+    "wandb_project": (WandbLog, "--wandb-project", "wandb", "wandb"),
+    "comet_project": (CometLog, "--comet-project", "comet_ml", "comet"),
+    "mlflow_tracking_uri": (MlflowLog, "--mlflow-tracking-uri", "mlflow", "mlflow"),
+    "otel_enabled": (
+        OtelLog,
+        "--otel-enabled",
+        "opentelemetry.exporter.otlp.proto.http",
+        "otel",
+    ),
+}
 
 
 class _Above:
@@ -192,8 +208,11 @@ def check_log(config: RunConfig) -> None:
         check_folder("--tensorboard-dir", Path(folder))
     if folder := config.logging.csv_monitor_dir:
         check_folder("--csv-monitor-dir", Path(folder))
-    if config.logging.wandb_project:
-        check_wandb()
+    if folder := config.logging.comet_offline_dir:
+        check_folder("--comet-offline-dir", Path(folder))
+    for name, (_, flag, module, extra) in SERVICES.items():
+        if getattr(config.logging, name):
+            check_package(flag, module, extra)
 
 
 def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -> Log:
@@ -213,8 +232,9 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
         )
     if folder := config.logging.csv_monitor_dir:
         sinks.append(CsvMonitor(Path(folder)))
-    if config.logging.wandb_project:
-        sinks.append(WandbLog(config, run_id or secrets.token_hex(8)))
+    for name, (sink, *_) in SERVICES.items():
+        if getattr(config.logging, name):
+            sinks.append(sink(config, run_id or secrets.token_hex(8)))
     draws = (
         config.logging.progress_bar
         and _is_terminal()

@@ -1,4 +1,4 @@
-"""Records that only metrics.jsonl keeps: what a process of the run was started with, and its saves."""
+"""Records that only metrics.jsonl keeps: what a process of the run was started with, its saves, its memory."""
 
 import platform
 import socket
@@ -50,7 +50,22 @@ class SaveRecord:
         return asdict(self)
 
 
-Fact = ProcessRecord | SaveRecord
+@dataclass(frozen=True)
+class MemoryRecord:
+    """Bytes of rank 0 by owner (memory_history.py), such as "weights": planned, and measured in the step."""
+
+    step: int
+    planned: Mapping[str, int]
+    measured: Mapping[str, int]
+
+    kind = "memory"
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
+
+
+Fact = ProcessRecord | SaveRecord | MemoryRecord
 
 
 def process_record(

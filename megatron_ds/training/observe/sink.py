@@ -9,6 +9,7 @@ import logging
 import os
 import tempfile
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -19,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receives the records of a run. place: the file or folder, for messages."""
+    """Receives the records of a run. place: the file, folder or service, for messages.
+
+    A sink that must send or complete something at the end of a run has `close()`, too.
+    """
 
     place: Path
 
@@ -95,7 +99,11 @@ class Tolerant:
             self._why = reason_of(error)
 
     def close(self) -> None:
-        """Log how many records were lost."""
+        """Close the sink, and log how many records were lost."""
+        try:
+            getattr(self.sink, "close", _nothing)()
+        except Exception as error:  # of a service's own kind
+            logger.warning("cannot complete %s: %s.", self.sink.place, error)
         if self.lost:
             logger.warning(
                 "%d record(s) of this run are missing in %s: %s.",
@@ -103,6 +111,10 @@ class Tolerant:
                 self.sink.place,
                 self._why,
             )
+
+
+def _nothing() -> None:
+    """What a sink of files does at the end of a run."""
 
 
 def reason_of(error: OSError) -> str:
@@ -122,3 +134,15 @@ def check_folder(flag: str, folder: Path) -> None:
             f"{flag}: nothing can be written in {folder} ({why}). Give a folder that this user "
             f"may write to, or omit {flag}."
         ) from error
+
+
+def check_package(flag: str, module: str, extra: str) -> None:
+    """Raises ConfigError unless the module that the sink of a flag needs is installed."""
+    try:
+        import_module(module)
+    except ImportError:
+        raise ConfigError(
+            f"{flag} needs the package {module}, which is not installed in this Python: pip install "
+            f"'megatron_ds[{extra}]'. Or remove the flag: metrics also go to --tensorboard-dir and to "
+            "--metrics-jsonl."
+        ) from None

@@ -43,15 +43,3 @@ class WandbLog:
             self._run.log(values, step=record.step)
         except Exception as error:  # any kind, as above
             raise OSError(str(error)) from error
-
-
-def check_wandb() -> None:
-    """Raises ConfigError unless the package is installed."""
-    try:
-        import_module("wandb")
-    except ImportError:
-        raise ConfigError(
-            "--wandb-project: the package wandb is not installed in this Python. Run pip "
-            "install wandb, or remove the flag: metrics also go to --tensorboard-dir and to "
-            "--metrics-jsonl."
-        ) from None

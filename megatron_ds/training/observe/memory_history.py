@@ -1,0 +1,139 @@
+"""`MemoryHistory`: what takes the memory of a rank (--record-memory-history).
+
+    CUDA   torch's record of every allocation with its call stack, written to --memory-snapshot-path when training
+           ends, also by an error: https://pytorch.org/memory_viz shows it. Rank 0 and the last rank write one.
+    all    a record "memory" of rank 0 in metrics.jsonl: bytes by owner, planned beside measured. On CPUs, whose
+           allocations torch does not record, it is all, and --memory-snapshot-path has the same as JSON.
+
+Measured bytes of weights, gradients, masters, moments and buffers are those of the tensors. Those of activations are
+the maximum during the second step of the process: on CPUs of the storages that operations of the step made, on GPUs of
+what is allocated above the state and the buffers.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ...ops.cpu.widened_products import WORKSPACE
+from ...planning.fake_stages import LiveBytes
+from ...planning.world_plan import plan_world
+from ..build import Replica
+from .run_facts import MemoryRecord
+from .sink import reason_of
+
+logger = logging.getLogger(__name__)
+MOST_ENTRIES = 1_000_000  # of torch's record: about 1 GB of host memory
+MEASURED = 2  # step of the process: the first one allocates what stays
+
+
+class MemoryHistory:
+    """The memory of one rank. Does nothing without --record-memory-history."""
+
+    def __init__(self, engine: Replica):
+        mesh = engine.mesh
+        self._engine = engine
+        self._is_cuda = mesh.device.type == "cuda"
+        is_wanted = engine.config.profiler.record_memory_history
+        self._is_measured = is_wanted and mesh.rank == 0
+        ends = (0, mesh.grid.world_size - 1)
+        self._has_snapshot = is_wanted and self._is_cuda and mesh.rank in ends
+        self._path = snapshot_path(
+            engine.config.profiler.memory_snapshot_path, mesh.rank
+        )
+        self._steps = 0
+        if self._has_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
+        elif self._is_measured:
+            logger.info(
+                "torch records no history of CPU memory: %s will have the bytes of rank 0 by owner, planned and "
+                "measured (--record-memory-history)",
+                self._path,
+            )
+
+    @contextmanager
+    def step(self) -> Iterator[list[MemoryRecord]]:
+        """A context around a training step. The list has a record when the step that is measured has ended."""
+        self._steps += 1
+        records: list[MemoryRecord] = []
+        if not self._is_measured or self._steps != MEASURED:
+            yield records
+            return
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._engine.mesh.device)
+            yield records
+            records.append(self._record(self._peak_of_gpu()))
+        else:
+            # The workspace is made anew, so that it counts.
+            with LiveBytes(peak=True) as live, WORKSPACE.apart():
+                yield records
+            records.append(self._record(live.peak))
+            self._write(lambda: self._path.write_text(text_of(records[0])))
+
+    def finish(self) -> None:
+        """Write torch's record, if there is one, and stop recording."""
+        if not self._has_snapshot:
+            return
+        self._has_snapshot = False
+        dump = torch.cuda.memory._dump_snapshot
+        self._write(lambda: dump(str(self._path)))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _peak_of_gpu(self) -> int:
+        """The most bytes of the step above the state and the buffers that are on the device."""
+        optimizer = self._engine.optimizer
+        held = optimizer.memory_by_place().get("device", 0) + optimizer.working_bytes
+        return torch.cuda.max_memory_allocated(self._engine.mesh.device) - held
+
+    def _record(self, at_work: int) -> MemoryRecord:
+        """The bytes of this rank, planned and measured. at_work: measured for activations"""
+        engine = self._engine
+        state = engine.optimizer.memory()
+        plan = plan_world(engine.config, engine.mesh.rank, engine.mesh.device.type)
+        planned = plan.rank_plan(engine.mesh.rank)
+        return MemoryRecord(
+            step=self._steps,
+            planned={
+                "weights": planned.state.parameters,
+                "gradients": planned.state.gradients,
+                "masters": planned.state.masters,
+                "moments": planned.state.optimizer,
+                "buffers": planned.buffers,
+                "activations": planned.kept + planned.at_work,
+            },
+            measured={
+                "weights": state.parameters,
+                "gradients": state.gradients,
+                "masters": state.masters,
+                "moments": state.optimizer,
+                "buffers": engine.optimizer.working_bytes,
+                "activations": at_work,
+            },
+        )
+
+    def _write(self, write) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+        except OSError as error:
+            logger.warning(
+                "cannot write %s: %s. Training continues without it.",
+                self._path,
+                reason_of(error),
+            )
+            return
+        logger.info("wrote %s", self._path)
+
+
+def snapshot_path(path: str, rank: int) -> Path:
+    """The file of a rank: that of rank 0 has the name as given, others' their rank before the suffix."""
+    first = Path(path)
+    return first.with_stem(f"{first.stem}-rank-{rank}") if rank else first
+
+
+def text_of(record: MemoryRecord) -> str:
+    """The record as JSON, for people."""
+    return json.dumps(record.fields(), indent=1) + "\n"
