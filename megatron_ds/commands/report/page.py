@@ -20,7 +20,8 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin: 1.8rem 0 .5rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
 .wide { overflow-x: auto; margin-bottom: 12px; } table { border-collapse: collapse; }
 th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid #e2e2e2; vertical-align: top; }
-td { overflow-wrap: anywhere; } td.number { text-align: right;
+section > div, th, td { overflow-wrap: anywhere; } th { min-width: 6em; }
+td:first-child { overflow-wrap: normal; } td.number { text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
 td.name { white-space: nowrap; } .least { min-width: 640px; }

@@ -64,6 +64,7 @@ def show_communication(has_waits: bool = False) -> bool:
     if found is None:
         return False
     log, world = found
+    log.complete_rows()
     least = least_seconds(log, world) if has_waits else None
     if world.rank == 0:
         show(table_text(log, world.ranks[0], least))

@@ -64,14 +64,17 @@ def least_seconds(log: CommunicationLog, world: Group) -> dict[LoggedMessage, fl
 def table_text(
     log: CommunicationLog, rank: int, least: Mapping[LoggedMessage, float] | None = None
 ) -> str:
-    """The table of this rank. least: of `least_seconds`, for the column "waited"; None: without it"""
+    """The table of this rank, of calls whose times are known: after an error a device may never come to the others.
+
+    least: of `least_seconds`, for the column "waited"; None: without it
+    """
     return "\n".join(_lines(log, rank, least))
 
 
 def _lines(
     log: CommunicationLog, rank: int, least: Mapping[LoggedMessage, float] | None
 ) -> Iterator[str]:
-    if not log.complete_rows():
+    if not log.rows:
         yield f"communication of rank {rank}: none"
         return
     # The head.
