@@ -14,7 +14,7 @@ model has to write, too. What is not found exactly is an error, never a guess.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .conversation import Conversation, Message
@@ -50,6 +50,16 @@ def find_answers(template: ChatTemplate, conversation: Conversation) -> Answers:
     The spans are those that the template marks with {% generation %}, if every answer is inside of them, and
     those found by exchange otherwise.
     """
+    reason = None
+    for form in conversation.forms():
+        try:
+            return _answers(template, form)
+        except AnswerNotFound as error:
+            reason = reason or error
+    raise reason
+
+
+def _answers(template: ChatTemplate, conversation: Conversation) -> Answers:
     render = lambda messages: template.render(messages, conversation.tools)
     try:
         text = render(conversation.messages)
@@ -120,7 +130,8 @@ class _Places:
         written = self.text[start:stop]
         # A template may trim a content.
         is_plain = not (message.get("reasoning_content") or message.get("tool_calls"))
-        if is_plain and written in (message["content"], message["content"].strip()):
+        content = message["content"] or ""
+        if is_plain and written in (content, content.strip()):
             return start, stop
         # Anything else between is reasoning, calls, and what separates them.
         self._check_parts(number, written)
@@ -187,23 +198,20 @@ class _Places:
         """Raises AnswerNotFound unless all parts of an answer are in the text that was found."""
         message = self.messages[number]
         reasoning = message.get("reasoning_content") or ""
-        content = message["content"]
+        content = message["content"] or ""
         # Thoughts inside of a content are cut off by many templates, as those of earlier turns are.
         thoughts, mark, rest = content.rpartition(THOUGHTS_END)
         if mark and content.strip() not in written:
             content = rest
             reasoning = thoughts.removeprefix("<think>")
-        at = 0
         if reasoning.strip() not in written:
             self._check_is_dropped(number, reasoning)
-        for part in (content, *_names(message)):
-            found = written.find(part.strip(), at)
-            if found < 0:
+        for part in (content, *_words_of_calls(message)):
+            if part.strip() not in written:
                 raise AnswerNotFound(
                     f"message {number} is printed changed: the text has {_short(written)}, and not "
                     f"{_short(part.strip())}"
                 )
-            at = found
 
     def _check_is_dropped(self, number: int, reasoning: str) -> None:
         """Raises AnswerNotFound if the template has no place for reasoning even in the last answer."""
@@ -226,8 +234,13 @@ class _Places:
             raise AnswerNotFound(f"message {number} cannot be told from the one after")
 
 
-def _names(message: Message) -> list[str]:
-    return [call["function"]["name"] for call in message.get("tool_calls", ())]
+def _words_of_calls(message: Message) -> Iterator[str]:
+    """Names of functions and of their arguments, which every template prints as they are."""
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield function["name"]
+        if isinstance(function["arguments"], dict):
+            yield from function["arguments"]
 
 
 def _short(text: str, most: int = 60) -> str:

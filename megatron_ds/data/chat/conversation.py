@@ -10,8 +10,8 @@ An assistant's message may have "reasoning_content" (also named "reasoning" or "
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 Message = dict[str, Any]
@@ -43,6 +43,37 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict, ...] | None
     trained: tuple[bool, ...]
+
+    def forms(self) -> Iterator["Conversation"]:
+        """The same conversation as templates take it: as it is, then forms of calls that some expect.
+
+        Some print calls only of a message whose content is None, and some take arguments as a JSON text.
+        """
+        yield self
+        if any(message.get("tool_calls") for message in self.messages):
+            for changes in (
+                [_without_content],
+                [_with_text],
+                [_without_content, _with_text],
+            ):
+                messages = self.messages
+                for change in changes:
+                    messages = tuple(map(change, messages))
+                yield replace(self, messages=messages)
+
+
+def _without_content(message: Message) -> Message:
+    is_call = bool(message.get("tool_calls")) and not message["content"]
+    return {**message, "content": None} if is_call else message
+
+
+def _with_text(message: Message) -> Message:
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def conversation_of(record: Mapping[str, Any]) -> Conversation:
