@@ -1,6 +1,6 @@
 """Write questions about functions of Python, answered by the first sentence of their documentation.
 
-    python examples/python_chats.py --output chats.jsonl
+python examples/python_chats.py --output chats.jsonl
 """
 
 import argparse
