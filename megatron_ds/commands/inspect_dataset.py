@@ -199,6 +199,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}."
         )
+    # Its sequences, and how they are shown.
     number %= count
     first, last = corpus.document_indices[number : number + 2].tolist()
     left = args.tokens
@@ -210,6 +211,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
     print(
         f"document {number}: {last - first} sequences, {int(corpus.lengths[first:last].sum())} tokens"
     )
+    # The tokens, until there are as many as asked for.
     for i in range(first, last):
         ids = corpus.get(i, 0, min(left, int(corpus.lengths[i]))).tolist()
         left -= len(ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.chat.answers import AnswerNotFound, find_answers
+from megatron_ds.data.chat.answer_spans import AnswerNotFound, find_answers
 from megatron_ds.data.chat.conversation import conversation_of
 from megatron_ds.data.chat.loss_masks import ChatEncoder
 from megatron_ds.data.chat.template import ChatTemplate, load_template

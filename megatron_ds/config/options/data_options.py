@@ -131,8 +131,8 @@ class DataConfig:
     )
     sft: bool = option(
         False,
-        help="Train on the answers of a corpus of conversations (megatron-ds preprocess --chat): its mask says "
-        "which tokens count in the loss. Implies --pack-documents, and --calculate-per-token-loss, since rows "
+        help="Train on the answers of a corpus of conversations (megatron-ds preprocess --chat): its mask has "
+        "the tokens that count in the loss. Implies --pack-documents, and --calculate-per-token-loss, since rows "
         "have answers of different lengths.",
         avoid="Conversations longer than a sample lose their end.",
     )

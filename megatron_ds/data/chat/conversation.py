@@ -50,24 +50,26 @@ class Conversation:
         Some print calls only of a message whose content is None, and some take arguments as a JSON text.
         """
         yield self
-        if any(message.get("tool_calls") for message in self.messages):
-            for changes in (
-                [_without_content],
-                [_with_text],
-                [_without_content, _with_text],
-            ):
-                messages = self.messages
-                for change in changes:
-                    messages = tuple(map(change, messages))
-                yield replace(self, messages=messages)
+        if not any(message.get("tool_calls") for message in self.messages):
+            return
+        bare = tuple(map(_without_content, self.messages))
+        for messages in (
+            bare,
+            tuple(map(_with_text, self.messages)),
+            tuple(map(_with_text, bare)),
+        ):
+            yield replace(self, messages=messages)
 
 
 def _without_content(message: Message) -> Message:
-    is_call = bool(message.get("tool_calls")) and not message["content"]
-    return {**message, "content": None} if is_call else message
+    """A message of calls alone with the content None."""
+    if message["content"] or not message.get("tool_calls"):
+        return message
+    return {**message, "content": None}
 
 
 def _with_text(message: Message) -> Message:
+    """A message with the arguments of its calls as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -81,8 +83,9 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     key = next((key for key in FORMATS if key in record), None)
     if key is None:
         found = ", ".join(map(repr, record)) or "none"
+        known = ", ".join(map(repr, FORMATS))
         raise ValueError(
-            f"no conversation: a record has one of the keys {', '.join(map(repr, FORMATS))}, "
+            f"no conversation: a record has one of the keys {known}, "
             f"and this one has {found}"
         )
     raw = FORMATS[key](record)
@@ -114,7 +117,8 @@ def _sharegpt(record: Mapping[str, Any]) -> list[Message]:
         if speaker == "function_call":
             key = "tool_calls"
             value = _calls_in_text(value, number)
-        kept = {name: turn[name] for name in ("weight", *REASONING) if name in turn}
+        others = ("weight", *REASONING)
+        kept = {name: turn[name] for name in others if name in turn}
         messages.append({"role": SPEAKERS[speaker], key: value, **kept})
     return messages
 
@@ -127,7 +131,8 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer})
     parts = [record["instruction"], record.get("input")]
-    messages.append({"role": "user", "content": "\n".join(filter(None, parts))})
+    question = "\n".join(filter(None, parts))
+    messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": record.get("output")})
     return messages
 
@@ -155,7 +160,9 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 def _system_of(record: Mapping[str, Any]) -> list[Message]:
     """The system message of a record that has it beside the turns."""
     text = record.get("system")
-    return [{"role": "system", "content": text}] if text else []
+    if not text:
+        return []
+    return [{"role": "system", "content": text}]
 
 
 def _list(value: object, what: str) -> list[Message]:
@@ -195,8 +202,9 @@ def _message(raw: Message, number: int) -> Message:
     elif content is None:
         raise ValueError(f"message {number} of role {role} has no content")
     if role == "tool":
-        names = ("tool_call_id", "name")
-        message |= {key: raw[key] for key in names if raw.get(key) is not None}
+        for key in ("tool_call_id", "name"):
+            if raw.get(key) is not None:
+                message[key] = raw[key]
     message["content"] = content or ""
     return message
 
@@ -206,7 +214,8 @@ def _text(value: object, number: int) -> str | None:
     if value is None or isinstance(value, str):
         text = value
     elif isinstance(value, list) and all(isinstance(part, dict) for part in value):
-        other = [part.get("type") for part in value if part.get("type") != "text"]
+        kinds = [part.get("type") for part in value]
+        other = [kind for kind in kinds if kind != "text"]
         if other:
             raise ValueError(
                 f"message {number} has a part of type {other[0]!r}, and only texts can be "
@@ -249,9 +258,11 @@ def _call(call: object, number: int) -> dict:
         raise ValueError(
             f"the arguments of {function['name']!r} in message {number} are no JSON object"
         )
-    written = {"name": function["name"], "arguments": arguments}
-    named = {"id": call["id"]} if call.get("id") else {}
-    return {"type": "function", **named, "function": written}
+    written = {"type": "function"}
+    if call.get("id"):
+        written["id"] = call["id"]
+    written["function"] = {"name": function["name"], "arguments": arguments}
+    return written
 
 
 def _calls_in_text(value: object, number: int) -> list[dict]:
@@ -262,7 +273,9 @@ def _calls_in_text(value: object, number: int) -> list[dict]:
         raise ValueError(
             f"turn {number} is a function_call, and its value is not JSON"
         ) from None
-    return calls if isinstance(calls, list) else [calls]
+    if isinstance(calls, list):
+        return calls
+    return [calls]
 
 
 def _tools(value: object) -> tuple[dict, ...] | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..tokenizers import Tokenizer
-from .answers import STAND_INS, AnswerNotFound, Answers, find_answers
+from .answer_spans import STAND_INS, AnswerNotFound, Answers, find_answers
 from .conversation import Conversation
 from .template import ChatTemplate, Span, TemplateRefusal
 
@@ -54,7 +54,7 @@ class ChatEncoder:
         except AnswerNotFound as error:
             raise AnswerNotFound(f"{error}. {_shown(conversation.messages)}") from None
         ids, mask = self._masked(answers)
-        # A mask that tells nothing apart is a mistake of the template.
+        # A mask of equal values is a mistake in the template or the data.
         if mask.all() or not mask.any():
             number = "every token" if mask.all() else "no token"
             raise AnswerNotFound(f"{number} would be learned. {_shown(answers.text)}")

@@ -33,7 +33,7 @@ class LossMasks:
             size = self.path.stat().st_size
         except FileNotFoundError:
             raise DataError(
-                f"{self.path} does not exist: the corpus does not say which tokens are answers. Make "
+                f"{self.path} does not exist: the tokens of answers are not known. Make "
                 "it with megatron-ds preprocess --chat, or train on all tokens, without --sft."
             ) from None
         if size != corpus.num_tokens:

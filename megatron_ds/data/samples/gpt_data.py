@@ -180,6 +180,7 @@ class GPTCollator:
         ends = None if self.eod is None else tokens == self.eod
         if self.eod_mask_loss:
             loss_mask[ends] = 0.0
+        # Conversations have a mask of their own, and packed samples keep documents apart.
         if "loss_mask" in samples[0]:
             masks = np.stack([sample["loss_mask"] for sample in samples])
             loss_mask *= torch.from_numpy(masks)[:, 1:]

@@ -163,6 +163,7 @@ class PackedDataset:
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
         document_ids = np.empty(self.seq_length + 1, np.int64)
         loss_mask = np.zeros(self.seq_length + 1, np.uint8)
+        # The pieces, one after the other.
         at = 0
         for number, piece in enumerate(
             packs.members[packs.bounds[pack] : packs.bounds[pack + 1]].tolist()

@@ -180,6 +180,7 @@ def preprocess(
             if masks is not None:
                 masks.add(encoded.mask)
             progress(encoded.path, encoded.position, written)
+        # A corpus without documents is an error.
         if not written.documents and not shard:
             named = ", ".join(paths[:8]) + (
                 f" and {len(paths) - 8} others" if len(paths) > 8 else ""

@@ -27,7 +27,7 @@ Render = Callable[[Sequence[Message]], str]
 
 
 class AnswerNotFound(ValueError):
-    """An answer has no certain place in the text. The message says which one and why."""
+    """An answer has no certain place in the text. The message has its number and the reason."""
 
 
 class Surroundings(NamedTuple):
@@ -229,9 +229,13 @@ class _Places:
         """Raises AnswerNotFound if the span reaches into the message before or after."""
         last = len(self.messages) - 1
         if number > 0 and self._between(number - 1)[1] > start:
-            raise AnswerNotFound(f"message {number} cannot be told from the one before")
+            raise AnswerNotFound(
+                f"message {number} cannot be separated from the one before"
+            )
         if number < last and self._between(number + 1)[0] < stop:
-            raise AnswerNotFound(f"message {number} cannot be told from the one after")
+            raise AnswerNotFound(
+                f"message {number} cannot be separated from the one after"
+            )
 
 
 def _words_of_calls(message: Message) -> Iterator[str]:
