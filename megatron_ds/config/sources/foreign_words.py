@@ -10,7 +10,7 @@ from functools import cache
 
 from ...errors import ConfigError
 from ...plugins import plugged
-from .answer_spans import Answer
+from .answers import Answer
 from .reading import SourceReading
 
 Reader = Callable[[Sequence[str], str], list[str]]
