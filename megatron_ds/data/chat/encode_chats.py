@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..text.text_records import BadLine, TextBlock, record_of
+from ..text.text_records import BadLine, TextBlock, record_in
 from ..tokenizers import Tokenizer
 from .conversation import conversation_of
 from .loss_masks import ChatEncoder, MaskedTokens
@@ -50,7 +50,7 @@ def encode_chats(
 
 def _encoded(line: bytes, encoder: ChatEncoder) -> MaskedTokens:
     """Raises ValueError with the reason why a line is bad."""
-    record = record_of(line)
+    record = record_in(line)
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     return encoder.encode(conversation_of(record))

@@ -108,7 +108,7 @@ def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> 
     return texts, bad
 
 
-def record_of(line: bytes) -> object:
+def record_in(line: bytes) -> object:
     """The JSON value of a line. Raises ValueError with the reason why the line is bad."""
     try:
         return json.loads(line.decode("utf-8"))
@@ -122,7 +122,7 @@ def record_of(line: bytes) -> object:
 
 def _values(line: bytes, keys: Sequence[str]) -> list[object]:
     """Raises ValueError with the reason why a line is bad."""
-    record = record_of(line)
+    record = record_in(line)
     if not isinstance(record, dict):
         raise ValueError(
             f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"
