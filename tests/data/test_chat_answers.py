@@ -170,6 +170,14 @@ def test_thoughts_inside_of_a_content_are_learned_where_they_are_printed():
 @pytest.mark.parametrize(
     "template, message, why",
     [
+        (
+            # Without trimming, this reasoning begins as what follows an empty one.
+            THINKING.replace(
+                "(m.reasoning_content or '') | trim", "(m.reasoning_content or '')"
+            ),
+            {"content": "A", "reasoning": "\n</think>hm"},
+            "the reasoning of message 1 has no clear beginning",
+        ),
         (CHATML, {"content": "A", "reasoning": "hm"}, "1 has reasoning, which the"),
         (
             CHATML,

@@ -134,7 +134,7 @@ class _Places:
         if is_plain and written in (content, content.strip()):
             return start, stop
         # Anything else between is reasoning, calls, and what separates them.
-        self._check_parts(number, written)
+        self._check_parts(number, start, stop)
         self._check_neighbours(number, start, stop)
         return start, stop
 
@@ -194,9 +194,10 @@ class _Places:
             )
         return Surroundings(before, after)
 
-    def _check_parts(self, number: int, written: str) -> None:
+    def _check_parts(self, number: int, start: int, stop: int) -> None:
         """Raises AnswerNotFound unless all parts of an answer are in the text that was found."""
         message = self.messages[number]
+        written = self.text[start:stop]
         reasoning = message.get("reasoning_content") or ""
         content = message["content"] or ""
         # Thoughts inside of a content are cut off by many templates, as those of earlier turns are.
@@ -205,6 +206,11 @@ class _Places:
             content = rest
             reasoning = thoughts.removeprefix("<think>")
         if reasoning.strip() not in written:
+            # It may begin as the text after it does, so that its beginning seems to be no part of it.
+            if reasoning.strip() in self.text[max(0, start - len(reasoning)) : stop]:
+                raise AnswerNotFound(
+                    f"the reasoning of message {number} has no clear beginning"
+                )
             self._check_is_dropped(number, reasoning)
         for part in (content, *_words_of_calls(message)):
             if part.strip() not in written:
