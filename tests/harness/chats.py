@@ -52,6 +52,14 @@ RESULTS_OF_CALLS = THINKING.replace(
     "{{ '<|im_start|>' + m.role",
     1,
 )
+# Results are inside of the turn that called, which ends after the next answer, and opens a result in any case.
+RESULTS_INSIDE = (
+    "{%- for m in messages %}{%- if m.role != 'tool' %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{%- endfor %}"
+    "{%- if m.tool_calls %}{{ '<result>' }}{%- if not loop.last %}"
+    "{{ messages[loop.index].content + '</result>' }}{%- endif %}"
+    "{%- else %}{{ '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+)
 TEMPLATES = {
     "chatml": CHATML,
     "marked": MARKED,
@@ -59,6 +67,7 @@ TEMPLATES = {
     "trimmed": TRIMMED,
     "thinking": THINKING,
     "results_of_calls": RESULTS_OF_CALLS,
+    "results_inside": RESULTS_INSIDE,
 }
 LETTERS = 'abcdef ghijk\n<{"éあ'
 LOOKUP = {
