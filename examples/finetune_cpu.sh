@@ -33,7 +33,7 @@ model=(
 
 step "2. a model that continues text"
 [ -d "$out/base" ] || torchrun "${model[@]}" --data-path "$out/corpus_text_document" --train-iters "$BASE_STEPS" \
-    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 10 --log-interval 20 --save "$out/base"
+    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters $((BASE_STEPS / 20)) --log-interval 20 --save "$out/base"
 
 step "3. conversations, with a mask of their answers"
 cat > "$out/chat_template.jinja" <<'TEMPLATE'
@@ -48,7 +48,7 @@ TEMPLATE
 
 step "4. train on the answers"
 [ -d "$out/chat" ] || torchrun "${model[@]}" --sft --data-path "$out/chats_chat_document" --load "$out/base" --finetune \
-    --save "$out/chat" --train-iters "$STEPS" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 5 \
+    --save "$out/chat" --train-iters "$STEPS" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 24)) \
     --log-interval 10
 
 step "5. the same question to both"
