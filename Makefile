@@ -1,4 +1,5 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
+# make finetune     make a small GPT that continues text answer questions, on this machine's CPU
 # make test         ruff and the tests that need no GPU, of costly ones a part: 15 to 30 minutes on two cores
 # make test-all     all parts, with more cases and all steps of the layout grid, and whole products
 # make gpu          all that one GPU can show, in nine minutes: steps, tests, kernels; into $OUT/gpu-results.json.
@@ -19,10 +20,13 @@ PART := $(shell date +%j)
 # Tests start many interpreters: what the first one compiles of the installed packages the others read.
 IN_TESTS := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: quickstart test test-all gpu lint docs clean
+.PHONY: quickstart finetune test test-all gpu lint docs clean
 
 quickstart: $(VENV)/.installed
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/gpt_tiny_cpu.sh
+
+finetune: $(VENV)/.installed-chat
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/finetune_cpu.sh
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
@@ -44,13 +48,17 @@ docs: $(VENV)/.installed
 	$(BIN)/python tools/write_flags_doc.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info quickstart
+	rm -rf $(VENV) build *.egg-info quickstart finetune
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report]"
+	touch $@
+
+$(VENV)/.installed-chat: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[report,chat]"
 	touch $@
 
 # --no-compile: most modules of the installed packages are never imported.

@@ -5,6 +5,9 @@
         --tokenizer-model tokenizer/
     megatron-ds inspect *_text_document.idx --check
 
+Of a corpus of conversations, --document shows the tokens that are learned in green, or in ⟦ ⟧ where the
+output is no terminal.
+
 Counts documents, sequences and tokens, and draws a histogram of document lengths. --check reads every row of
 the index, and all tokens if there are checksums or the ids could be negative. The .bin/.idx pair holds no
 checksums, as in Megatron; megatron-ds preprocess writes them to PREFIX.json, and --write-checksums adds them
@@ -12,12 +15,14 @@ to other corpora.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.data.chat.mask_file import LossMasks, mask_path
 from megatron_ds.data.text.corpus_record import (
     CorpusRecord,
     check_sums,
@@ -26,13 +31,16 @@ from megatron_ds.data.text.corpus_record import (
     record_path,
 )
 from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
+from megatron_ds.data.tokenizers import TOKENIZERS, Tokenizer, make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
 ROWS = 1 << 20  # documents read together
 BAR = 40  # characters of the longest bar
 SHOWN_TOKENS = 200
 SHOWN_FILES = 5
+# Before and after tokens that are learned.
+COLORS = ("\x1b[32m", "\x1b[0m")
+BRACKETS = ("⟦", "⟧")
 TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
@@ -131,6 +139,11 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
         f"tokens of a document: {least:,} to {most:,}, "
         f"{corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average"
     )
+    masks = masks_of(corpus)
+    if masks:
+        learned = masks.count()
+        share = learned / max(1, corpus.num_tokens)
+        print(f"{learned:,} tokens are learned, {share:.1%}: those of answers")
     # The histogram: a bar for each length that occurs.
     for k, count in enumerate(counts):
         if count:
@@ -149,6 +162,36 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
         )
 
 
+def masks_of(corpus: IndexedDataset) -> LossMasks | None:
+    """The loss masks of a corpus, if it has any. Raises DataError if they are not its own."""
+    return LossMasks(corpus) if mask_path(corpus.prefix).exists() else None
+
+
+def painted(
+    ids: Sequence[int],
+    mask: np.ndarray,
+    tokenizer: Tokenizer | None,
+    colors: tuple[str, str],
+) -> str:
+    """A conversation in which the tokens that are learned stand between two marks.
+
+    tokenizer: decodes the tokens; None: their numbers are shown.  colors: the marks
+    """
+    start, stop = colors
+    text = ""
+    bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    for first, last in zip(bounds, bounds[1:]):
+        part = list(ids[first:last])
+        words = tokenizer.decode(part) if tokenizer else " ".join(map(str, part))
+        # A text is shown as it is, but characters that would move the cursor are not.
+        words = "".join(
+            c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in words
+        )
+        text += f"{start}{words}{stop}" if last > first and mask[first] else words
+        text += "" if tokenizer else " "
+    return text
+
+
 def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
     """Print the tokens of one document, and their text if a tokenizer is given."""
     count = corpus.num_documents
@@ -156,18 +199,26 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}."
         )
+    # Its sequences, and how they are shown.
     number %= count
     first, last = corpus.document_indices[number : number + 2].tolist()
     left = args.tokens
     tokenizer = args.tokenizer_type and make_tokenizer(
         args.tokenizer_type, **{name: getattr(args, name) for name in TOKENIZER_FLAGS}
     )
+    masks = masks_of(corpus)
+    colors = COLORS if sys.stdout.isatty() else BRACKETS
     print(
         f"document {number}: {last - first} sequences, {int(corpus.lengths[first:last].sum())} tokens"
     )
+    # The tokens, until there are as many as asked for.
     for i in range(first, last):
         ids = corpus.get(i, 0, min(left, int(corpus.lengths[i]))).tolist()
         left -= len(ids)
+        if masks:
+            mask = masks.get(i, 0, len(ids))
+            print(painted(ids, mask, tokenizer, colors))
+            continue
         print(
             f"  [{' '.join(map(str, ids))}]"
             + (f" {tokenizer.decode(ids)!r}" if tokenizer else "")
@@ -180,6 +231,9 @@ def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     """Compare a corpus with its index and its checksums. Raises DataError."""
     corpus.check()
     corpus.check_tokens()
+    masks = masks_of(corpus)
+    if masks:
+        masks.count()
     if record is None:
         print(
             "the index is whole. The tokens cannot be verified: there are no checksums (see "

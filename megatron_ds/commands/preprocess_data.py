@@ -4,6 +4,8 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
     megatron-ds preprocess --input corpus.jsonl more.parquet --output-prefix corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+    megatron-ds preprocess --input chats.jsonl --output-prefix chats --chat \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
 Input: plain text (.txt, .md); one JSON object per line (.jsonl and other names, or - for standard input);
 either of them compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders of such files. Inputs are
@@ -17,6 +19,7 @@ into one corpus.
 """
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -27,6 +30,7 @@ from itertools import accumulate
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
+from megatron_ds.data.chat.template import ChatTemplate, load_template
 from megatron_ds.data.text.corpus_shards import (
     preprocess_in_shards,
     run_here,
@@ -50,8 +54,10 @@ from megatron_ds.data.text.sentences import (
 from megatron_ds.data.text.text_files import (
     INPUT_HELP,
     STDIN,
+    TABLES,
     check_files,
     files_of,
+    is_plain_text,
     read_blocks,
     size_of,
     texts_of,
@@ -61,6 +67,8 @@ from megatron_ds.data.tokenizers.backend import BACKENDS
 from megatron_ds.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+CHAT_KEY = "chat"  # names the output of --chat, as a key of JSON lines does
+CHAT_TOKENIZERS = ("HuggingFaceTokenizer", "HFTokenizer")
 TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
@@ -115,6 +123,25 @@ def make_parser() -> Arguments:
         "--lang",
         choices=ABBREVIATIONS,
         help="language whose common abbreviations are given in advance (default english)",
+    )
+    # Conversations.
+    add = parser.add_argument_group("conversations").add_argument
+    add(
+        "--chat",
+        action="store_true",
+        help="each JSON line is a conversation: messages (OpenAI), conversations (ShareGPT), instruction and "
+        "output (Alpaca), or prompt and completion. Writes PREFIX_chat_document, with a mask of the answers "
+        "in PREFIX_chat_document.mask.bin, for training with --sft",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that makes a conversation a text; default: that of --tokenizer-model",
+    )
+    add(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="""values that the template takes, such as '{"enable_thinking": false}'""",
     )
     # What its tokens are.
     add = parser.add_argument_group("tokenizer").add_argument
@@ -219,6 +246,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one "
             "output. Name each key once."
         )
+    check_chat(args)
     # Pairs of flags.
     if args.text_separator is not None and args.text_documents != "file":
         raise ConfigError(
@@ -251,6 +279,56 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "--ray needs --num-shards: give a few times the number of the cluster's cores."
         )
     return args
+
+
+def check_chat(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that do not go together with --chat. Sets the key that names the output."""
+    if not args.chat:
+        alone = ("chat_template", "chat_template_kwargs")
+        given = [name for name in alone if getattr(args, name) is not None]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is about conversations, and without --chat records are texts: add --chat."
+            )
+        return
+    if args.split_sentences or args.json_keys != ["text"]:
+        raise ConfigError(
+            "--chat reads whole records: --split-sentences and --json-keys are about texts. Remove them."
+        )
+    if args.tokenizer_type not in CHAT_TOKENIZERS:
+        raise ConfigError(
+            f"--chat with --tokenizer-type {args.tokenizer_type}: only {CHAT_TOKENIZERS[0]} has chat "
+            "templates, special tokens and the place of each token in the text. Use it."
+        )
+    args.json_keys = [CHAT_KEY]
+
+
+def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
+    """The template of --chat. Raises ConfigError, and DataError if there is none."""
+    if not args.chat:
+        return None
+    # Conversations are JSON lines.
+    for path in args.input:
+        if is_plain_text(path) or path.endswith(TABLES):
+            raise ConfigError(
+                f"--chat reads JSON lines, and {path} is a file of another kind. Convert it: one JSON "
+                "object with the conversation in each line."
+            )
+    values = {}
+    if args.chat_template_kwargs:
+        try:
+            values = json.loads(args.chat_template_kwargs)
+        except ValueError:
+            values = None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--chat-template-kwargs {args.chat_template_kwargs!r} is not a JSON object. Write for "
+            """instance '{"enable_thinking": false}'."""
+        )
+    if not args.tokenizer_model:
+        raise ConfigError("--chat needs --tokenizer-model, the tokenizer of the model.")
+    return load_template(args.tokenizer_model, args.chat_template, values)
 
 
 def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
@@ -297,6 +375,7 @@ def run(args: argparse.Namespace) -> None:
         args.skip_bad_lines,
         splitter(args),
         cut_of(args),
+        chat_template_of(args),
     )
     task = partial(preprocess, args.input, args.output_prefix, make, options)
     # A bar needs a terminal; a log file gets lines.

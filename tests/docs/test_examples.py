@@ -368,6 +368,28 @@ def test_the_recipe_of_long_sequences_in_small_continues_on_one_rank(tmp_path):
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
 
 
+def test_the_recipe_of_conversations_trains_on_answers_and_asks_both_models(tmp_path):
+    (tmp_path / "out").mkdir()
+    texts = [
+        {"text": f"the theory of thing number {i} and its words"} for i in range(400)
+    ]
+    lines = "\n".join(map(json.dumps, texts))
+    (tmp_path / "out" / "corpus.jsonl").write_text(lines)
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "finetune_cpu.sh"), "out"],
+        cwd=tmp_path,
+        env=warm_environment(environment()) | {"BASE_STEPS": "2", "STEPS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"Question: .*\nAnswer:\s*⟦.*<\|endoftext\|>⟧", done.stdout)
+    assert "sft true" in done.stdout and "loaded out/base" in done.stdout
+    before, after = done.stdout.partition("before:")[2].split("after:")
+    assert "math.sqrt" in before and "math.sqrt" in after
+
+
 def test_the_recipe_of_llama_fine_tunes_a_folder_of_hugging_face_and_writes_one(
     tmp_path,
 ):

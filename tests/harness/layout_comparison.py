@@ -221,9 +221,13 @@ def global_batch_share(
 
 
 def open_loader(config: RunConfig, samples: Sequence, mesh: Mesh) -> Loader:
-    """The loader of a run over `samples`, repeated without end: packed, rearranged and sent as configured."""
+    """The loader of a run over `samples`, repeated without end: packed, rearranged and sent as configured. A
+    dataset that is packed already is read as it is.
+    """
     words = NullTokenizer(config.model.vocab_size - 1)
-    if MODELS[config.model.model].data is not GPT_DATA:
+    if isinstance(samples, PackedDataset):
+        dataset = samples
+    elif MODELS[config.model.model].data is not GPT_DATA:
         dataset = Cycle(samples)
     elif config.data.pack_documents:
         corpus = MockCorpus(_with_ends(samples, words.eod), words.eod)

@@ -77,6 +77,8 @@ MEGATRON_FLAGS = table(
         "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
         "--linear-num-value-heads --linear-value-head-dim",
         "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
+        "the chat template of the tokenizer makes conversations texts, in megatron-ds preprocess --chat "
+        "(--chat-template names another). Remove it.": "--sft-tokenizer-prompt-format",
         "distillation is not available. Remove it.": "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
         "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
         "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).": "--mup-base-hidden-size --use-mup",

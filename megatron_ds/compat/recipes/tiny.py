@@ -54,6 +54,7 @@ LEFT_OPTIONS = (
     "data.merge_file",
     "data.tokenizer_model",
     "data.pack_documents",
+    "data.sft",
     "data.fim_data",
     "data.fim_rate",
     "data.fim_spm_rate",

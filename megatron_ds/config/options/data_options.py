@@ -129,6 +129,13 @@ class DataConfig:
         avoid="The order and number of samples differ from Megatron's, and a few tokens in a thousand are "
         "padding.",
     )
+    sft: bool = option(
+        False,
+        help="Train on the answers of a corpus of conversations (megatron-ds preprocess --chat): its mask has "
+        "the tokens that count in the loss. Implies --pack-documents, and --calculate-per-token-loss, since rows "
+        "have answers of different lengths.",
+        avoid="Conversations longer than a sample lose their end.",
+    )
     fim_data: bool = option(
         False,
         help="Fill in the middle: move the middle of documents to their end, after special tokens, so that "

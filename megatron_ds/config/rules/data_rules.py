@@ -14,6 +14,7 @@ OF_GPT = (
     "data.reset_attention_mask",
     "data.fim_data",
     "data.pack_documents",
+    "data.sft",
 )
 
 
@@ -107,6 +108,9 @@ def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
 def packing(config: RunConfig) -> Iterator[str]:
     """--pack-documents excludes --mock-data, which has no documents, and --fim-data, which changes them."""
     data = config.data
+    if data.sft and data.mock_data:
+        yield "--sft with --mock-data: random tokens have no answers. Remove one of the two."
+        return
     if data.pack_documents and data.mock_data:
         yield (
             "--pack-documents with --mock-data: random samples have no documents to pack. Remove one of "

@@ -71,7 +71,8 @@ def combined(
         config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    config = without_useless_options(with_ulysses(with_activation(config)))
+    config = with_finetuning(with_ulysses(with_activation(config)))
+    config = without_useless_options(config)
     return with_batch_sizes(with_evaluation_only(config))
 
 
@@ -103,6 +104,14 @@ def with_activation(config: RunConfig) -> RunConfig:
         else "--no-bias-gelu-fusion"
     )
     return _derived(config, "model.activation", "gelu_exact", why)
+
+
+def with_finetuning(config: RunConfig) -> RunConfig:
+    """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike."""
+    if not config.data.sft:
+        return config
+    config = _derived(config, "data.pack_documents", True, "--sft")
+    return _derived(config, "train.calculate_per_token_loss", True, "--sft")
 
 
 def with_ulysses(config: RunConfig) -> RunConfig:

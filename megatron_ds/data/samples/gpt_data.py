@@ -6,6 +6,7 @@ seed, i).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 from ...batch.batch import Batch
 from ...batch.documents import document_numbers, document_positions
 from ...errors import DataError
+from ..chat.mask_file import LossMasks
 from ..kind import PAD, DataKind, Dataset, Sample
 from ..loading.cache import cached_arrays, default_cache
 from ..loading.index_maps import INT32, IndexMaps, build_index_maps
@@ -134,7 +136,8 @@ class GPTCollator:
     """Batches of samples `{"tokens": int64 [s + 1]}`: inputs, and the inputs shifted by one as labels.
 
     Samples with "document_ids" [s + 1] are packed: positions and attention restart with each document, and
-    the first token of the next document is not predicted from it.
+    the first token of the next document is not predicted from it. "loss_mask" [s + 1] has 1 for the tokens
+    whose prediction counts, as answers of conversations.
 
     vocab_size            a larger id is a DataError: an embedding would fail far from the cause, or not at
                           all
@@ -177,6 +180,10 @@ class GPTCollator:
         ends = None if self.eod is None else tokens == self.eod
         if self.eod_mask_loss:
             loss_mask[ends] = 0.0
+        # Conversations have a mask of their own, and packed samples keep documents apart.
+        if "loss_mask" in samples[0]:
+            masks = np.stack([sample["loss_mask"] for sample in samples])
+            loss_mask *= torch.from_numpy(masks)[:, 1:]
         packed = "document_ids" in samples[0]
         if packed:
             ids = torch.from_numpy(
@@ -230,6 +237,8 @@ def _open(
     open_dataset = (
         open_packed_dataset if config.data.pack_documents else open_gpt_dataset
     )
+    if config.data.sft:
+        open_dataset = partial(open_packed_dataset, masks=LossMasks(corpus))
     return open_dataset(
         corpus,
         documents,
@@ -268,6 +277,12 @@ def _collator(config: "RunConfig", tokenizer: Tokenizer) -> GPTCollator:
     )
 
 
+def _identity(config: "RunConfig") -> dict:
+    """The options that change samples, where they are given."""
+    options = {name: getattr(config.data, name) for name in ("pack_documents", "sft")}
+    return {name: True for name, is_given in options.items() if is_given}
+
+
 GPT_DATA = DataKind(
     title="GPTDataset",
     tokens="tokens",
@@ -283,7 +298,5 @@ GPT_DATA = DataKind(
     collator=_collator,
     blank=blank_batch,
     fills=True,
-    identity=lambda config: (
-        {"pack_documents": True} if config.data.pack_documents else {}
-    ),
+    identity=_identity,
 )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..chat.mask_file import LossMasks
 from ..kind import PAD
 from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
@@ -142,8 +143,10 @@ class PackedDataset:
         seq_length: int,
         num_samples: int | None,
         seed: int,
+        masks: LossMasks | None = None,
     ):
         self.corpus = corpus
+        self.masks = masks
         self.packs = packs
         self.seq_length = seq_length
         self.seed = seed
@@ -159,19 +162,23 @@ class PackedDataset:
         packs = self.packs
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
         document_ids = np.empty(self.seq_length + 1, np.int64)
+        loss_mask = np.zeros(self.seq_length + 1, np.uint8)
+        # The pieces, one after the other.
         at = 0
         for number, piece in enumerate(
             packs.members[packs.bounds[pack] : packs.bounds[pack + 1]].tolist()
         ):
             end = at + int(packs.length[piece])
-            tokens[at:end] = self.corpus.get(
-                int(packs.document[piece]), int(packs.start[piece]), end - at
-            )
+            place = (int(packs.document[piece]), int(packs.start[piece]), end - at)
+            tokens[at:end] = self.corpus.get(*place)
+            if self.masks is not None:
+                loss_mask[at:end] = self.masks.get(*place)
             document_ids[at:end] = number
             at = end
         self.corpus.refuse_negative(tokens[:at], f"sample {i}")
         document_ids[at:] = number + 1  # padding is a document of its own
-        return {"tokens": tokens, "document_ids": document_ids}
+        sample = {"tokens": tokens, "document_ids": document_ids}
+        return sample if self.masks is None else sample | {"loss_mask": loss_mask}
 
 
 @lru_cache(maxsize=16)  # several corpora, each at the border of two epochs
@@ -188,14 +195,18 @@ def open_packed_dataset(
     num_samples: int | None,
     seed: int,
     cache: str | Path | None = None,
+    masks: LossMasks | None = None,
 ) -> PackedDataset:
     """The dataset of a range of documents, packed. Its packs are read from the cache, or built and stored there.
 
     num_samples: samples in all, over several epochs; None for one epoch
+    masks: of a corpus of conversations, which lose their end where they are longer than a sample: an answer
+    without its question is nothing to learn
     """
     # The packs are stored under all that determines them.
+    kind = "PackedDataset" if masks is None else "PackedChats"
     key = {
-        "class": "PackedDataset",
+        "class": kind,
         **corpus.key(documents),
         "sequence_length": seq_length,
         "random_seed": seed,
@@ -203,7 +214,21 @@ def open_packed_dataset(
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()
-        packs = build_packs(corpus.lengths, documents, seq_length, seed)
+        lengths = corpus.lengths
+        if masks is not None:
+            lengths = np.minimum(lengths, seq_length + 1)
+            chosen = slice(documents.start, documents.stop)
+            lost = int((corpus.lengths[chosen] > seq_length + 1).sum())
+            if lost:
+                logger.warning(
+                    "%s: %d of %d conversations are longer than the %d tokens of a sample and lose their "
+                    "end. Use a larger --seq-length to keep it",
+                    corpus.prefix,
+                    lost,
+                    len(documents),
+                    seq_length + 1,
+                )
+        packs = build_packs(lengths, documents, seq_length, seed)
         room = (len(packs.bounds) - 1) * (seq_length + 1)
         logger.info(
             "%s: %d documents packed into %d samples, %.2f%% full",
@@ -218,9 +243,9 @@ def open_packed_dataset(
     directory = Path(cache) if cache else default_cache(corpus.prefix)
     arrays = cached_arrays(
         directory,
-        title.replace("GPTDataset", "PackedDataset"),
+        title.replace("GPTDataset", kind),
         key,
         Packs._fields,
         build,
     )
-    return PackedDataset(corpus, Packs(**arrays), seq_length, num_samples, seed)
+    return PackedDataset(corpus, Packs(**arrays), seq_length, num_samples, seed, masks)

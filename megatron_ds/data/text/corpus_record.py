@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...host.regular_file import read_regular
+from ..chat.mask_file import LossMasks, mask_path
 from .indexed import IndexedDataset, corpus_paths, replacing
 
 PIECE_BYTES = 1 << 26
@@ -64,7 +65,8 @@ class PieceSums:
 class CorpusRecord:
     """The checksums and the origin of a corpus, stored next to it as JSON.
 
-    made_from  all inputs and options that determine the bytes; {} for a corpus merged from several
+    made_from    all inputs and options that determine the bytes; {} for a corpus merged from several
+    mask_sha256  of the loss masks of a corpus of conversations, else None
     """
 
     documents: int
@@ -74,6 +76,7 @@ class CorpusRecord:
     idx_sha256: str
     skipped: int = 0
     made_from: dict = field(default_factory=dict)
+    mask_sha256: str | None = None
 
     def write(self, prefix: str) -> None:
         """Replace the record there. Raises DataError when the disk is full."""
@@ -117,6 +120,8 @@ def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
         if record is None or record.made_from != made_from:
             return None
         corpus = IndexedDataset(prefix)
+        if record.mask_sha256:
+            LossMasks(corpus)
     except DataError:
         return None
     return (
@@ -138,12 +143,14 @@ def record_of(
     ]
     digests = run(lambda span: _digest(corpus.bin_path, *span), spans)
     pieces = [FilePiece(count, digest) for (_, count), digest in zip(spans, digests)]
+    masks = mask_path(prefix)
     return CorpusRecord(
         corpus.num_documents,
         corpus.num_tokens,
         None,
         pieces,
         sha256_of(corpus.idx_path),
+        mask_sha256=sha256_of(masks) if masks.is_file() else None,
     )
 
 
@@ -164,6 +171,7 @@ def check_sums(
             f"{bin_path} has {size} bytes, and {record_path(prefix)} describes {recorded}: the "
             "two do not belong together. Copy both again."
         )
+    # The tokens, piece by piece; then the other files.
     starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
     spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]
     for piece, start, found in zip(
@@ -178,6 +186,11 @@ def check_sums(
     if sha256_of(idx_path) != record.idx_sha256:
         raise DataError(
             f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again."
+        )
+    masks = mask_path(prefix)
+    if record.mask_sha256 and sha256_of(masks) != record.mask_sha256:
+        raise DataError(
+            f"{masks} is damaged: its SHA-256 is not the recorded one. Copy it again."
         )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from ...host.regular_file import create_again
+from ..chat.mask_file import LossMasks, mask_path
 from .corpus_record import (
     CorpusRecord,
     read_record,
@@ -126,7 +127,8 @@ def preprocess_in_shards(
             merge(names, output_prefix(prefix, key, sentences), workers=workers)
     # Then they are removed.
     for name in (name for names in shards.values() for name in names):
-        for path in (record_path(name), *reversed(corpus_paths(name))):
+        paths = (record_path(name), *reversed(corpus_paths(name)), mask_path(name))
+        for path in paths:
             path.unlink(missing_ok=True)
     if not total.documents:
         only_bad = ", only bad lines" if total.num_bad else ""
@@ -147,10 +149,15 @@ def merge(
     _check(prefixes, corpora, records, output)
     bin_path, idx_path = corpus_paths(output)
     partial = [Path(f"{path}.partial") for path in (bin_path, idx_path)]
+    masks = _masks_of(corpora)
+    if masks:
+        partial.append(Path(f"{mask_path(output)}.partial"))
     # The files are written beside the old ones and renamed when both are complete.
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
-        _write_tokens(corpora, partial[0], workers)
+        _join([corpus.bin_path for corpus in corpora], partial[0], workers)
+        if masks:
+            _join(masks, partial[2], workers)
         with create_again(partial[1]) as f:
             dtype = corpora[0].dtype.newbyteorder("=")
             write_index(
@@ -166,6 +173,8 @@ def merge(
         idx_path.unlink(
             missing_ok=True
         )  # an old index must never be next to new tokens
+        if masks:
+            partial[2].replace(mask_path(output))
         partial[0].replace(bin_path)
         partial[1].replace(idx_path)
     except OSError as e:
@@ -187,6 +196,7 @@ def merge(
         [piece for record in records for piece in record.pieces],
         sha256_of(idx_path),
         sum(record.skipped for record in records),
+        mask_sha256=sha256_of(mask_path(output)) if masks else None,
     )
     record.write(output)
     return record
@@ -230,16 +240,31 @@ def _check(
             )
 
 
-def _write_tokens(corpora: Sequence[IndexedDataset], path: Path, workers: int) -> None:
-    sizes = [corpus.bin_path.stat().st_size for corpus in corpora]
+def _masks_of(corpora: Sequence[IndexedDataset]) -> list[Path]:
+    """The loss masks of all corpora, or none. Raises DataError if only some have masks."""
+    there = [mask_path(corpus.prefix) for corpus in corpora]
+    missing = [path for path in there if not path.is_file()]
+    if len(missing) == len(there):
+        return []
+    if missing:
+        raise DataError(
+            f"{missing[0]} does not exist, and other corpora have loss masks: conversations and texts "
+            "cannot be merged into one corpus. Merge them separately."
+        )
+    return [LossMasks(corpus).path for corpus in corpora]
+
+
+def _join(paths: Sequence[Path], path: Path, workers: int) -> None:
+    """Write the bytes of files one after the other.  workers: threads that copy."""
+    sizes = [part.stat().st_size for part in paths]
     starts = np.cumsum([0, *sizes]).tolist()
     with create_again(path) as f:
         f.truncate(starts[-1])
         jobs = []
-        for corpus, start, size in zip(corpora, starts, sizes):
+        for part, start, size in zip(paths, starts, sizes):
             for at in range(0, size, COPY_BYTES):
                 count = min(COPY_BYTES, size - at)
-                jobs.append((corpus.bin_path, at, start + at, count))
+                jobs.append((part, at, start + at, count))
         with ThreadPoolExecutor(max(1, workers)) as pool:
             for _ in pool.map(lambda job: _copy(f.fileno(), *job), jobs):
                 pass

@@ -25,6 +25,9 @@ from itertools import chain
 import numpy as np
 
 from ...errors import DataError
+from ..chat.encode_chats import encode_chats
+from ..chat.mask_file import MaskWriter, mask_path
+from ..chat.template import ChatTemplate
 from ..tokenizers import Tokenizer, arrays_of
 from .corpus_record import (
     CorpusRecord,
@@ -64,6 +67,7 @@ class PreprocessOptions:
     skip_bad_lines   leave out lines that hold no usable document, instead of failing
     sentences        store each sentence as a sequence of its own, split by this
     cut              where plain text documents end
+    chat             each record is a conversation, and becomes text by this template
     """
 
     json_keys: Sequence[str] = ("text",)
@@ -71,6 +75,7 @@ class PreprocessOptions:
     skip_bad_lines: bool = False
     sentences: Splitter | None = None
     cut: TextCut = TextCut()
+    chat: ChatTemplate | None = None
 
 
 DEFAULTS = PreprocessOptions()
@@ -78,12 +83,13 @@ DEFAULTS = PreprocessOptions()
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenized block: a column for each key."""
+    """A tokenized block: a column for each key; of conversations one, and the loss mask of its tokens, uint8."""
 
     columns: list[Column]
     bad: list[BadLine]
     path: str
     position: int
+    mask: np.ndarray | None = None
 
 
 @dataclass
@@ -166,9 +172,15 @@ def preprocess(
     sums = [PieceSums() for _ in names]
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
+        masks = None
+        if options.chat is not None:  # is complete before the index that vouches for it
+            masks = stack.enter_context(MaskWriter(names[0]))
         for encoded in _encoded(blocks, encode, make_tokenizer, tokenizer, workers):
             _write(encoded, writers, sums, written, options.skip_bad_lines)
+            if masks is not None:
+                masks.add(encoded.mask)
             progress(encoded.path, encoded.position, written)
+        # A corpus without documents is an error.
         if not written.documents and not shard:
             named = ", ".join(paths[:8]) + (
                 f" and {len(paths) - 8} others" if len(paths) > 8 else ""
@@ -190,6 +202,7 @@ def preprocess(
             sha256_of(corpus_paths(name)[1]),
             written.num_bad,
             {**made_from, "key": key},
+            None if options.chat is None else sha256_of(mask_path(name)),
         ).write(name)
     return written
 
@@ -214,6 +227,7 @@ def _made_from(
         "sentences": options.sentences.fingerprint if options.sentences else None,
         "tokenizer": tokenizer.fingerprint,
         **({"text": asdict(options.cut)} if any(map(is_plain_text, paths)) else {}),
+        **({"chat": options.chat.fingerprint} if options.chat else {}),
     }
 
 
@@ -256,6 +270,11 @@ def encode_block(
     dtype: np.dtype,
 ) -> Encoded:
     """Tokenize a block.  eod: id to append to each document, or None.  Raises DataError naming the block."""
+    if options.chat is not None:
+        chats = encode_chats(block, tokenizer, options.chat, eod)
+        ones = np.ones(len(chats.lengths), np.int64)
+        column = (chats.ids.astype(dtype), chats.lengths, ones)
+        return Encoded([column], chats.bad, block.path, block.position, chats.mask)
     texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
     try:
         columns = [

@@ -108,16 +108,21 @@ def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> 
     return texts, bad
 
 
-def _values(line: bytes, keys: Sequence[str]) -> list[object]:
-    """Raises ValueError with the reason why a line is bad."""
+def record_in(line: bytes) -> object:
+    """The JSON value of a line. Raises ValueError with the reason why the line is bad."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         raise ValueError(f"not UTF-8 at byte {e.start}") from None
     except json.JSONDecodeError as e:
         raise ValueError(f"not JSON: {e.msg} at column {e.colno}") from None
     except RecursionError:
         raise ValueError("not readable JSON: nested too deep") from None
+
+
+def _values(line: bytes, keys: Sequence[str]) -> list[object]:
+    """Raises ValueError with the reason why a line is bad."""
+    record = record_in(line)
     if not isinstance(record, dict):
         raise ValueError(
             f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"

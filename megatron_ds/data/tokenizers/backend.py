@@ -95,6 +95,18 @@ class LibraryTokenizer(Tokenizer):
         with library_panics(ENCODING):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, and of each the characters that it stands for."""
+        with library_panics(ENCODING):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, such as <|im_end|>."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with library_panics(ENCODING):
             found = self._tokenizer.encode_batch_fast(

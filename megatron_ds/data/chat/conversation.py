@@ -1,0 +1,291 @@
+"""`Conversation`: the messages of a chat as chat templates take them, from the common formats of JSON lines.
+
+    {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}              OpenAI
+    {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}         ShareGPT
+    {"instruction": "…", "input": "…", "output": "…", "history": [["…", "…"]]}     Alpaca
+    {"prompt": "…", "completion": "…"}         texts, which become a turn each, or lists of messages
+
+An assistant's message may have "reasoning_content" (also named "reasoning" or "thinking"), "tool_calls", and
+"weight": 0 if it is not an answer to learn.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# Roles of ShareGPT's files, and what a message has there instead of a content.
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat of at least one answer.
+
+    messages  dictionaries with "role", and "content" where there is one, a text. An assistant's may have
+              "reasoning_content", a text, and "tool_calls", whose arguments are dictionaries
+    tools     JSON schemas of the functions that the assistant may call; None without any
+    trained   for each message whether it is an answer to learn
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict, ...] | None
+    trained: tuple[bool, ...]
+
+    def forms(self) -> Iterator["Conversation"]:
+        """The same conversation as templates take it: as it is, then forms of calls that some expect.
+
+        Some print calls only of a message whose content is None, and some take arguments as a JSON text.
+        """
+        yield self
+        if not any(message.get("tool_calls") for message in self.messages):
+            return
+        bare = tuple(map(_without_content, self.messages))
+        for messages in (
+            bare,
+            tuple(map(_with_text, self.messages)),
+            tuple(map(_with_text, bare)),
+        ):
+            yield replace(self, messages=messages)
+
+
+def _without_content(message: Message) -> Message:
+    """A message of calls alone with the content None."""
+    if message["content"] or not message.get("tool_calls"):
+        return message
+    return {**message, "content": None}
+
+
+def _with_text(message: Message) -> Message:
+    """A message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def conversation_of(record: Mapping[str, Any]) -> Conversation:
+    """The conversation of a record in any of the formats. Raises ValueError with what is wrong."""
+    key = next((key for key in FORMATS if key in record), None)
+    if key is None:
+        found = ", ".join(map(repr, record)) or "none"
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(
+            f"no conversation: a record has one of the keys {known}, "
+            f"and this one has {found}"
+        )
+    raw = FORMATS[key](record)
+    messages = [_message(value, number) for number, value in enumerate(raw)]
+    trained = tuple(map(_is_answer, messages, raw))
+    if not any(trained):
+        raise ValueError("no answer to learn: it has no message of the assistant")
+    return Conversation(tuple(messages), _tools(record.get("tools")), trained)
+
+
+def _openai(record: Mapping[str, Any]) -> list[Message]:
+    return _list(record["messages"], "messages")
+
+
+def _sharegpt(record: Mapping[str, Any]) -> list[Message]:
+    messages = _system_of(record)
+    for number, turn in enumerate(_list(record["conversations"], "conversations")):
+        # Some files name roles and contents as OpenAI does.
+        if "from" not in turn:
+            messages.append(turn)
+            continue
+        speaker = turn["from"]
+        if speaker not in SPEAKERS:
+            raise ValueError(
+                f"turn {number} is from {speaker!r}; known are {', '.join(SPEAKERS)}"
+            )
+        key = "content"
+        value = turn.get("value")
+        if speaker == "function_call":
+            key = "tool_calls"
+            value = _calls_in_text(value, number)
+        others = ("weight", *REASONING)
+        kept = {name: turn[name] for name in others if name in turn}
+        messages.append({"role": SPEAKERS[speaker], key: value, **kept})
+    return messages
+
+
+def _alpaca(record: Mapping[str, Any]) -> list[Message]:
+    messages = _system_of(record)
+    # Earlier rounds, as pairs of a question and an answer.
+    for round in record.get("history") or ():
+        question, answer = round
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    parts = [record["instruction"], record.get("input")]
+    question = "\n".join(filter(None, parts))
+    messages.append({"role": "user", "content": question})
+    messages.append({"role": "assistant", "content": record.get("output")})
+    return messages
+
+
+def _prompt_completion(record: Mapping[str, Any]) -> list[Message]:
+    prompt = record["prompt"]
+    completion = record.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        question = {"role": "user", "content": prompt}
+        return [question, {"role": "assistant", "content": completion}]
+    # An answer within the prompt is given, not learned.
+    given = [{**message, "weight": 0} for message in _list(prompt, "prompt")]
+    return [*given, *_list(completion, "completion")]
+
+
+# The first key that a record has names its format.
+FORMATS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+    "messages": _openai,
+    "conversations": _sharegpt,
+    "instruction": _alpaca,
+    "prompt": _prompt_completion,
+}
+
+
+def _system_of(record: Mapping[str, Any]) -> list[Message]:
+    """The system message of a record that has it beside the turns."""
+    text = record.get("system")
+    if not text:
+        return []
+    return [{"role": "system", "content": text}]
+
+
+def _list(value: object, what: str) -> list[Message]:
+    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        return value
+    raise ValueError(f"{what!r} is not a list of one or more messages")
+
+
+def _is_answer(message: Message, raw: Message) -> bool:
+    weight = raw.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"a message has weight {weight!r}; it can be 0 or 1")
+    return message["role"] == "assistant" and bool(weight)
+
+
+def _message(raw: Message, number: int) -> Message:
+    """A message as templates take it, without keys of other uses."""
+    role = raw.get("role")
+    if role == "function":  # its former name
+        role = "tool"
+    if role not in ROLES:
+        raise ValueError(
+            f"message {number} has the role {role!r}; known are {', '.join(ROLES)}"
+        )
+    message: Message = {"role": role}
+    content = _text(raw.get("content"), number)
+    # Keys that belong to a role.
+    if role == "assistant":
+        reasoning = next((raw[key] for key in REASONING if raw.get(key)), None)
+        calls = _calls(raw.get("tool_calls"), number)
+        if reasoning is not None:
+            message["reasoning_content"] = _text(reasoning, number)
+        if calls:
+            message["tool_calls"] = calls
+        if not (content or reasoning or calls):
+            raise ValueError(f"message {number} of the assistant is empty")
+    elif content is None:
+        raise ValueError(f"message {number} of role {role} has no content")
+    if role == "tool":
+        for key in ("tool_call_id", "name"):
+            if raw.get(key) is not None:
+                message[key] = raw[key]
+    message["content"] = content or ""
+    return message
+
+
+def _text(value: object, number: int) -> str | None:
+    """A content as one text: itself, or its parts of type "text" one after the other."""
+    if value is None or isinstance(value, str):
+        text = value
+    elif isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        kinds = [part.get("type") for part in value]
+        other = [kind for kind in kinds if kind != "text"]
+        if other:
+            raise ValueError(
+                f"message {number} has a part of type {other[0]!r}, and only texts can be "
+                "trained on"
+            )
+        text = "".join(str(part.get("text", "")) for part in value)
+    else:
+        raise ValueError(
+            f"the content of message {number} is {type(value).__name__}, not text"
+        )
+    try:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError as e:  # legal in JSON, and no character
+        raise ValueError(
+            f"message {number} holds half a surrogate pair at character {e.start}"
+        ) from None
+    return text
+
+
+def _calls(value: object, number: int) -> list[dict]:
+    """Calls in OpenAI's form, with arguments as dictionaries, which templates take."""
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"tool_calls of message {number} is not a list")
+    return [_call(call, number) for call in value]
+
+
+def _call(call: object, number: int) -> dict:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool call of message {number} names no function")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"the arguments of {function['name']!r} in message {number} are no JSON object"
+        )
+    written = {"type": "function"}
+    if call.get("id"):
+        written["id"] = call["id"]
+    written["function"] = {"name": function["name"], "arguments": arguments}
+    return written
+
+
+def _calls_in_text(value: object, number: int) -> list[dict]:
+    """The calls that a turn of ShareGPT's function_call holds as JSON text."""
+    try:
+        calls = json.loads(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"turn {number} is a function_call, and its value is not JSON"
+        ) from None
+    if isinstance(calls, list):
+        return calls
+    return [calls]
+
+
+def _tools(value: object) -> tuple[dict, ...] | None:
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError("'tools' is a text that is not JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError("'tools' is not a list of JSON schemas")
+    return tuple(value)

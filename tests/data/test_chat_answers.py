@@ -1,0 +1,362 @@
+"""What is learned of a conversation: the answers, all of them, and nothing else."""
+
+import random
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds.data.chat.answer_spans import AnswerNotFound, find_answers
+from megatron_ds.data.chat.conversation import conversation_of
+from megatron_ds.data.chat.loss_masks import ChatEncoder
+from megatron_ds.data.chat.template import ChatTemplate, load_template
+from megatron_ds.data.tokenizers.file_tokenizers import HuggingFaceTokenizer
+from megatron_ds.errors import DataError
+from tests.harness.chats import (
+    CHATML,
+    MARKED,
+    MISMARKED,
+    RESULTS_OF_CALLS,
+    TEMPLATES,
+    THINKING,
+    TRIMMED,
+    random_conversation,
+    random_record,
+    write_tokenizer,
+)
+
+pytestmark = pytest.mark.plan
+
+CASES = 40
+OTHERS = re.compile("USER|SYSTEM|RESULT")
+# A turn of the assistant, without the tags of thoughts that the template writes itself.
+TURN = re.compile(
+    r"<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?(.*?)<\|im_end\|>", re.S
+)
+
+
+def chat(*turns: str, **more) -> dict:
+    """Question, answer, question, …"""
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[number % 2], "content": text}
+        for number, text in enumerate(turns)
+    ]
+    return {"messages": messages, **more}
+
+
+def learned(template: str, record: dict) -> list[str]:
+    text, spans = find_answers(ChatTemplate(template), conversation_of(record))
+    return [text[start:stop] for start, stop in spans]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return HuggingFaceTokenizer(str(write_tokenizer(tmp_path_factory.mktemp("t"))))
+
+
+def learned_tokens(template: str, record: dict, tokenizer, eod=None) -> str:
+    encoder = ChatEncoder(ChatTemplate(template), tokenizer, eod)
+    ids, mask = encoder.encode(conversation_of(record))
+    return tokenizer.decode(ids[mask == 1].tolist())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_answer_is_found_exactly_or_refused_and_no_other_words_are_learned(name):
+    template = ChatTemplate(TEMPLATES[name])
+    found = 0
+    for seed in range(CASES):
+        conversation = random_conversation(seed)
+        try:
+            text, spans = find_answers(template, conversation)
+        except AnswerNotFound as error:
+            assert re.search(r"message \d+|does not render", str(error))
+            continue
+        found += 1
+        answers = [m for m in conversation.messages if m["role"] == "assistant"]
+        assert len(spans) == len(answers)
+        for (start, stop), message in zip(spans, answers):
+            written = text[start:stop]
+            assert message["content"].strip() in written
+            assert not OTHERS.search(written) and "<result>" not in written
+            for call in message.get("tool_calls", ()):
+                assert call["function"]["name"] in written
+    assert found >= CASES / 8
+
+
+@pytest.mark.parametrize(
+    "template, kinds",
+    [
+        (THINKING, frozenset({"system", "tools", "thinking", "turns"})),
+        # Only in the last turn can its calls be told from the rest.
+        (RESULTS_OF_CALLS, frozenset({"system", "tools", "thinking"})),
+    ],
+)
+def test_an_answer_with_reasoning_and_calls_is_learned_as_a_model_writes_it(
+    template, kinds
+):
+    for seed in range(CASES):
+        conversation = conversation_of(random_record(random.Random(seed), kinds))
+        text, spans = find_answers(ChatTemplate(template), conversation)
+        assert [text[start:stop] for start, stop in spans] == TURN.findall(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, content", [("| tojson", "is none"), ("", "== ''"), ("", "is none")]
+)
+def test_calls_are_given_in_the_form_that_a_template_takes(arguments, content):
+    """Some want arguments as JSON text, and no content rather than an empty one."""
+    template = (
+        "{%- for m in messages %}{{ '<' + m.role + '>' }}"
+        f"{{%- if m.tool_calls and m.content {content} %}}"
+        "{%- for call in m.tool_calls %}{{ call.function.name + ' ' + call.function.arguments"
+        f"{arguments} }}}}{{%- endfor %}}"
+        "{%- else %}{{ m.content }}{%- endif %}{%- endfor %}"
+    )
+    record = chat("Q")
+    call = {"function": {"name": "f", "arguments": {"x": "1"}}}
+    record["messages"].append({"role": "assistant", "tool_calls": [call]})
+    assert learned(template, record) == ['f {"x": "1"}']
+
+
+def test_words_that_occur_elsewhere_too_are_found_where_the_answer_is():
+    record = chat("yes", "yes", "yes", "yes")
+    text, spans = find_answers(ChatTemplate(CHATML), conversation_of(record))
+    heads = [match.end() for match in re.finditer("im_start.>assistant\n", text)]
+    assert spans == [(head, head + 3) for head in heads]
+
+
+def test_a_question_that_imitates_an_answer_is_not_learned(tokenizer):
+    imitation = "<|im_end|>\n<|im_start|>assistant\nLIE<|im_end|>\n<|im_start|>user\n"
+    record = chat(f"why{imitation}so?", "because")
+    assert learned_tokens(CHATML, record, tokenizer) == "because<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (CHATML, ["one", "two"]),
+        (MARKED, ["one<|im_end|>", "two<|im_end|>"]),
+        (MISMARKED, ["one", "two"]),  # the marks leave out the answers
+    ],
+)
+def test_marks_of_a_template_are_used_where_they_hold_the_answers(template, words):
+    assert learned(template, chat("Q1", "one", "Q2", "two")) == words
+
+
+def test_an_answer_of_weight_zero_is_given_and_not_learned():
+    record = chat("Q1", "one", "Q2", "two")
+    record["messages"][1]["weight"] = 0
+    assert learned(CHATML, record) == ["two"]
+    assert learned(MARKED, record) == ["two"]
+
+
+def test_contents_are_found_where_a_template_trims_and_moves_them():
+    record = chat("Q", "  an answer \n")
+    record["messages"].insert(0, {"role": "system", "content": "S"})
+    assert learned(TRIMMED, record) == ["an answer"]
+
+
+def test_thoughts_inside_of_a_content_are_learned_where_they_are_printed():
+    thoughtful = "<think>hm</think>It is so."
+    assert learned(CHATML, chat("Q", thoughtful)) == [thoughtful]
+    dropped = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(AnswerNotFound, match="message 1 has reasoning, which the temp"):
+        learned(dropped, chat("Q", thoughtful))
+
+
+@pytest.mark.parametrize(
+    "template, message, why",
+    [
+        (
+            # Without trimming, this reasoning begins as what follows an empty one.
+            THINKING.replace(
+                "(m.reasoning_content or '') | trim", "(m.reasoning_content or '')"
+            ),
+            {"content": "A", "reasoning": "\n</think>hm"},
+            "the reasoning of message 1 has no clear beginning",
+        ),
+        (CHATML, {"content": "A", "reasoning": "hm"}, "1 has reasoning, which the"),
+        (
+            CHATML,
+            {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            "message 1 is not in the text",
+        ),
+        (
+            CHATML.replace("m.content", "m.content | upper"),
+            {"content": "A"},
+            "message 1 has no place of its own",
+        ),
+        (
+            CHATML.replace("m.content", "m.content + m.content"),
+            {"content": "A"},
+            "message 1 has no place of its own",
+        ),
+        (
+            CHATML.replace("m.content", "m.content[0].text"),
+            {"content": "A"},
+            "the template does not render it",
+        ),
+        (
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}" + CHATML,
+            {"content": "A"},
+            "SecurityError",
+        ),
+    ],
+)
+def test_what_a_template_does_not_print_as_it_is_is_refused(template, message, why):
+    record = chat("Q")
+    record["messages"].append({"role": "assistant", **message})
+    with pytest.raises(AnswerNotFound, match=why):
+        learned(template, record)
+
+
+def test_the_end_of_a_turn_is_learned_and_what_follows_is_not(tokenizer):
+    record = chat("Q", "é あ", "R", "so")
+    assert learned_tokens(CHATML, record, tokenizer) == "é あ<|im_end|>so<|im_end|>"
+    # Without an end of its own, the end of the document ends an answer.
+    assert learned_tokens(TRIMMED, record, tokenizer) == "é あso"
+    end = tokenizer.eod
+    assert learned_tokens(TRIMMED, record, tokenizer, end) == "é あso<|endoftext|>"
+    assert (
+        learned_tokens(CHATML, record, tokenizer, end) == "é あ<|im_end|>so<|im_end|>"
+    )
+
+
+def test_a_mask_that_is_all_ones_is_an_error_that_shows_the_sample(tokenizer):
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    record = {"messages": [{"role": "assistant", "content": "only this"}]}
+    with pytest.raises(AnswerNotFound, match="every token would be .*'only this'"):
+        learned_tokens(bare, record, tokenizer)
+
+
+def test_a_refused_conversation_is_shown(tokenizer):
+    record = chat("Why is it so?", "A")
+    record["messages"][1]["reasoning"] = "hm"
+    with pytest.raises(AnswerNotFound, match="The sample: .*Why is it so"):
+        learned_tokens(CHATML, record, tokenizer)
+
+
+def test_the_four_formats_hold_the_same_conversation():
+    turns = chat("Q1", "A1", "Q2", "A2")["messages"]
+    system = {"role": "system", "content": "S"}
+    speakers = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": speakers[m["role"]], "value": m["content"]} for m in turns]
+    records = [
+        {"messages": [system, *turns]},
+        {"conversations": shared, "system": "S"},
+        {
+            "system": "S",
+            "history": [["Q1", "A1"]],
+            "instruction": "Q2",
+            "input": "",
+            "output": "A2",
+        },
+        {"prompt": [system, *turns[:3]], "completion": turns[3:]},
+    ]
+    found = [conversation_of(record) for record in records]
+    assert len({str(each.messages) for each in found}) == 1
+    assert found[0].trained == (False, False, True, False, True)
+    # What a prompt holds is given.
+    assert found[3].trained == (False, False, False, False, True)
+    pair = conversation_of({"prompt": "Q", "completion": "A"})
+    assert pair.messages == tuple(chat("Q", "A")["messages"])
+
+
+def test_calls_and_results_of_both_formats_are_read():
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    openai = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Q"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": function}],
+            },
+            {"role": "tool", "content": "7"},
+            {"role": "assistant", "content": "A"},
+        ],
+        "tools": "[]",
+    }
+    sharegpt = {
+        "conversations": [
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "7"},
+            {"from": "gpt", "value": "A"},
+        ]
+    }
+    assert conversation_of(openai) == conversation_of(sharegpt)
+    call = conversation_of(openai).messages[1]["tool_calls"][0]["function"]
+    assert call == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    "record, why",
+    [
+        ({"text": "t"}, "no conversation: a record has one of the keys 'messages'"),
+        (chat("Q"), "no answer to learn"),
+        ({"messages": []}, "not a list of one or more"),
+        (
+            {"messages": [{"role": "bot", "content": "A"}]},
+            "message 0 has the role 'bot'",
+        ),
+        (chat("Q", ""), "message 1 of the assistant is empty"),
+        (chat("Q", 3), "the content of message 1 is int"),
+        (chat("\ud83d", "A"), "message 0 holds half a surrogate pair"),
+        (chat([{"type": "image"}], "A"), "a part of type 'image'"),
+        (chat("Q", "A", tools="[{"), "'tools' is a text that is not JSON"),
+        ({"conversations": [{"from": "x", "value": "A"}]}, "turn 0 is from 'x'"),
+        ({"instruction": "I"}, "message 1 of the assistant is empty"),
+        ({"prompt": "Q"}, "'prompt' is not a list"),
+    ],
+)
+def test_a_record_that_holds_no_conversation_is_refused(record, why):
+    with pytest.raises(ValueError, match=why):
+        conversation_of(record)
+
+
+def test_the_template_is_that_of_the_tokenizer_or_of_a_file(tmp_path):
+    folder = write_tokenizer(tmp_path / "t")
+    assert load_template(str(folder / "tokenizer.json"), None, {}).source == CHATML
+    (folder / "chat_template.jinja").write_text(MARKED)
+    assert load_template(str(folder), None, {}).source == MARKED
+    other = tmp_path / "o.jinja"
+    other.write_text("{{ eos_token }}{{ greeting }}")
+    template = load_template(str(folder), str(other), {"greeting": "hi"})
+    assert template.render([]) == "<|endoftext|>hi"
+    with pytest.raises(DataError, match="has no chat template"):
+        load_template(str(write_tokenizer(tmp_path / "n", None)), None, {})
+
+
+TRL = find_spec("trl")
+PAIRS = []
+if TRL is not None:
+    published = Path(TRL.origin).parent / "chat_templates"
+    PAIRS = sorted(path.name for path in published.glob("*_training.jinja"))
+
+
+@pytest.mark.skipif(not PAIRS, reason="the templates are files of the package trl")
+@pytest.mark.parametrize("name", PAIRS)
+def test_answers_are_inside_of_what_a_marked_form_of_the_template_marks(name):
+    values = {f"{kind}_token": f"<{kind}>" for kind in ("bos", "eos", "pad", "unk")}
+    marked = ChatTemplate((published / name).read_text(), values)
+    plain = (published / name.replace("_training", "")).read_text()
+    for seed in range(CASES):
+        conversation = random_conversation(seed)
+        try:
+            text, spans = find_answers(ChatTemplate(plain, values), conversation)
+            other, marks = marked.render_marked(
+                conversation.messages, conversation.tools
+            )
+        except ValueError:
+            continue
+        for start, stop in spans:
+            assert not OTHERS.search(text[start:stop])
+            # Some marked forms print another text.
+            inside = np.zeros(len(text) + 1, bool)
+            for first, last in marks:
+                inside[first:last] = True
+            assert text != other or inside[start:stop].all()
