@@ -139,7 +139,10 @@ def build_engine(
 
     # The optimizer takes over the parameters. On all ranks, because one rank's disk may be full.
     groups = _data_groups(config, mesh)
-    make = partial(_build_optimizer, config, mesh, groups, built, parameters)
+    settings = ZeroSettings.from_config(config)
+    if not trains:
+        settings = replace(settings, frozen_masters=False)
+    make = partial(_build_optimizer, config, settings, mesh, groups, built, parameters)
     optimizer = on_all_ranks(mesh.group("world"), make)
 
     stages = {
@@ -230,6 +233,7 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
 
 def _build_optimizer(
     config: RunConfig,
+    settings: ZeroSettings,
     mesh: Mesh,
     groups: DataGroups,
     stages: Mapping[int, nn.ModuleList],
@@ -242,7 +246,7 @@ def _build_optimizer(
     coordinates = mesh.coordinates
     return ZeroOptimizer(
         parameters,
-        ZeroSettings.from_config(config),
+        settings,
         groups,
         ParameterUse.of_stages(stages, counts),
         mesh.device,

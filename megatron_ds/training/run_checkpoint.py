@@ -422,6 +422,7 @@ def load_run(engine: Replica, start: Start) -> Progress:
         coordinates=mesh.coordinates,
         world=mesh.group("world"),
         kinds=None if with_optimizer else (WEIGHT,),
+        exact=with_optimizer,  # weights that are not trained have no fp32 copies
     )
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])

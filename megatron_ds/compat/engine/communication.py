@@ -41,7 +41,7 @@ def recorded_call(
 ) -> Any:
     """A collective that a program calls itself, recorded as one of the group "program".
 
-    ranks      of its group, none where this one is not in it
+    ranks      of its group; none where this one is not in it
     num_bytes  payload, as of `LoggedMessage`
     begin      starts it in the background
     """
