@@ -178,21 +178,44 @@ def _with_kernel(
     )
 
 
+def dropout_of_columns(
+    x: torch.Tensor,
+    columns: range,
+    width: int,
+    p: float,
+    seed: int,
+    site: str,
+    sample_ids: tuple[int, ...],
+    rows: range,
+    picked: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`dropout` of x [s, b, len(columns)], which has these columns of a tensor [s, b, width]: each of the ranks that
+    divide the columns draws the masks of all, and uses its own."""
+    if p == 0.0:
+        return x
+    keys = sample_keys(seed, site, sample_ids)
+    whole = x.new_empty((*x.shape[:2], width), device="meta")
+    mask = _hidden_mask(whole, p, keys, rows, picked, x.device)
+    return apply_mask(x, mask[..., columns.start : columns.stop].contiguous(), p)
+
+
 def _hidden_mask(
     x: torch.Tensor,
     p: float,
     keys: Sequence[Key],
     rows: range,
     picked: torch.Tensor | None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """bool [s, b, h], contiguous."""
+    """bool [s, b, h], contiguous. device: that of x by default, which gives the shape."""
+    device = device or x.device
     _check_held(x, keys, rows, picked)
     s, b, h = x.shape
     if picked is None:
-        mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
+        mask = torch.empty(s, b, h, dtype=torch.bool, device=device)
         draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
         return mask
-    whole = keep_masks(p, keys, rows, h, device=x.device)  # [b, rows, h]
+    whole = keep_masks(p, keys, rows, h, device=device)  # [b, rows, h]
     return (
         whole.gather(1, picked[:, :, None].expand(-1, -1, h))
         .transpose(0, 1)

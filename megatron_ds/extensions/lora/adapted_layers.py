@@ -14,6 +14,7 @@ from ...moe.experts import GroupedLinear
 from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .adapter import AdaptedExperts, AdaptedLinear
+from .adapter_dropout import AdapterDropout, BatchUnderWay
 from .lora_options import LoraConfig
 from .lora_targets import TARGETS
 
@@ -95,11 +96,15 @@ def _adapted(
 ) -> nn.Module:
     module = layer.make(*tied)
     module.requires_grad_(False)
-    if layer.is_block:
-        for parent, name, linear in list(_linear_layers(module)):
-            if parts := _parts_of(name, settings.targets):
-                adapted = _with_adapter(linear, parts, settings, ctx)
-                setattr(parent, name, adapted)
+    if not layer.is_block:
+        return module
+    under_way = BatchUnderWay()
+    if settings.lora_dropout:
+        under_way.follow(module)
+    for parent, name, linear in list(_linear_layers(module)):
+        if parts := _parts_of(name, settings.targets):
+            adapted = _with_adapter(linear, parts, settings, ctx, under_way)
+            setattr(parent, name, adapted)
     return module
 
 
@@ -122,9 +127,17 @@ def _with_adapter(
     parts: Sequence[int | None],
     settings: LoraConfig,
     ctx: ParallelContext,
+    under_way: BatchUnderWay,
 ) -> nn.Module:
     rank = settings.lora_rank
     scale = settings.scale
     if isinstance(linear, GroupedLinear):
         return AdaptedExperts(linear, rank, scale, ctx)
-    return AdaptedLinear(linear, parts, rank, scale, ctx)
+    # Adapters of one layer drop different elements of its input.
+    spec = linear.weight.spec
+    width = spec.shape[1] if isinstance(linear, RowParallelLinear) else None
+    drops = []
+    for part in parts:
+        site = f"{spec.name}.lora.{part}"
+        drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
+    return AdaptedLinear(linear, parts, rank, scale, ctx, drops)

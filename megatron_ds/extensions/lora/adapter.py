@@ -14,7 +14,7 @@ A starts with normally distributed values of the variance of peft's (1 / 3 in), 
 begins at the model without adapters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -30,12 +30,14 @@ from ...tensor_parallel.linear import (
 from .lora_targets import PackedRows
 
 Linear = ColumnParallelLinear | RowParallelLinear
+Drop = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AdaptedLinear(nn.Module):
     """A frozen linear layer with adapters: x → the layer's output + those of its adapters.
 
     parts  of the packed rows, each with an adapter; (None,): one adapter for all rows
+    drops  dropout of the input of each adapter
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class AdaptedLinear(nn.Module):
         rank: int,
         scale: float,
         ctx: ParallelContext,
+        drops: Sequence[Drop],
     ):
         super().__init__()
         self.base = base
         self.scale = scale
+        self.drops = drops
         self.rows = PackedRows.of(base.weight.spec)
         self.parts = tuple(parts)
         self.adapters = nn.ModuleList(
@@ -68,7 +72,9 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x as the layer takes it; the collectives of the layer, and of its adapters with r channels."""
         y = self.base(x)
-        outputs = [up(down(x) * self.scale) for down, up in self.adapters]
+        outputs = []
+        for drop, (down, up) in zip(self.drops, self.adapters):
+            outputs.append(up(down(drop(x)) * self.scale))
         return y + self.packed(outputs, y)
 
     def packed(

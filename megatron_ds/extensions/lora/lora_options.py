@@ -28,6 +28,14 @@ class LoraConfig(Adapters):
         needs=LORA,
         help="The output of an adapter is multiplied by this number / rank. Default: the rank, for a factor of 1.",
     )
+    lora_dropout: float = option(
+        0.0,
+        at_least=0,
+        below=1,
+        needs=LORA,
+        help="Probability with which an element of the input of an adapter is set to 0 in training. Not for adapters "
+        "of experts.",
+    )
     lora_target_modules: tuple[str, ...] = option(
         LAYERS,
         choices=(*TARGETS, ALL_LINEAR),

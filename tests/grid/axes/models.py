@@ -53,6 +53,10 @@ PARALLEL = {
 
 # Adapters of whole layers, and of some of their rows.
 LORA = {"--lora-rank": 3, "--lora-alpha": 6}
+LORA_DROPPED = LORA | {
+    "--lora-target-modules": "k_proj,linear_proj",
+    "--lora-dropout": 0.2,
+}
 LORA_ROWS = LORA | {"--lora-target-modules": "q_proj,v_proj,o_proj,down_proj"}
 
 
@@ -129,7 +133,12 @@ AXES = (
     Axis("block", {"plain": {}, "parallel": PARALLEL}, shows=halves),
     Axis(
         "adapters",
-        {"none": {}, "lora": lora(LORA), "rows": lora(LORA_ROWS)},
+        {
+            "none": {},
+            "lora": lora(LORA),
+            "rows": lora(LORA_ROWS),
+            "dropped": lora(LORA_DROPPED),
+        },
         # Muon and LAMB give rounding the size of the weights, which are 0 at first.
         needs=(
             lambda adapters, optimizer: (
