@@ -168,7 +168,7 @@ def outcomes(path: Path) -> dict[str, str]:
 class Reason(NamedTuple):
     """Why tests whose name begins with `start` fail here.
 
-    kind  internal: they check DeepSpeed's implementation; text: the words of a message; public: public API
+    kind  internal: they check DeepSpeed's implementation; text: the text of a message; public: public API
     """
 
     start: str

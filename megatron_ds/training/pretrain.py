@@ -189,6 +189,7 @@ def train(
         # What to load, and whether data and model are the same as in the saved run.
         start = find_start(checkpoint, world)
         as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
+        recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
         config, tokenizer, loaders = on_all_ranks(
             world, lambda: _open_data(as_given, mesh)
         )

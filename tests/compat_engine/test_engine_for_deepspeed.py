@@ -429,7 +429,9 @@ def test_no_sync_is_refused_where_gradients_are_sharded():
     for stage in (2, 3):
         engine = one(config=CONFIG | {"zero_optimization": {"stage": stage}})
         with (
-            pytest.raises(AssertionError, match=f"ZeRO stage {stage} shards them"),
+            pytest.raises(
+                AssertionError, match=f"ZeRO stage {stage}: .* this stage shards them"
+            ),
             engine.no_sync(),
         ):
             pass

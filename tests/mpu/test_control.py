@@ -78,16 +78,28 @@ def test_a_rank_of_a_thousand_opens_fewer_than_200_sockets(name):
         assert with_gloo_in_each > 1000
 
 
+def wait_for_all(name, size):
+    """Wait until all ranks are here, by the store, to which each has a connection already."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(name, 1)
+    while store.add(name, 0) < size:
+        time.sleep(0.01)
+
+
 def count_sockets(rank, world):
     control = new_lazy_group(timedelta(seconds=60))
     made = sockets_open()
+    wait_for_all("counted", world.size)  # a peer that connects earlier would count
     for axes, ranks in groups_of(SMALL, rank):
         objects = ring_gather((axes, rank, "x" * rank), ranks, "-".join(axes), control)
         assert objects == [(axes, other, "x" * other) for other in ranks]
+    wait_for_all("connected", world.size)
     connected = sockets_open()
+    wait_for_all("counted again", world.size)
     before_mesh = sockets_open()
     whole = dist.new_group(backend="gloo")
     meshed = sockets_open()
+    wait_for_all("meshed", world.size)  # a peer that leaves earlier would close its end
     dist.destroy_process_group(whole)
     dist.destroy_process_group(control)
     return connected - made, meshed - before_mesh
