@@ -166,7 +166,7 @@ def _with_kernel(
     rows: range,
     picked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check_held(x, sample_ids, rows, picked)
+    _check_held(x.shape, sample_ids, rows, picked)
     seeds = [seed_of(*key) for key in sample_keys(seed, site, sample_ids)]
     return dropout_kernels.dropout(
         x,
@@ -178,39 +178,27 @@ def _with_kernel(
     )
 
 
-def dropout_of_columns(
-    x: torch.Tensor,
-    columns: range,
-    width: int,
-    p: float,
-    seed: int,
-    site: str,
-    sample_ids: tuple[int, ...],
-    rows: range,
-    picked: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`dropout` of x [s, b, len(columns)], which has these columns of a tensor [s, b, width]: each of the ranks that
-    divide the columns draws the masks of all, and uses its own."""
-    if p == 0.0:
-        return x
-    keys = sample_keys(seed, site, sample_ids)
-    whole = x.new_empty((*x.shape[:2], width), device="meta")
-    mask = _hidden_mask(whole, p, keys, rows, picked, x.device)
-    return apply_mask(x, mask[..., columns.start : columns.stop].contiguous(), p)
-
-
 def _hidden_mask(
     x: torch.Tensor,
     p: float,
     keys: Sequence[Key],
     rows: range,
     picked: torch.Tensor | None,
-    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """bool [s, b, h], contiguous. device: that of x by default, which gives the shape."""
-    device = device or x.device
-    _check_held(x, keys, rows, picked)
-    s, b, h = x.shape
+    return hidden_mask(x.shape, p, keys, rows, picked, x.device)
+
+
+def hidden_mask(
+    shape: Sequence[int],
+    p: float,
+    keys: Sequence[Key],
+    rows: range,
+    picked: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """bool [s, b, h], contiguous: where `dropout` keeps a tensor of this shape. keys: of the b samples."""
+    s, b, h = shape
+    _check_held(shape, keys, rows, picked)
     if picked is None:
         mask = torch.empty(s, b, h, dtype=torch.bool, device=device)
         draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
@@ -224,11 +212,11 @@ def _hidden_mask(
 
 
 def _check_held(
-    x: torch.Tensor, samples: Sequence, rows: range, picked: torch.Tensor | None
+    shape: Sequence[int], samples: Sequence, rows: range, picked: torch.Tensor | None
 ) -> None:
     held = len(rows) if picked is None else picked.shape[1]
-    assert (held, len(samples)) == x.shape[:2], (
-        f"x is {list(x.shape)}, got {len(samples)} samples, {held} rows"
+    assert (held, len(samples)) == tuple(shape[:2]), (
+        f"x is {list(shape)}, got {len(samples)} samples, {held} rows"
     )
 
 

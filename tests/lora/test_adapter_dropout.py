@@ -10,28 +10,28 @@ from megatron_ds.data.samples.gpt_data import GPT_DATA
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.lora.adapter_dropout import AdapterDropout, BatchUnderWay
 from megatron_ds.mpu.context import ParallelContext
-from megatron_ds.ops.dropout import dropout, dropout_of_columns
+from megatron_ds.mpu.fake_group import fake_mesh
+from megatron_ds.mpu.grid import Grid
 from tests.harness.pretraining import MOCK
 
 pytestmark = pytest.mark.plan
 
 S, B, H = 16, 3, 64
-KEY = {"p": 0.25, "seed": 5, "site": "here", "sample_ids": (4, 9, 2)}
 
 
 def test_parts_of_the_channels_have_the_masks_of_the_whole():
+    """The ranks of a row layer divide its input."""
+    under_way = BatchUnderWay()
+    under_way.batch = GPT_DATA.blank(B, S, "cpu")
     x = torch.ones(S, B, H)
-    whole = dropout(x, rows=range(S), **KEY)
-    halves = [
-        dropout_of_columns(x[..., part], part_range, H, rows=range(S), **KEY)
-        for part, part_range in (
-            (slice(0, 32), range(32)),
-            (slice(32, 64), range(32, 64)),
-        )
-    ]
+    whole = AdapterDropout(0.25, "here", None, ParallelContext(), under_way)(x)
+    halves = []
+    for rank in range(2):
+        ctx = ParallelContext(fake_mesh(Grid(tp=2), rank, "cpu"))
+        drop = AdapterDropout(0.25, "here", H, ctx, under_way)
+        halves.append(drop(x[..., : H // 2]))
     assert torch.equal(torch.cat(halves, -1), whole)
-    dropped = (whole == 0).float().mean()
-    assert 0.2 < dropped < 0.3
+    assert 0.2 < (whole == 0).float().mean() < 0.3
 
 
 @pytest.mark.parametrize("training", [True, False])

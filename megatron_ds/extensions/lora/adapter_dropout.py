@@ -11,7 +11,7 @@ from torch import nn
 
 from ...batch.batch import Batch
 from ...mpu.context import ParallelContext
-from ...ops.dropout import dropout, dropout_of_columns
+from ...ops.dropout import apply_mask, dropout, hidden_mask, sample_keys
 
 
 class BatchUnderWay:
@@ -55,17 +55,10 @@ class AdapterDropout:
             return dropout(
                 x, self.p, ctx.seed, self.site, batch.sample_ids, rows, picked
             )
+        # Each of the ranks that divide the channels draws the masks of all, and uses its own.
         rows, picked = batch.positions()
-        held = x.shape[-1]
-        columns = range(ctx.tp.rank * held, (ctx.tp.rank + 1) * held)
-        return dropout_of_columns(
-            x,
-            columns,
-            self.width,
-            self.p,
-            ctx.seed,
-            self.site,
-            batch.sample_ids,
-            rows,
-            picked,
-        )
+        keys = sample_keys(ctx.seed, self.site, batch.sample_ids)
+        *outer, held = x.shape
+        whole = hidden_mask((*outer, self.width), self.p, keys, rows, picked, x.device)
+        first = ctx.tp.rank * held
+        return apply_mask(x, whole[..., first : first + held].contiguous(), self.p)
