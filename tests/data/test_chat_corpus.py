@@ -89,9 +89,16 @@ def test_shards_merged_are_the_bytes_of_one_run_and_a_shard_without_masks_is_mad
     assert merge(["--input", *inputs, "--output-prefix", str(output)]) == 0
     assert bytes_of(output) == bytes_of(folder / "one_chat_document")
     assert inspect([str(output), "--check"]) == 0
-    # Conversations and texts do not mix.
-    mask_path(names[0]).unlink()
-    assert merge(["--input", *inputs, "--output-prefix", str(folder / "no")]) != 0
+    # Conversations and texts do not mix, and a mask that was lost is not forgotten.
+    for name in names:
+        mask_path(name).unlink()
+        assert merge(["--input", *inputs, "--output-prefix", str(folder / "no")]) != 0
+        assert inspect([str(name), "--check"]) != 0
+    # Texts that replace conversations have no mask beside them.
+    for name in names:
+        name.with_suffix(".json").unlink()
+    assert merge(["--input", *inputs, "--output-prefix", str(output)]) == 0
+    assert not mask_path(output).exists()
 
 
 @pytest.mark.skipif(
