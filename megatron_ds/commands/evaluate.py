@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,14 @@ from megatron_ds.training.evaluation.zero_shot import lambada, wikitext103
 
 Results = Mapping[str, Any]
 STRIDE = 32  # tokens between two windows, as in Megatron
-# Flags that one kind of evaluation alone has.
-OF_A_FILE = ("valid_data", "overlapping_eval", "strict_lambada", "detokenizer")
-OF_THE_HARNESS = ("include_path", "num_fewshot", "limit", "bootstrap")
+# The flags of each --task, and of --tasks.
+OF_A_FILE = ("valid_data", "detokenizer")
+USED = {
+    "WIKITEXT103": (*OF_A_FILE, "overlapping_eval"),
+    "LAMBADA": (*OF_A_FILE, "strict_lambada"),
+    None: ("include_path", "num_fewshot", "limit", "bootstrap"),
+}
+LEAST = {"overlapping_eval": 1, "num_fewshot": 0, "limit": 1, "bootstrap": 0}
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +106,6 @@ def _parser() -> Arguments:
     add(
         "--bootstrap",
         type=int,
-        default=0,
         metavar="N",
         help="resamples for standard errors (default 0: none; lm_eval's own default is 100000)",
     )
@@ -116,12 +121,17 @@ def check(args: argparse.Namespace) -> None:
             f"{given} of --task and --tasks is given. Use --task {' or '.join(TASKS)} with --valid-data FILE, or "
             "--tasks with names of lm-evaluation-harness."
         )
-    others = OF_THE_HARNESS if args.task else OF_A_FILE
-    if needless := [name for name in others if getattr(args, name)]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in needless)
-        raise ConfigError(
-            f"{flags} has no effect with {'--task' if args.task else '--tasks'}. Remove it."
-        )
+    # Flags of another kind, and their values.
+    chosen = f"--task {args.task}" if args.task else "--tasks"
+    for name in dict.fromkeys(chain(*USED.values())):
+        value = getattr(args, name)
+        if value is None or value is False:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if name not in USED[args.task]:
+            raise ConfigError(f"{flag} has no effect with {chosen}. Remove it.")
+        if value < LEAST.get(name, value):
+            raise ConfigError(f"{flag} {value}: use {LEAST[name]} or more.")
     if args.tasks:
         check_harness()
     if args.task and args.valid_data is None:
@@ -184,7 +194,7 @@ def harness(model: LoadedModel, args: argparse.Namespace) -> Results:
         args.include_path,
         args.num_fewshot,
         args.limit,
-        args.bootstrap,
+        args.bootstrap or 0,
     )
     return HarnessRun(Scorer(model.engine), model.tokenizer, wanted).results()
 

@@ -218,11 +218,11 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
         if masks:
             mask = masks.get(i, 0, len(ids))
             print(painted(ids, mask, tokenizer, colors))
-            continue
-        print(
-            f"  [{' '.join(map(str, ids))}]"
-            + (f" {tokenizer.decode(ids)!r}" if tokenizer else "")
-        )
+        else:
+            print(
+                f"  [{' '.join(map(str, ids))}]"
+                + (f" {tokenizer.decode(ids)!r}" if tokenizer else "")
+            )
         if not left:
             break
 

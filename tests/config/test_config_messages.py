@@ -243,6 +243,12 @@ CASES = [
             (1, "--fim-data --fim-fragment-rate 0.1 --fim-pad-token <pad>"),
             (1, f"{SAMPLES} 100 --fim-data"),
             (1, f"{SAMPLES} 100 --pack-documents --fim-data"),
+            (1, f"{SAMPLES} 100 --sft --curriculum-type seqlen_truncate"),
+            (
+                1,
+                f"{MODEL} {RUN} --lr 1 --train-iters 9 --data-path a --vocab-size 9 --tokenizer-type NullTokenizer "
+                "--sft --no-pack-documents --no-calculate-per-token-loss",
+            ),
             (1, f"{SAMPLES} 100 --fim-spm-rate 0 --fim-fragment-rate 0.1"),
             (
                 2,

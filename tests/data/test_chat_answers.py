@@ -265,6 +265,19 @@ def test_the_four_formats_hold_the_same_conversation():
     assert pair.messages == tuple(chat("Q", "A")["messages"])
 
 
+def test_half_a_surrogate_pair_in_a_tool_is_refused():
+    record = chat("Q", "A", tools=[{"name": "\ud83d"}])
+    with pytest.raises(AnswerNotFound, match="half a surrogate pair at character 30"):
+        learned(THINKING, record)
+
+
+def test_the_former_name_of_a_call_is_read():
+    function = {"name": "f", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "so", "function_call": function}
+    found = conversation_of({"messages": [answer]}).messages[0]
+    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
 def test_calls_and_results_of_both_formats_are_read():
     function = {"name": "f", "arguments": '{"x": 1}'}
     openai = {
@@ -311,6 +324,14 @@ def test_calls_and_results_of_both_formats_are_read():
         ({"conversations": [{"from": "x", "value": "A"}]}, "turn 0 is from 'x'"),
         ({"instruction": "I"}, "message 1 of the assistant is empty"),
         ({"prompt": "Q"}, "'prompt' is not a list"),
+        # Values of other types than the format has.
+        ({"conversations": [{"from": ["gpt"]}]}, "turn 0 is from"),
+        ({"instruction": ["I"], "output": "A"}, "'instruction' or 'input' is not text"),
+        ({"instruction": "I", "output": "A", "history": ["ab"]}, "a list of pairs"),
+        ({"instruction": "I", "output": "A", "history": 1}, "a list of pairs"),
+        (chat([{"type": "text", "text": None}], "A"), "part of type 'text' without"),
+        (chat("Q", "A", tools="[" * 10**6), "'tools' is a text that is not JSON"),
+        ({"messages": [{"role": "assistant", "weight": 0, "content": "A"}]}, "not 0"),
     ],
 )
 def test_a_record_that_holds_no_conversation_is_refused(record, why):

@@ -89,9 +89,16 @@ def test_shards_merged_are_the_bytes_of_one_run_and_a_shard_without_masks_is_mad
     assert merge(["--input", *inputs, "--output-prefix", str(output)]) == 0
     assert bytes_of(output) == bytes_of(folder / "one_chat_document")
     assert inspect([str(output), "--check"]) == 0
-    # Conversations and texts do not mix.
-    mask_path(names[0]).unlink()
-    assert merge(["--input", *inputs, "--output-prefix", str(folder / "no")]) != 0
+    # Conversations and texts do not mix, and a mask that was lost is not forgotten.
+    for name in names:
+        mask_path(name).unlink()
+        assert merge(["--input", *inputs, "--output-prefix", str(folder / "no")]) != 0
+        assert inspect([str(name), "--check"]) != 0
+    # Texts that replace conversations have no mask beside them.
+    for name in names:
+        name.with_suffix(".json").unlink()
+    assert merge(["--input", *inputs, "--output-prefix", str(output)]) == 0
+    assert not mask_path(output).exists()
 
 
 @pytest.mark.skipif(
@@ -189,7 +196,7 @@ def datasets_of(config):
     return build_datasets(config, (1, 0, 0), words)
 
 
-@pytest.mark.parametrize("seq_length", [60, 200, 4000])
+@pytest.mark.parametrize("seq_length", [80, 200, 4000])
 def test_batches_count_the_answers_and_nothing_else(folder, seq_length, caplog):
     config = parse_run(folder, seq_length)
     words = words_of(config)
@@ -202,8 +209,20 @@ def test_batches_count_the_answers_and_nothing_else(folder, seq_length, caplog):
     # A conversation longer than a sample loses its end.
     kept = [slice(1, seq_length + 1)] * COUNT
     expected = [corpus[i][part][masks.get(i)[part] == 1] for i, part in enumerate(kept)]
+    assert any(map(len, expected))
     found = batch.labels[batch.loss_mask.bool()]
     assert sorted(found.tolist()) == sorted(np.concatenate(expected).tolist())
-    is_cut = bool((corpus.lengths > seq_length + 1).any())
-    assert ("lose their end" in caplog.text) == is_cut
+    is_cut = corpus.lengths > seq_length + 1
+    assert ("lose their end" in caplog.text) == is_cut.any()
+    empty = sum(not len(answers) for answers in expected)
+    words = f"{is_cut.sum()} of {COUNT} conversations are longer"
+    if is_cut.any():
+        assert words in caplog.text and f"{empty} of them all" in caplog.text
     assert config.train.calculate_per_token_loss and config.data.pack_documents
+
+
+def test_samples_too_short_for_any_answer_are_an_error(folder):
+    with pytest.raises(
+        DataError, match=f"all answers of all {COUNT} conv.* after the 4"
+    ):
+        datasets_of(parse_run(folder, 3))

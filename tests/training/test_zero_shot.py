@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megatron_ds.commands.evaluate import run_tool
 from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.evaluation.detokenizers import DETOKENIZERS
@@ -108,6 +109,38 @@ def test_strict_and_other_last_words(tmp_path):
     assert lambada(score, WORDS, path, length=3, strict=True)["shortened"] == 1
 
 
+def test_a_target_does_not_begin_with_the_token_that_begins_texts():
+    class Beginning:
+        def encode(self, text):
+            return [1, *text.encode()]
+
+    assert last_word(Beginning(), "a b", strict=True) == ([1, 97], [32, 98])
+
+
+def test_passages_are_lines_that_end_with_a_line_feed_alone(tmp_path):
+    """JSON allows other line separators, such as U+2028, inside of a text."""
+    path = tmp_path / "lambada.jsonl"
+    path.write_bytes('{"text": "1\u2028 2 3"}\r\n{"text": "1 2"}'.encode())
+    found = lambada(score, WORDS, path, length=4, strict=True)
+    assert (found["correct"], found["passages"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        ("--task WIKITEXT103 --overlapping-eval 0", "--overlapping-eval 0: use 1 or"),
+        ("--task WIKITEXT103 --strict-lambada", "no effect with --task WIKITEXT103"),
+        ("--task LAMBADA --overlapping-eval 4", "no effect with --task LAMBADA"),
+        ("--task LAMBADA --num-fewshot 0", "--num-fewshot has no effect"),
+        ("--tasks a --limit 0", "--limit 0: use 1 or more"),
+        ("--tasks a --valid-data f", "--valid-data has no effect with --tasks"),
+    ],
+)
+def test_flags_without_effect_and_sizes_out_of_range_are_refused(flags, why):
+    with pytest.raises(ConfigError, match=why):
+        run_tool(["--load", "absent", *flags.split()])
+
+
 def test_what_cannot_be_evaluated_is_an_error(tmp_path):
     path = tmp_path / "text"
     path.write_text("1")
@@ -115,6 +148,9 @@ def test_what_cannot_be_evaluated_is_an_error(tmp_path):
         wikitext103(score, WORDS, path, length=4, stride=2, detokenizer="none")
     with pytest.raises(ConfigError, match="Use 1 to 4"):
         wikitext103(score, WORDS, path, length=4, stride=5)
+    with pytest.raises(DataError, match=r"text:1: cannot read"):
+        lambada(score, WORDS, path, length=4, strict=False)
+    path.write_text('{"text": 1}')
     with pytest.raises(DataError, match=r"text:1: cannot read"):
         lambada(score, WORDS, path, length=4, strict=False)
     path.write_text('{"text": "1"}')

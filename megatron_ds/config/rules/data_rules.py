@@ -111,6 +111,13 @@ def packing(config: RunConfig) -> Iterator[str]:
     if data.sft and data.mock_data:
         yield "--sft with --mock-data: random tokens have no answers. Remove one of the two."
         return
+    if data.sft and not data.pack_documents:
+        yield "[pack_documents] with --sft: a row would hold parts of conversations. Remove it."
+    if data.sft and not config.train.calculate_per_token_loss:
+        yield (
+            "[calculate_per_token_loss] with --sft: the tokens of short answers would have more weight than those "
+            "of long ones. Remove it."
+        )
     if data.pack_documents and data.mock_data:
         yield (
             "--pack-documents with --mock-data: random samples have no documents to pack. Remove one of "

@@ -110,8 +110,10 @@ def with_finetuning(config: RunConfig) -> RunConfig:
     """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike."""
     if not config.data.sft:
         return config
-    config = _derived(config, "data.pack_documents", True, "--sft")
-    return _derived(config, "train.calculate_per_token_loss", True, "--sft")
+    for path in ("data.pack_documents", "train.calculate_per_token_loss"):
+        if path not in config.sources:  # rules refuse False
+            config = _derived(config, path, True, "--sft")
+    return config
 
 
 def with_ulysses(config: RunConfig) -> RunConfig:

@@ -65,6 +65,7 @@ def _answers(template: ChatTemplate, conversation: Conversation) -> Answers:
         text = render(conversation.messages)
     except TemplateRefusal as error:
         raise AnswerNotFound(f"the template does not render it ({error})") from None
+    _check_is_encodable(text)
     places = _Places(render, text, conversation.messages)
     numbers = [i for i, is_trained in enumerate(conversation.trained) if is_trained]
     spans = [places.of(number) for number in numbers]
@@ -78,6 +79,16 @@ def _answers(template: ChatTemplate, conversation: Conversation) -> Answers:
     marked = _joined(marked)
     is_agreed = all(_is_inside(span, marked) for span in spans)
     return Answers(text, marked if is_agreed else spans)
+
+
+def _check_is_encodable(text: str) -> None:
+    """Raises AnswerNotFound for a text with half a surrogate pair, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise AnswerNotFound(
+            f"the rendered text holds half a surrogate pair at character {error.start}, from a tool or a call"
+        ) from None
 
 
 def _all_answers(conversation: Conversation) -> bool:

@@ -92,7 +92,9 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     messages = [_message(value, number) for number, value in enumerate(raw)]
     trained = tuple(map(_is_answer, messages, raw))
     if not any(trained):
-        raise ValueError("no answer to learn: it has no message of the assistant")
+        raise ValueError(
+            "no answer to learn: it has no message of the assistant whose weight is not 0"
+        )
     return Conversation(tuple(messages), _tools(record.get("tools")), trained)
 
 
@@ -108,7 +110,7 @@ def _sharegpt(record: Mapping[str, Any]) -> list[Message]:
             messages.append(turn)
             continue
         speaker = turn["from"]
-        if speaker not in SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise ValueError(
                 f"turn {number} is from {speaker!r}; known are {', '.join(SPEAKERS)}"
             )
@@ -126,15 +128,27 @@ def _sharegpt(record: Mapping[str, Any]) -> list[Message]:
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
     messages = _system_of(record)
     # Earlier rounds, as pairs of a question and an answer.
-    for round in record.get("history") or ():
-        question, answer = round
+    for question, answer in _pairs(record.get("history")):
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer})
+    # The question.
     parts = [record["instruction"], record.get("input")]
-    question = "\n".join(filter(None, parts))
+    try:
+        question = "\n".join(filter(None, parts))
+    except TypeError:
+        raise ValueError("'instruction' or 'input' is not text") from None
     messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": record.get("output")})
     return messages
+
+
+def _pairs(value: object) -> list[list]:
+    """The rounds of a history. Raises ValueError."""
+    rounds = value or []
+    is_list = isinstance(rounds, list)
+    if is_list and all(isinstance(pair, list) and len(pair) == 2 for pair in rounds):
+        return rounds
+    raise ValueError("'history' is not a list of pairs of a question and an answer")
 
 
 def _prompt_completion(record: Mapping[str, Any]) -> list[Message]:
@@ -193,6 +207,9 @@ def _message(raw: Message, number: int) -> Message:
     if role == "assistant":
         reasoning = next((raw[key] for key in REASONING if raw.get(key)), None)
         calls = _calls(raw.get("tool_calls"), number)
+        # The former name of one call.
+        if former := raw.get("function_call"):
+            calls.append(_call(former, number))
         if reasoning is not None:
             message["reasoning_content"] = _text(reasoning, number)
         if calls:
@@ -221,7 +238,10 @@ def _text(value: object, number: int) -> str | None:
                 f"message {number} has a part of type {other[0]!r}, and only texts can be "
                 "trained on"
             )
-        text = "".join(str(part.get("text", "")) for part in value)
+        texts = [part.get("text") for part in value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"message {number} has a part of type 'text' without text")
+        text = "".join(texts)
     else:
         raise ValueError(
             f"the content of message {number} is {type(value).__name__}, not text"
@@ -251,7 +271,7 @@ def _call(call: object, number: int) -> dict:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = _value_in(arguments or "{}")
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
@@ -268,7 +288,7 @@ def _call(call: object, number: int) -> dict:
 def _calls_in_text(value: object, number: int) -> list[dict]:
     """The calls that a turn of ShareGPT's function_call holds as JSON text."""
     try:
-        calls = json.loads(value)
+        calls = _value_in(value)
     except (TypeError, ValueError):
         raise ValueError(
             f"turn {number} is a function_call, and its value is not JSON"
@@ -281,7 +301,7 @@ def _calls_in_text(value: object, number: int) -> list[dict]:
 def _tools(value: object) -> tuple[dict, ...] | None:
     if isinstance(value, str) and value:
         try:
-            value = json.loads(value)
+            value = _value_in(value)
         except ValueError:
             raise ValueError("'tools' is a text that is not JSON") from None
     if not value:
@@ -289,3 +309,11 @@ def _tools(value: object) -> tuple[dict, ...] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError("'tools' is not a list of JSON schemas")
     return tuple(value)
+
+
+def _value_in(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import DataError
 from ..chat.mask_file import LossMasks
 from ..kind import PAD
 from ..loading.cache import cached_arrays, default_cache
@@ -217,17 +218,7 @@ def open_packed_dataset(
         lengths = corpus.lengths
         if masks is not None:
             lengths = np.minimum(lengths, seq_length + 1)
-            chosen = slice(documents.start, documents.stop)
-            lost = int((corpus.lengths[chosen] > seq_length + 1).sum())
-            if lost:
-                logger.warning(
-                    "%s: %d of %d conversations are longer than the %d tokens of a sample and lose their "
-                    "end. Use a larger --seq-length to keep it",
-                    corpus.prefix,
-                    lost,
-                    len(documents),
-                    seq_length + 1,
-                )
+            _report_cut_chats(masks, documents, seq_length)
         packs = build_packs(lengths, documents, seq_length, seed)
         room = (len(packs.bounds) - 1) * (seq_length + 1)
         logger.info(
@@ -249,3 +240,29 @@ def open_packed_dataset(
         build,
     )
     return PackedDataset(corpus, Packs(**arrays), seq_length, num_samples, seed, masks)
+
+
+def _report_cut_chats(masks: LossMasks, documents: range, seq_length: int) -> None:
+    """Warn of conversations that are longer than a sample. Raises DataError if none of all keeps an answer."""
+    corpus = masks.corpus
+    room = seq_length + 1
+    chosen = corpus.lengths[documents.start : documents.stop]
+    cut = documents.start + np.flatnonzero(chosen > room)
+    if not len(cut):
+        return
+    # The first token of a conversation is not predicted.
+    empty = sum(not masks.get(i, 1, seq_length).any() for i in cut.tolist())
+    if empty == len(documents):
+        raise DataError(
+            f"{corpus.prefix}: all answers of all {empty} conversations begin after the {room} tokens of a sample, "
+            "so that no token would be learned. Use a larger --seq-length."
+        )
+    logger.warning(
+        "%s: %d of %d conversations are longer than the %d tokens of a sample and lose their end, %d of them all of "
+        "their answers. Use a larger --seq-length to keep them",
+        corpus.prefix,
+        len(cut),
+        len(documents),
+        room,
+        empty,
+    )

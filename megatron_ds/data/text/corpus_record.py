@@ -187,8 +187,14 @@ def check_sums(
         raise DataError(
             f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again."
         )
+    if record.mask_sha256 is None:
+        return
     masks = mask_path(prefix)
-    if record.mask_sha256 and sha256_of(masks) != record.mask_sha256:
+    if not masks.is_file():
+        raise DataError(
+            f"{masks} does not exist, and {record_path(prefix)} has its checksum. Copy it again."
+        )
+    if sha256_of(masks) != record.mask_sha256:
         raise DataError(
             f"{masks} is damaged: its SHA-256 is not the recorded one. Copy it again."
         )

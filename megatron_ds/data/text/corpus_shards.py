@@ -149,7 +149,7 @@ def merge(
     _check(prefixes, corpora, records, output)
     bin_path, idx_path = corpus_paths(output)
     partial = [Path(f"{path}.partial") for path in (bin_path, idx_path)]
-    masks = _masks_of(corpora)
+    masks = _masks_of(corpora, records)
     if masks:
         partial.append(Path(f"{mask_path(output)}.partial"))
     # The files are written beside the old ones and renamed when both are complete.
@@ -173,6 +173,7 @@ def merge(
         idx_path.unlink(
             missing_ok=True
         )  # an old index must never be next to new tokens
+        mask_path(output).unlink(missing_ok=True)
         if masks:
             partial[2].replace(mask_path(output))
         partial[0].replace(bin_path)
@@ -240,16 +241,19 @@ def _check(
             )
 
 
-def _masks_of(corpora: Sequence[IndexedDataset]) -> list[Path]:
-    """The loss masks of all corpora, or none. Raises DataError if only some have masks."""
+def _masks_of(
+    corpora: Sequence[IndexedDataset], records: Sequence[CorpusRecord | None]
+) -> list[Path]:
+    """The loss masks of all corpora, or none. Raises DataError if only some have masks, or some are missing."""
     there = [mask_path(corpus.prefix) for corpus in corpora]
     missing = [path for path in there if not path.is_file()]
-    if len(missing) == len(there):
+    is_recorded = any(record and record.mask_sha256 for record in records)
+    if len(missing) == len(there) and not is_recorded:
         return []
     if missing:
         raise DataError(
-            f"{missing[0]} does not exist, and other corpora have loss masks: conversations and texts "
-            "cannot be merged into one corpus. Merge them separately."
+            f"{missing[0]} does not exist, and the records or other corpora have loss masks. Copy it again; "
+            "conversations and texts cannot be merged into one corpus."
         )
     return [LossMasks(corpus).path for corpus in corpora]
 

@@ -47,6 +47,12 @@ def lengths(config: RunConfig) -> Iterator[str]:
                 "seqlen_truncate or seqlen_reshape, or remove it."
             )
         return
+    if config.data.sft:
+        yield (
+            "[curriculum_type] with --sft: shorter rows cut conversations, so that answers are left out, or lose "
+            "the questions before them. Remove one of the two."
+        )
+        return
     # Options of the schedule.
     if whole is None:
         return

@@ -140,7 +140,7 @@ def _passages(
 ) -> list[ScoreRequest]:
     """The passages of a file, whose targets are scored."""
     requests = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():
             continue
         text = detokenize(_text_of(line, f"{path}:{number}"))
@@ -166,16 +166,22 @@ def last_word(
     if not words:
         return [], []
     before = text[: text.rfind(words[-1])].strip()
-    return tokenizer.encode(before), tokenizer.encode(f" {words[-1]}")
+    # Only the text before begins with the token that some tokenizers put in front.
+    start = tokenizer.encode("")
+    target = tokenizer.encode(f" {words[-1]}")
+    return tokenizer.encode(before), target[len(start) :]
 
 
 def _text_of(line: str, place: str) -> str:
     try:
-        return json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+        text = json.loads(line)["text"]
+        if not isinstance(text, str):
+            raise TypeError(f"the text is {type(text).__name__}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f'{place}: cannot read {{"text": …}} from this line ({error!r}). LAMBADA is one JSON object a line.'
         ) from None
+    return text
 
 
 def _read(path: Path) -> str:
