@@ -1,11 +1,14 @@
 """Runs that train adapters: what they save, continue and refuse; what is planned of them; whole models of them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.checkpoint.index import read_index
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.planning.flops import layers_of, model_flops
 from tests.harness.pretraining import MOCK, losses, run_pretrain, train
@@ -112,6 +115,28 @@ def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
         theirs = peft.PeftModel.from_pretrained(read(base), parts)(tokens).logits
     assert (merged - plain).abs().max() > 1e-2
     assert (merged - theirs).abs().max() < 1e-5
+
+
+def test_a_whole_model_has_what_its_routers_remember_from_the_adapters_steps(tmp_path):
+    from megatron_ds.commands.merge_adapter import run_tool as merge
+
+    base, adapter, whole = (str(tmp_path / name) for name in ("base", "own", "whole"))
+    experts = "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid".split()
+    job = [*JOB, *experts, "--moe-router-load-balancing-type", "none", *steps(1)]
+    train(1, [*job, "--save", base])
+    train(1, [*job, *LORA, "--pretrained-checkpoint", base, "--save", adapter])
+    merge(["--load", adapter, "--save", whole])
+    biases = [
+        {
+            name: tensor.read().tolist()
+            for name, tensor in read_own(Path(folder), Wishes())
+            .tensors["weight"]
+            .items()
+            if name.endswith("expert_bias")
+        }
+        for folder in (whole, adapter, base)
+    ]
+    assert biases[0] == biases[1] != biases[2]
 
 
 # ------------------------------------------------------------------ plans
