@@ -180,8 +180,7 @@ def _with_kernel(
 
 def dropout_of_columns(
     x: torch.Tensor,
-    columns: range,
-    width: int,
+    part: tuple[int, int],
     p: float,
     seed: int,
     site: str,
@@ -189,14 +188,16 @@ def dropout_of_columns(
     rows: range,
     picked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`dropout` of x [s, b, len(columns)], which has these columns of a tensor [s, b, width]: each of the ranks that
-    divide the columns draws the masks of all, and uses its own."""
+    """`dropout` of x [s, b, h/n], the i-th of n equal parts of the columns of a tensor [s, b, h]: each of the ranks
+    that divide the columns draws the masks of all, and uses its own. part: (i, n)"""
     if p == 0.0:
         return x
+    index, parts = part
     keys = sample_keys(seed, site, sample_ids)
-    whole = x.new_empty((*x.shape[:2], width), device="meta")
+    s, b, held = x.shape
+    whole = x.new_empty((s, b, held * parts), device="meta")
     mask = _hidden_mask(whole, p, keys, rows, picked, x.device)
-    return apply_mask(x, mask[..., columns.start : columns.stop].contiguous(), p)
+    return apply_mask(x, mask.chunk(parts, -1)[index].contiguous(), p)
 
 
 def _hidden_mask(

@@ -33,35 +33,32 @@ class BatchUnderWay:
 class AdapterDropout:
     """In training, sets elements of x to 0 with probability p, and scales the others.
 
-    site    name of the adapter, part of the key of its masks
-    width   channels of the whole input if tensor-parallel ranks divide them, so that each rank holds all tokens of
-            the batch; None: x has all channels of this rank's slice of the sequence
+    site        name of the adapter, part of the key of its masks
+    is_divided  tensor-parallel ranks divide the channels of the input, so that each holds all tokens of the batch;
+                False: x has all channels of this rank's slice of the sequence
     """
 
     p: float
     site: str
-    width: int | None
+    is_divided: bool
     ctx: ParallelContext
     under_way: BatchUnderWay
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s(/t), b, in], or [s, b, in/t] with `width`."""
+        """x [s(/t), b, in], or [s, b, in/t] if they are divided."""
         batch = self.under_way.batch
         if self.p == 0 or not batch.training:
             return x
         ctx = self.ctx
-        if self.width is None:
+        if not self.is_divided:
             rows, picked = batch.positions(ctx.slice.rows(batch.seq_length))
             return dropout(
                 x, self.p, ctx.seed, self.site, batch.sample_ids, rows, picked
             )
         rows, picked = batch.positions()
-        held = x.shape[-1]
-        columns = range(ctx.tp.rank * held, (ctx.tp.rank + 1) * held)
         return dropout_of_columns(
             x,
-            columns,
-            self.width,
+            (ctx.tp.rank, ctx.tp.size),
             self.p,
             ctx.seed,
             self.site,
