@@ -28,7 +28,8 @@ PRETRAINED = Source("derived", "--pretrained-checkpoint")
 def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     """The configuration of this start: without a checkpoint in --load, that of a run which finetunes the weights.
 
-    Adapters are always loaded from --load. Collective over the world.
+    Adapters are always loaded from --load. Collective over the world. Raises CheckpointError if the folder has no
+    weights.
     """
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is None or config.adapters.is_on:
@@ -36,7 +37,9 @@ def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     found = lambda: has_checkpoint(checkpoint.load, checkpoint.load_format)
     if on_one_rank(world, found):
         return config
-    return _of_weights(config)
+    of_weights = _of_weights(config)
+    on_one_rank(world, lambda: find_weights(of_weights.checkpoint))
+    return of_weights
 
 
 def _of_weights(config: RunConfig) -> RunConfig:
