@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.index import read_index
+from megatron_ds.commands import main
 from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
@@ -75,6 +76,14 @@ def test_adapters_alone_are_saved_and_continue_at_another_layout(
             "rank: checkpoint 2, this run 3",
         ),
         ([*LORA, "--load", "{adapter}"], "this run has initial weights"),
+        (
+            ["--pretrained-checkpoint", "{base}/none", "--save", "{base}/none"],
+            "error: --pretrained-checkpoint",
+        ),
+        (
+            [*LORA, "--pretrained-checkpoint", "{base}/none"],
+            "error: --pretrained-checkpoint",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(base, adapter, words, problem):
@@ -82,6 +91,24 @@ def test_what_does_not_fit_is_refused(base, adapter, words, problem):
     [ended] = run_pretrain(1, [*JOB, *steps(3), *given])
     assert ended.code == 2
     assert problem in ended.err, ended.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--prompt", "a"],
+        ["export", "--output", "none"],
+        ["upcycle", "--save", "none", "--num-experts", "4"],
+    ],
+)
+def test_commands_that_need_a_model_refuse_adapters(
+    adapter, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [])  # the command sets it
+    with pytest.raises(SystemExit):
+        main([*words, "--load", adapter])
+    assert "merge-adapter" in capsys.readouterr().err
 
 
 def test_a_command_starts_from_pretrained_weights_and_then_continues_its_own(
