@@ -12,6 +12,7 @@ from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.planning.flops import layers_of, model_flops
+from megatron_ds.training.base_weights import of_weights
 from tests.harness.pretraining import MOCK, losses, run_pretrain, train
 from tests.harness.tiny_jobs import tiny_job
 from tests.planning.test_activations import RANKS, STYLES, kept
@@ -120,6 +121,14 @@ def test_a_command_starts_from_pretrained_weights_and_then_continues_its_own(
     train(1, [*words, *steps(2)])
     train(1, [*JOB, *steps(2), "--load", base, "--finetune", "--save", whole])
     assert losses(own) == losses(whole)
+
+
+def test_the_format_of_a_folder_of_adapters_is_not_that_of_the_weights_below():
+    words = [*JOB, *LORA, *steps(1), "--pretrained-checkpoint", "b", "--load-format"]
+    both = of_weights(parse([*words, "peft", "--load", "a"])).checkpoint
+    assert (both.load, both.load_format) == ("b", None)
+    alone = of_weights(parse([*words, "huggingface"])).checkpoint
+    assert (alone.load, alone.load_format) == ("b", "huggingface")
 
 
 def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
