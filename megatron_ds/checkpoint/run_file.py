@@ -145,6 +145,15 @@ def require(run: Mapping, path: str | Path, *names: str) -> None:
             )
 
 
+def require_whole_model(run: Mapping, folder: str | Path) -> None:
+    """Raises CheckpointError if the checkpoint in `folder` holds adapters alone."""
+    if "adapters" in run.get("identity", {}):
+        raise CheckpointError(
+            f"--load {folder} holds adapters and not the weights of a model. Add them to the weights with megatron-ds "
+            f"merge-adapter --load {folder} --save DIR, and give --load DIR."
+        )
+
+
 def progress_of(run: Mapping) -> Progress:
     """The progress of training; counters that this version does not know are left out."""
     known = {field.name for field in fields(Progress)}

@@ -23,7 +23,7 @@ import torch
 from megatron_ds.checkpoint.folder import write_durably
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.place import place_of
-from megatron_ds.checkpoint.run_file import require
+from megatron_ds.checkpoint.run_file import require, require_whole_model
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments
@@ -91,6 +91,7 @@ def main(args: argparse.Namespace) -> int:
             "training."
         )
     run = read_run(args.load, step)
+    require_whole_model(run, args.load)
     if "config" in run:
         require(run, args.load, "identity.model", "config.data.tokenizer_type")
     # Only fp32 tensors are converted; integers and bytes keep their format.

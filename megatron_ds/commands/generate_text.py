@@ -15,7 +15,7 @@ import torch
 from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.checkpoint.place import place_of
-from megatron_ds.checkpoint.run_file import require
+from megatron_ds.checkpoint.run_file import require, require_whole_model
 from megatron_ds.checkpoint.tokenizer_files import FIELDS, tokenizer_of
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig
@@ -174,6 +174,7 @@ def prepare(
     step = find_step(args.load, args.iteration)
     run = read_run(args.load, step)
     require(run, args.load, "config")
+    require_whole_model(run, args.load)
     config = from_dict(run["config"])
     given = {field: getattr(args, field) for field in FIELDS if getattr(args, field)}
     tokenizer = tokenizer_of(args.load, run, config, given)

@@ -38,7 +38,7 @@ from megatron_ds.checkpoint.load import (
 )
 from megatron_ds.checkpoint.lock import locked
 from megatron_ds.checkpoint.pieces import WEIGHT
-from megatron_ds.checkpoint.run_file import require
+from megatron_ds.checkpoint.run_file import require, require_whole_model
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.save_folder import check_vacant
 from megatron_ds.checkpoint.tokenizer_files import KEY as TOKENIZER_FILES
@@ -110,6 +110,7 @@ def main(args: argparse.Namespace, flags: Sequence[str]) -> int:
         )
         run = read_run(args.load, step)
         check_dense(run, args.load)
+        require_whole_model(run, args.load)
         config = config_with_experts(args, flags, run, step)
         model = config.with_values(
             {"model.vocab_size": run["identity"]["model"]["vocab_size"]},

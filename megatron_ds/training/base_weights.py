@@ -28,7 +28,8 @@ PRETRAINED = Source("derived", "--pretrained-checkpoint")
 def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     """The configuration of this start: without a checkpoint in --load, that of a run which finetunes the weights.
 
-    Adapters are always loaded from --load. Collective over the world.
+    Adapters are always loaded from --load. Collective over the world. Raises CheckpointError if the folder has no
+    weights.
     """
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is None or config.adapters.is_on:
@@ -36,13 +37,21 @@ def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     found = lambda: has_checkpoint(checkpoint.load, checkpoint.load_format)
     if on_one_rank(world, found):
         return config
-    return _of_weights(config)
+    whole = of_weights(config)
+    on_one_rank(world, lambda: find_weights(whole.checkpoint))
+    return whole
 
 
-def _of_weights(config: RunConfig) -> RunConfig:
+def of_weights(config: RunConfig) -> RunConfig:
     """The configuration with the pretrained folder as --load, of which weights alone are taken."""
-    folder = config.checkpoint.pretrained_checkpoint
-    values = {"checkpoint.load": folder, "checkpoint.finetune": True}
+    checkpoint = config.checkpoint
+    values = {
+        "checkpoint.load": checkpoint.pretrained_checkpoint,
+        "checkpoint.finetune": True,
+    }
+    # The format is that of --load, where both are given.
+    if checkpoint.load is not None:
+        values["checkpoint.load_format"] = None
     return config.with_values(values, PRETRAINED)
 
 
@@ -75,14 +84,14 @@ def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights
     """
     if not config.adapters.is_on or config.checkpoint.pretrained_checkpoint is None:
         return None
-    of_weights = _of_weights(config)
-    checkpoint = of_weights.checkpoint
+    below = of_weights(config)
+    checkpoint = below.checkpoint
     start = on_one_rank(world, lambda: find_weights(checkpoint))
     if start.step is not None:
         whole = description | {"identity": _without_adapters(description["identity"])}
         on_all_ranks(world, lambda: check_same_run(start.run, whole, checkpoint))
     foreign = on_all_ranks(
-        world, lambda: foreign_checkpoints().read(of_weights, start.foreign)
+        world, lambda: foreign_checkpoints().read(below, start.foreign)
     )
     return BaseWeights(checkpoint, start, foreign)
 

@@ -53,7 +53,7 @@ from ..mpu.group import Group
 from ..progress.ramps import Progress
 from ..zero.settings import ZeroSettings
 from .build import Replica
-from .foreign_checkpoints import foreign_checkpoints
+from .foreign_checkpoints import foreign_checkpoints, has_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +98,12 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
 def find_weights(checkpoint: CheckpointConfig) -> Start:
     """The checkpoint in the --load folder, whose weights are taken. Raises CheckpointError if there is none."""
     folder = checkpoint.load
-    start = _look(checkpoint)
-    if start.step is None and start.foreign is None:
+    if not has_checkpoint(folder, checkpoint.load_format):
         raise CheckpointError(
             f"--pretrained-checkpoint {folder}: no complete checkpoint there. Give the folder that was --save of the "
             "run that trained the weights, or a folder of another program's checkpoint."
         )
+    start = _look(checkpoint)
     # The identifier of the run that trained them.
     return replace(start, run_id=run_id_of(start.run) or "")
 

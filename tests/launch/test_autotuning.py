@@ -185,5 +185,6 @@ def test_without_a_file_for_the_numbers_an_engine_trains_on(tmp_path):
     engine = engine_of(start_profile_step=1, end_profile_step=1)
     train(engine, 5)
     assert engine.global_steps == 5
-    with pytest.raises(ConfigError, match="no step is measured"):
-        engine_of(tmp_path / "m.json", start_profile_step=5, end_profile_step=3)
+    for start in (5, 0):
+        with pytest.raises(ConfigError, match="Give 1 and a larger number"):
+            engine_of(tmp_path / "m.json", start_profile_step=start, end_profile_step=3)

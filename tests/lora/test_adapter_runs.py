@@ -1,13 +1,18 @@
 """Runs that train adapters: what they save, continue and refuse; what is planned of them; whole models of them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.checkpoint.index import read_index
+from megatron_ds.commands import main
+from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.planning.flops import layers_of, model_flops
+from megatron_ds.training.base_weights import of_weights
 from tests.harness.pretraining import MOCK, losses, run_pretrain, train
 from tests.harness.tiny_jobs import tiny_job
 from tests.planning.test_activations import RANKS, STYLES, kept
@@ -72,6 +77,14 @@ def test_adapters_alone_are_saved_and_continue_at_another_layout(
             "rank: checkpoint 2, this run 3",
         ),
         ([*LORA, "--load", "{adapter}"], "this run has initial weights"),
+        (
+            ["--pretrained-checkpoint", "{base}/none", "--save", "{base}/none"],
+            "error: --pretrained-checkpoint",
+        ),
+        (
+            [*LORA, "--pretrained-checkpoint", "{base}/none"],
+            "error: --pretrained-checkpoint",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(base, adapter, words, problem):
@@ -79,6 +92,24 @@ def test_what_does_not_fit_is_refused(base, adapter, words, problem):
     [ended] = run_pretrain(1, [*JOB, *steps(3), *given])
     assert ended.code == 2
     assert problem in ended.err, ended.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--prompt", "a"],
+        ["export", "--output", "none"],
+        ["upcycle", "--save", "none", "--num-experts", "4"],
+    ],
+)
+def test_commands_that_need_a_model_refuse_adapters(
+    adapter, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [])  # the command sets it
+    with pytest.raises(SystemExit):
+        main([*words, "--load", adapter])
+    assert "merge-adapter" in capsys.readouterr().err
 
 
 def test_a_command_starts_from_pretrained_weights_and_then_continues_its_own(
@@ -90,6 +121,14 @@ def test_a_command_starts_from_pretrained_weights_and_then_continues_its_own(
     train(1, [*words, *steps(2)])
     train(1, [*JOB, *steps(2), "--load", base, "--finetune", "--save", whole])
     assert losses(own) == losses(whole)
+
+
+def test_the_format_of_a_folder_of_adapters_is_not_that_of_the_weights_below():
+    words = [*JOB, *LORA, *steps(1), "--pretrained-checkpoint", "b", "--load-format"]
+    both = of_weights(parse([*words, "peft", "--load", "a"])).checkpoint
+    assert (both.load, both.load_format) == ("b", None)
+    alone = of_weights(parse([*words, "huggingface"])).checkpoint
+    assert (alone.load, alone.load_format) == ("b", "huggingface")
 
 
 def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
@@ -112,6 +151,28 @@ def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
         theirs = peft.PeftModel.from_pretrained(read(base), parts)(tokens).logits
     assert (merged - plain).abs().max() > 1e-2
     assert (merged - theirs).abs().max() < 1e-5
+
+
+def test_a_whole_model_has_what_its_routers_remember_from_the_adapters_steps(tmp_path):
+    from megatron_ds.commands.merge_adapter import run_tool as merge
+
+    base, adapter, whole = (str(tmp_path / name) for name in ("base", "own", "whole"))
+    experts = "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid".split()
+    job = [*JOB, *experts, "--moe-router-load-balancing-type", "none", *steps(1)]
+    train(1, [*job, "--save", base])
+    train(1, [*job, *LORA, "--pretrained-checkpoint", base, "--save", adapter])
+    merge(["--load", adapter, "--save", whole])
+    biases = [
+        {
+            name: tensor.read().tolist()
+            for name, tensor in read_own(Path(folder), Wishes())
+            .tensors["weight"]
+            .items()
+            if name.endswith("expert_bias")
+        }
+        for folder in (whole, adapter, base)
+    ]
+    assert biases[0] == biases[1] != biases[2]
 
 
 # ------------------------------------------------------------------ plans

@@ -10,12 +10,13 @@ from megatron_ds.compat.conversion.formats import Wishes, format_of
 from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
 from megatron_ds.compat.conversion.huggingface.peft_adapter import (
     PREFIX,
-    adapted_layers,
+    check_config,
     from_peft,
     targets_of,
     to_peft,
 )
 from megatron_ds.config import parse
+from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.run_checkpoint import all_pieces, frozen_pieces
 from tests.harness.huggingface_models import V, saved
@@ -116,12 +117,11 @@ def test_training_is_that_of_peft(name, tmp_path):
     request = parse_layout(layout, mbs="2")
     flags = [*flags_of(found.model), *FLAGS, *request.flags]
     model = parse(flags, world_size=request.world_size).model
-    layers = list(adapted_layers(family, model))
-    targets = targets_of(modules.split(), layers)
+    ours = from_peft(values_of(theirs), family, model)
+    targets = targets_of(ours)
     config = parse(
         [*flags, "--lora-target-modules", *targets], world_size=request.world_size
     )
-    ours = from_peft(values_of(theirs), family, model)
 
     def load(engine):
         load_foreign(engine, found, frozen_pieces(engine), engine.config.checkpoint)
@@ -142,3 +142,28 @@ def test_training_is_that_of_peft(name, tmp_path):
         apart = (after[key] - value).norm() / value.norm()
         assert apart < 1e-5, (key, float(apart))
     assert all(key.startswith(PREFIX) for key in after)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"layer_replication": [[0, 2]]},
+        {"alora_invocation_tokens": [1, 2]},
+    ],
+)
+def test_adapters_that_are_computed_otherwise_are_refused(settings):
+    check_config({"init_lora_weights": True, "layer_replication": None}, "here")
+    with pytest.raises(CheckpointError, match=next(iter(settings))):
+        check_config(settings, "here")
+
+
+def test_half_an_adapter_is_refused(tmp_path):
+    folder = saved("llama", tmp_path)
+    found = format_of("huggingface").read(folder, Wishes())
+    values = values_of(peft_of(folder, "q_proj v_proj"))
+    values.pop(next(name for name in values if "q_proj.lora_B" in name))
+    model = parse([*flags_of(found.model), *FLAGS, "--micro-batch-size", "1"]).model
+    with pytest.raises(CheckpointError, match="one matrix of two"):
+        from_peft(values, FAMILIES["llama"], model)

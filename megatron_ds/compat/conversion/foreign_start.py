@@ -227,7 +227,7 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
     """Raises CheckpointError if a run with adapters loads others, or none."""
     if not config.adapters.is_on or not config.checkpoint.load:
         return
-    if config.checkpoint.finetune and config.checkpoint.pretrained_checkpoint:
+    if config.checkpoint.load == config.checkpoint.pretrained_checkpoint:
         return  # the frozen weights
     adapters = found.adapters
     if adapters is None:

@@ -147,6 +147,10 @@ def _with_base(
     tensors = AdapterTensors(
         own, about["rank"], about["scale"], tuple(about.get("targets", ())), base
     )
+    # What routers remember has changed in the steps of the adapters.
+    remembered = {name: t for name, t in adapters.items() if name in specs}
+    weights = {**found.tensors[WEIGHT], **remembered}
+    found = replace(found, tensors={WEIGHT: weights})
     return with_adapters(found, tensors, specs, folder)
 
 

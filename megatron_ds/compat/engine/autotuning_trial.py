@@ -27,7 +27,7 @@ BACKWARD = 2  # FLOPs of a backward over those of its forward
 
 
 class AutotuningTrial:
-    """Measures updates from `start` to `end`, both numbers of updates that are complete.
+    """Measures updates from `start`, which is at least 1, to `end`, both numbers of updates that are complete.
 
     path: of the file of numbers; None: nothing is measured
     """
@@ -87,9 +87,10 @@ def trial_of(name: str, block: Mapping[str, Any]) -> AutotuningTrial:
     path = found.get("metric_path") if found.get("enabled") is True else None
     start = found.get(START, 3)
     end = found.get(END, 5)
-    if path is not None and not 0 <= start <= end:
+    if path is not None and not 1 <= start <= end:
         raise ConfigError(
-            f'{name}: "{BLOCK}.{START}" is {start} and "{END}" {end}: no step is measured. Lower the first.'
+            f'{name}: "{BLOCK}.{START}" is {start} and "{END}" {end}: what is measured begins with an update of 1 or '
+            "more, and not behind the end. Give 1 and a larger number."
         )
     return AutotuningTrial(path, start, end + 1)
 

@@ -134,10 +134,12 @@ def _with_adapter(
     if isinstance(linear, GroupedLinear):
         return AdaptedExperts(linear, rank, scale, ctx)
     # Adapters of one layer drop different elements of its input.
-    spec = linear.weight.spec
-    width = spec.shape[1] if isinstance(linear, RowParallelLinear) else None
+    name = linear.weight.spec.name
+    is_divided = isinstance(linear, RowParallelLinear)
     drops = []
     for part in parts:
-        site = f"{spec.name}.lora.{part}"
-        drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
+        site = f"{name}.lora.{part}"
+        drops.append(
+            AdapterDropout(settings.lora_dropout, site, is_divided, ctx, under_way)
+        )
     return AdaptedLinear(linear, parts, rank, scale, ctx, drops)

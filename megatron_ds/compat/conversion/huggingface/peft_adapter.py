@@ -9,7 +9,7 @@
 Which modules a layer of ours is, and how its rows are packed, are those of the family of the model.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from ....config.options.model_options import ModelConfig
 from ....errors import CheckpointError
 from ....plugins import plugged
+from ..adapter_tensors import NAME
 from ..family import Family, TensorMapping, entries_of
 
 CONFIG = "adapter_config.json"
@@ -40,7 +41,16 @@ PLAIN = {
     "layers_to_transform": None,
     "trainable_token_indices": None,
     "lora_bias": False,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": False,
+    "target_parameters": None,
+    "kasa_config": None,
+    "monteclora_config": None,
 }
+# Initial values that leave the weights of the model as they are; others change them below the adapter.
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
@@ -107,8 +117,13 @@ def from_peft(
                 leaf: left.pop(f"{PREFIX}{module}.{word}.weight", None)
                 for leaf, word in THEIRS.items()
             }
-            if given[A] is None or given[B] is None:
+            # A module has both matrices or none.
+            if given[A] is None and given[B] is None:
                 continue
+            if given[A] is None or given[B] is None:
+                raise CheckpointError(
+                    f"the adapter of {module} has one matrix of two: its file is not complete. Save the adapter again."
+                )
             if len(modules) == 1:
                 found[f"{layer.name}.{A}.weight"] = given[A]
                 found[f"{layer.name}.{B}.weight"] = layer.our_rows(given[B])
@@ -163,6 +178,9 @@ def check_config(config: Mapping[str, Any], place: object) -> None:
         for key, plain in PLAIN.items()
         if key in config and config[key] not in (plain, None)
     ]
+    start = config.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        odd.append(f"init_lora_weights={start!r}")
     if odd:
         raise CheckpointError(
             f"{place}: {', '.join(odd)} is not computed by this package's adapters. Merge the adapter with peft's "
@@ -170,18 +188,16 @@ def check_config(config: Mapping[str, Any], place: object) -> None:
         )
 
 
-def targets_of(modules: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
-    """The words of --lora-target-modules for modules by their last names."""
+def targets_of(tensors: Iterable[str]) -> list[str]:
+    """The words of --lora-target-modules for the layers that have these tensors, by our names."""
     words = []
-    for layer in layers:
-        kind = layer.name.rpartition(".")[2]
-        for part, module in enumerate(layer.modules):
-            if module.rpartition(".")[2] not in modules:
-                continue
-            whole = len(layer.modules) == 1
-            words += [
-                word
-                for word, target in plugged("adapter targets").items()
-                if target.layer == kind and target.part == (None if whole else part)
-            ][:1]
+    for name in tensors:
+        match = NAME.fullmatch(name)
+        kind = match["layer"].rpartition(".")[2]
+        part = None if match["part"] is None else int(match["part"])
+        words += [
+            word
+            for word, target in plugged("adapter targets").items()
+            if target.layer == kind and target.part == part
+        ][:1]
     return list(dict.fromkeys(words))

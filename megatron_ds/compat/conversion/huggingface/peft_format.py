@@ -58,13 +58,11 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     family = family_for(found, model, wishes)
     tensors = from_peft(load_file(weights), family, model)
     rank = int(config["r"])
-    modules = config.get("target_modules") or ()
-    layers = list(adapted_layers(family, model))
     adapters = AdapterTensors(
         adapters_in_memory(tensors, weights),
         rank,
         float(config["lora_alpha"]) / rank,
-        tuple(targets_of(modules, layers)),
+        tuple(targets_of(tensors)),
         base,
     )
     specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
