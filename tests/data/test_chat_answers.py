@@ -225,6 +225,15 @@ def test_the_end_of_a_turn_is_learned_and_what_follows_is_not(tokenizer):
     )
 
 
+def test_the_end_of_a_turn_is_learned_where_a_template_requires_a_system_message(
+    tokenizer,
+):
+    refusal = "{%- if messages[0].role != 'system' %}{{ raise_exception('no system') }}{%- endif %}"
+    record = chat("Q", "A")
+    record["messages"].insert(0, {"role": "system", "content": "S"})
+    assert learned_tokens(refusal + CHATML, record, tokenizer) == "A<|im_end|>"
+
+
 def test_a_mask_that_is_all_ones_is_an_error_that_shows_the_sample(tokenizer):
     bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
     record = {"messages": [{"role": "assistant", "content": "only this"}]}

@@ -95,15 +95,8 @@ def covered(offsets: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
 
 def turn_end_of(template: ChatTemplate, tokenizer: OffsetTokenizer) -> str:
     """What ends the last answer of a conversation: a special token, after white space or none; "" without one."""
-    question, answer = STAND_INS
-    messages = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
-    try:
-        text = template.render(messages)
-    except TemplateRefusal:
-        return ""
+    text = _one_round(template)
+    answer = STAND_INS[1]
     stop = text.rfind(answer) + len(answer)
     after = text[stop:]
     ids, offsets = tokenizer.encode_with_offsets(after)
@@ -112,6 +105,22 @@ def turn_end_of(template: ChatTemplate, tokenizer: OffsetTokenizer) -> str:
             return after[:last]
         if after[first:last].strip():
             break
+    return ""
+
+
+def _one_round(template: ChatTemplate) -> str:
+    """The text of a question and an answer, after a system message if the template requires one."""
+    question, answer = STAND_INS
+    system = {"role": "system", "content": question}
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    for form in (messages, [system, *messages]):
+        try:
+            return template.render(form)
+        except TemplateRefusal:
+            continue
     return ""
 
 
