@@ -232,7 +232,8 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of the tool."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -279,6 +280,12 @@ def main() -> None:
         metavar=("DEEPSPEED", "HERE"),
         help="two outcome files",
     )
+    return parser
+
+
+def main() -> None:
+    """Run the tests, or compare two outcome files."""
+    parser = make_parser()
     args = parser.parse_args()
     if args.compare:
         rows = rows_of(*args.compare)

@@ -138,7 +138,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x,), weight, runs = ctx.saved_tensors, ctx.weight, ctx.runs
+        [x] = ctx.saved_tensors
+        weight = ctx.weight
+        runs = ctx.runs
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
         dw = (

@@ -22,7 +22,7 @@ LONGEST = 120  # far below the 30 minutes of torch, on a busy machine, too
 
 
 def start(rank, folder):
-    """As a program that starts torch.distributed itself."""
+    """Start torch.distributed, as a program that does so itself."""
     import torch.distributed as dist
 
     store = dist.FileStore(os.path.join(folder, "store"), 2)

@@ -337,7 +337,7 @@ def test_what_deepspeeds_users_ask_is_answered():
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_several_backwards_of_a_microbatch_add_up(stage, ranks, accumulation):
-    """Of graphs of their own, and twice of one graph that is retained; the module calls a layer twice."""
+    """Each backward has its own graph, or two share one that is retained; the module calls a layer twice."""
 
     def main(engine, rank):
         for microbatches in batches(STEPS, accumulation, ranks, rank):
@@ -386,7 +386,7 @@ def test_no_sync_accumulates_on_each_rank(stage):
 @pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_losses_in_no_sync_are_divided_by_the_accumulation_steps(stage, by_torch):
-    """As DeepSpeed 0.19.8 does."""
+    """DeepSpeed 0.19.8 divides them, too."""
 
     def main(engine, rank):
         engine.set_gradient_accumulation_boundary(True)
@@ -407,7 +407,7 @@ def test_losses_in_no_sync_are_divided_by_the_accumulation_steps(stage, by_torch
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_program_may_choose_the_boundary_itself(stage):
-    """As Accelerate does: a step only after the last micro-batch."""
+    """Accelerate calls step after the last micro-batch only."""
 
     def main(engine, rank):
         for microbatches in batches(STEPS, 3, 2, rank):

@@ -37,7 +37,7 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 class Counting(Odd):
-    """With a tied parameter under two names, and buffers: one that counts, one that is not saved."""
+    """A module with a tied parameter under two names, and buffers: one that counts, one that is not saved."""
 
     def __init__(self):
         super().__init__()

@@ -250,7 +250,7 @@ def test_bert_attention_has_projections():
 
 @pytest.mark.parametrize("name", ("bert", "roberta"))
 def test_a_model_of_hugging_face_becomes_sparse_and_longer(name):
-    """With a layout that has all blocks nothing changes; positions are repeated."""
+    """A layout that has all blocks changes nothing; positions are repeated."""
     transformers = pytest.importorskip("transformers")
     kind = {"bert": "Bert", "roberta": "Roberta"}[name]
     reserved = {"bert": 0, "roberta": 2}[name]

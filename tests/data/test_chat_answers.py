@@ -90,7 +90,7 @@ def test_every_answer_is_found_exactly_or_refused_and_no_other_words_are_learned
     "template, kinds",
     [
         (THINKING, frozenset({"system", "tools", "thinking", "turns"})),
-        # Only in the last turn can its calls be told from the rest.
+        # An answer with calls is found in the last turn, and refused in earlier ones.
         (RESULTS_OF_CALLS, frozenset({"system", "tools", "thinking"})),
     ],
 )

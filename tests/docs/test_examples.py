@@ -121,7 +121,11 @@ def test_mixtral_has_its_published_number_of_parameters_and_fits_its_gpus(tmp_pa
     [(one, config)], _ = started(MIXTRAL, tmp_path)
     assert one.world_size == 32 and config.parallel.expert_model_parallel_size == 8
     plan = plan_world(config)
-    h, f, layers, experts, vocab = 4096, 14336, 32, 8, 32000
+    h = 4096
+    f = 14336
+    layers = 32
+    experts = 8
+    vocab = 32000
     attention = 2 * h * h + 2 * h * h // 4  # 8 key-value heads for 32 queries
     block = attention + experts * (3 * h * f + h) + 2 * h
     assert plan.parameters == layers * block + 2 * vocab * h + h == 46_702_792_704
@@ -427,7 +431,9 @@ def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    h, f, attention = 7168, 2048, 2 * 7168 * (96 + 6) * 128
+    h = 7168
+    f = 2048
+    attention = 2 * h * (96 + 6) * 128
     dense, expert = 3 * h * 18432, 3 * h * f
     others = (
         2 * 129280 * h

@@ -159,13 +159,11 @@ def test_the_stuck_rank_is_named_by_ranks_that_wait_for_others(tmp_path):
 
 def mean_other_tensors(rank, world, longer):
     """Rank 1 has a longer sequence than the others, or a shorter one."""
-    return run_a_step(
-        rank,
-        "1f1b",
-        1,
-        lambda k: None,
-        make_batches(M, length=(7 if longer else 3) if rank == 1 else 5),
-    )
+    length = 5
+    if rank == 1:
+        length = 7 if longer else 3
+    batches = make_batches(M, length=length)
+    return run_a_step(rank, "1f1b", 1, lambda k: None, batches)
 
 
 @pytest.mark.parametrize("longer", [False, True])

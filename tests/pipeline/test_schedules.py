@@ -293,7 +293,7 @@ def random_costs(seed):
 
 
 def peak_alive(program, share):
-    """Of activations, of which W needs a share."""
+    """The peak of live activations, of which W needs a share."""
     changes = {Op.F: 1, Op.I: share - 1, Op.W: -share}
     return max(accumulate(changes[i.op] for i in program))
 

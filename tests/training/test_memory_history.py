@@ -63,8 +63,14 @@ def test_on_gpus_torch_records_until_the_end_of_training(
 
 
 def test_ranks_between_the_ends_record_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", None)
+    calls = []
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        monkeypatch.setattr(
+            torch.cuda.memory, name, lambda *args, **how: calls.append(how)
+        )
     MemoryHistory(engine_on_gpu(1, tmp_path)).finish()
+    assert not calls
+    assert not list(tmp_path.iterdir())
 
 
 def engine_on_gpu(rank, folder):
