@@ -134,12 +134,12 @@ def _with_adapter(
     if isinstance(linear, GroupedLinear):
         return AdaptedExperts(linear, rank, scale, ctx)
     # Adapters of one layer drop different elements of its input.
-    name = linear.weight.spec.name
-    is_divided = isinstance(linear, RowParallelLinear)
+    weight = linear.weight.spec
+    width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None
     drops = []
     for part in parts:
-        site = f"{name}.lora.{part}"
+        site = f"{weight.name}.lora.{part}"
         drops.append(
-            AdapterDropout(settings.lora_dropout, site, is_divided, ctx, under_way)
+            AdapterDropout(settings.lora_dropout, site, width, ctx, under_way)
         )
     return AdaptedLinear(linear, parts, rank, scale, ctx, drops)
