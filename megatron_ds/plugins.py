@@ -16,6 +16,8 @@ PLUGINS = {
     "adapter merge": "extensions.lora.merging:merged",
     "adapter options": "extensions.lora.lora_options:LoraConfig",
     "adapter rules": "extensions.lora.lora_rules:LORA_RULES",
+    "evaluation check": "extensions.evaluation.harness:check_harness",
+    "evaluation tasks": "extensions.evaluation.harness:harness_of_run",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",
     "foreign modules": "compat.deepspeed.deepspeed_modules:Finder",
     "moved modules": "compat.moved_modules:MovedFinder",

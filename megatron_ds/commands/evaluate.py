@@ -27,22 +27,22 @@ from typing import Any
 from megatron_ds.cli import Arguments, writing
 from megatron_ds.console import set_up_logging
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu import launch as launching
-from megatron_ds.training.distributed import joined
-from megatron_ds.training.evaluation.checkpoint_model import (
+from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
     load_model,
 )
-from megatron_ds.training.evaluation.detokenizers import DETOKENIZERS
-from megatron_ds.training.evaluation.harness import (
+from megatron_ds.extensions.evaluation.detokenizers import DETOKENIZERS
+from megatron_ds.extensions.evaluation.harness import (
     HarnessRun,
     HarnessTasks,
     check_harness,
 )
-from megatron_ds.training.evaluation.leading_rank import Score, lead
-from megatron_ds.training.evaluation.scorer import Scorer
-from megatron_ds.training.evaluation.zero_shot import lambada, wikitext103
+from megatron_ds.extensions.evaluation.leading_rank import Score, lead
+from megatron_ds.extensions.evaluation.scorer import Scorer
+from megatron_ds.extensions.evaluation.zero_shot import lambada, wikitext103
+from megatron_ds.mpu import launch as launching
+from megatron_ds.training.distributed import joined
 
 Results = Mapping[str, Any]
 STRIDE = 32  # tokens between two windows, as in Megatron

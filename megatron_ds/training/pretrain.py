@@ -57,7 +57,7 @@ from .base_weights import (
 from .build import Replica, build_engine
 from .data_facts import data_facts
 from .distributed import joined
-from .evaluation.harness import check_harness, harness_of_run
+from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.kernel_profile import check_profile
@@ -222,7 +222,7 @@ def train(
             progress = of_others.load(
                 engine, foreign, all_pieces(engine), config.checkpoint
             )
-        tasks = harness_of_run(engine, tokenizer)
+        tasks = evaluation_tasks(engine, tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
@@ -364,7 +364,7 @@ def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
     if mesh.rank == 0:
         check_log(config)
         if config.train.eval_tasks:
-            check_harness()
+            check_evaluation_tasks()
 
 
 @contextmanager

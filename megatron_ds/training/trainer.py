@@ -31,7 +31,7 @@ from ..planning.training_length import make_length
 from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Replica
-from .evaluation.harness import HarnessRun
+from .evaluation_tasks import EvaluationTasks
 from .observe.comms_log import least_seconds, make_log, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.kernel_profile import KernelProfile
@@ -89,7 +89,7 @@ class Trainer:
         description: dict,
         started: float | None = None,
         stop: StopRequest | None = None,
-        tasks: HarnessRun | None = None,
+        tasks: EvaluationTasks | None = None,
     ):
         self.engine = engine
         self.loaders = loaders

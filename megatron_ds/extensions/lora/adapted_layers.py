@@ -139,7 +139,5 @@ def _with_adapter(
     drops = []
     for part in parts:
         site = f"{weight.name}.lora.{part}"
-        drops.append(
-            AdapterDropout(settings.lora_dropout, site, width, ctx, under_way)
-        )
+        drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
     return AdaptedLinear(linear, parts, rank, scale, ctx, drops)

@@ -9,9 +9,9 @@ import torch
 from megatron_ds.commands.evaluate import run_tool
 from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.training.evaluation.detokenizers import DETOKENIZERS
-from megatron_ds.training.evaluation.scorer import Scored
-from megatron_ds.training.evaluation.zero_shot import (
+from megatron_ds.extensions.evaluation.detokenizers import DETOKENIZERS
+from megatron_ds.extensions.evaluation.scorer import Scored
+from megatron_ds.extensions.evaluation.zero_shot import (
     lambada,
     last_word,
     perplexity,

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.mpu.launch import Launch
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.evaluation.bundled_tasks import BUNDLED
-from megatron_ds.training.evaluation.checkpoint_model import (
+from megatron_ds.extensions.evaluation.bundled_tasks import BUNDLED
+from megatron_ds.extensions.evaluation.checkpoint_model import (
     evaluation_config,
     load_model,
 )
-from megatron_ds.training.evaluation.harness import HarnessRun, HarnessTasks
-from megatron_ds.training.evaluation.leading_rank import lead
-from megatron_ds.training.evaluation.score_plan import ScoreRequest
-from megatron_ds.training.evaluation.scorer import Scorer
+from megatron_ds.extensions.evaluation.harness import HarnessRun, HarnessTasks
+from megatron_ds.extensions.evaluation.leading_rank import lead
+from megatron_ds.extensions.evaluation.score_plan import ScoreRequest
+from megatron_ds.extensions.evaluation.scorer import Scorer
+from megatron_ds.mpu.launch import Launch
+from megatron_ds.mpu.mesh import Mesh
 from tests.harness.byte_tokenizer import BEGIN, END, save_tokenizer
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
@@ -194,7 +194,7 @@ def numbers(results):
 
 def ours(model):
     """The same answers of this package, which only the first rank asks for."""
-    from megatron_ds.training.evaluation.harness_model import HarnessModel
+    from megatron_ds.extensions.evaluation.harness_model import HarnessModel
 
     scorer = Scorer(model.engine)
     ask = lambda score: answers(HarnessModel(score, model.tokenizer, scorer.max_length))

@@ -19,7 +19,7 @@ from ...host import places
 from ...models import MODELS
 from ...mpu.collectives import all_reduce_
 from ...tensor_parallel.token_scores import TokenScores, token_scores
-from ..build import Replica
+from ...training.build import Replica
 from .score_plan import Portion, ScoreRequest, plan_portions
 
 ROUND = 4  # micro-batches of a forward, for each stage of a pipeline

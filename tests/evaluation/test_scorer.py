@@ -9,12 +9,12 @@ from megatron_ds.batch.batch import Batch
 from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.evaluation.leading_rank import lead
+from megatron_ds.extensions.evaluation.score_plan import ScoreRequest, plan_portions
+from megatron_ds.extensions.evaluation.scorer import Scorer
 from megatron_ds.models import run_layers
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.evaluation.leading_rank import lead
-from megatron_ds.training.evaluation.score_plan import ScoreRequest, plan_portions
-from megatron_ds.training.evaluation.scorer import Scorer
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 

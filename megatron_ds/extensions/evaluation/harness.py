@@ -13,7 +13,7 @@ import torch
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
 from ...mpu.agree import on_one_rank
-from ..build import Replica
+from ...training.build import Replica
 from .bundled_tasks import BUNDLED
 from .leading_rank import Score, lead
 from .scorer import Scorer
@@ -91,11 +91,9 @@ class HarnessRun:
         return {name: _numbers(values) for name, values in found["results"].items()}
 
 
-def harness_of_run(engine: Replica, tokenizer: Tokenizer) -> HarnessRun | None:
-    """The tasks of --eval-tasks; None without any. Collective over the world."""
+def harness_of_run(engine: Replica, tokenizer: Tokenizer) -> HarnessRun:
+    """The tasks of --eval-tasks. Collective over the world."""
     train = engine.config.train
-    if not train.eval_tasks:
-        return None
     wanted = HarnessTasks(
         train.eval_tasks,
         train.eval_tasks_include_path,

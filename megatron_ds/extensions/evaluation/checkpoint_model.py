@@ -12,18 +12,18 @@ from ...mpu.launch import Launch
 from ...mpu.mesh import Mesh
 from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES
-from ..base_weights import check_same_base, find_base, load_base
-from ..build import Replica, build_engine
-from ..foreign_checkpoints import foreign_checkpoints
-from ..from_checkpoint import options_of_checkpoint
-from ..run_checkpoint import (
+from ...training.base_weights import check_same_base, find_base, load_base
+from ...training.build import Replica, build_engine
+from ...training.foreign_checkpoints import foreign_checkpoints
+from ...training.from_checkpoint import options_of_checkpoint
+from ...training.run_checkpoint import (
     all_pieces,
     check_same_run,
     describe_run,
     find_start,
     load_run,
 )
-from ..run_tokenizer import with_tokenizer
+from ...training.run_tokenizer import with_tokenizer
 
 LOAD = "checkpoint.load"
 # Options of a training that a forward does not read, but the flags of a layout must go with.

@@ -1,0 +1,33 @@
+"""`EvaluationTasks`: what --eval-tasks asks for during training, made by an extension."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..data.tokenizers import Tokenizer
+from ..errors import ConfigError
+from ..plugins import missing_wings, plugged
+from .build import Replica
+
+
+class EvaluationTasks(Protocol):
+    """Tasks that are loaded once and evaluated as often as asked."""
+
+    def results(self) -> Mapping[str, Mapping[str, Any]]:
+        """The metrics of each task, by name. Collective over the world."""
+
+
+def check_evaluation_tasks() -> None:
+    """Raises ConfigError where a package that evaluation needs is not installed."""
+    check = plugged("evaluation check")
+    if check is None:
+        raise ConfigError(
+            f"--eval-tasks needs megatron_ds.extensions.{missing_wings()}"
+        )
+    check()
+
+
+def evaluation_tasks(engine: Replica, tokenizer: Tokenizer) -> EvaluationTasks | None:
+    """The tasks of --eval-tasks; None without any. Collective over the world."""
+    if not engine.config.train.eval_tasks:
+        return None
+    return plugged("evaluation tasks")(engine, tokenizer)
