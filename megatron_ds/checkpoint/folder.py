@@ -133,6 +133,11 @@ def check_writable(folder: Path) -> None:
 
 
 @singledispatch
+def check_reachable(folder: Path) -> None:
+    """Raises CheckpointError for a store that does not answer. A folder may be absent."""
+
+
+@singledispatch
 def probe(folder: Path, count: int) -> None:
     """Write and sync a temporary file of `count` bytes. Raises OSError when that fails."""
     with (

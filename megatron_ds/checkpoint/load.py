@@ -37,6 +37,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     silent start from scratch would look like a resumed run.
     """
     folder = place_of(directory)
+    folders.check_reachable(folder)
     # Paths that are one level too deep, or no folder.
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(

@@ -45,6 +45,21 @@ def open_store(text: str) -> UPath:
     return UPath(text.rstrip("/"), use_listings_cache=False)
 
 
+@contextlib.contextmanager
+def _errors_of(place: UPath) -> Iterator[None]:
+    """Raises CheckpointError for an error of the store's library: errors of these have no common base."""
+    try:
+        yield
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{place} cannot be reached ({type(error).__name__}: {error}). Check the store's name, its address and "
+            "the keys in the environment, such as AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+            "of S3 or GOOGLE_APPLICATION_CREDENTIALS of Google's store."
+        ) from error
+
+
 # ------------------------------------------------------------------ checkpoints
 @folders.find.register
 def _(folder: UPath, step: int) -> UPath | None:
@@ -126,11 +141,18 @@ def _(path: UPath) -> None:
     """An object is durable when its write returns."""
 
 
+@folders.check_reachable.register
+def _(folder: UPath) -> None:
+    with _errors_of(folder):
+        folder.exists()
+
+
 @folders.probe.register
 def _(folder: UPath, count: int) -> None:
     path = folder / f".probe-{secrets.token_hex(4)}"
-    path.write_bytes(bytes(count))
-    path.unlink()
+    with _errors_of(folder):
+        path.write_bytes(bytes(count))
+        path.unlink()
 
 
 @folders.make.register

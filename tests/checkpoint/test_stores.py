@@ -244,3 +244,16 @@ def test_a_run_goes_on_from_a_store_at_another_layout(s3, tmp_path):
         train(1, [*MOCK, *rest], spoil=reach)
     assert steps_in(place_of(store)) == [3, 4, 5, 6]
     assert losses(tmp_path / "store") == losses(tmp_path / "folder-behind") != {}
+
+
+@pytest.mark.parametrize("use", [latest, check_writable])
+def test_a_store_that_cannot_be_reached_is_named(use, monkeypatch):
+    """No server listens at port 9, and the library's error is none of the system's."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    place = place_of("s3://absent/run")
+    place.fs.connect(refresh=True)
+    with pytest.raises(CheckpointError, match="absent/run cannot be reached .*AWS_"):
+        use(place)
