@@ -57,9 +57,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report]"
 	touch $@
 
-$(VENV)/.installed-chat: $(VENV)/.installed
+# One installation, since each compiles the extensions anew.
+$(VENV)/.installed-chat: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report,chat]"
-	touch $@
+	touch $@ $(VENV)/.installed
 
 # --no-compile: most modules of the installed packages are never imported.
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml setup.py
