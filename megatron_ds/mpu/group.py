@@ -21,7 +21,7 @@ RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
     **dict.fromkeys(
         ("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n
     ),
-    **dict.fromkeys(("all_to_all_v", "broadcast", "send"), lambda n: 1.0),
+    **dict.fromkeys(("all_to_all_v", "broadcast", "reduce", "send"), lambda n: 1.0),
 }
 
 

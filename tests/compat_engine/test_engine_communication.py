@@ -107,13 +107,19 @@ def own_calls(rank, world):
         comm.all_gather_into_tensor(whole, torch.full((1,), float(rank)))
         piece = torch.zeros(1)
         comm.reduce_scatter_tensor(piece, torch.arange(2.0))
+        total = torch.full((5,), float(rank + 1))
+        comm.reduce(total, 0)
+        exchanged = torch.zeros(2)
+        comm.all_to_all_single(exchanged, torch.tensor([10.0, 20.0]) + rank)
     finally:
         communication._log.reset(token)
     comm.all_reduce(summed)
     rows = {
         (m.operation, m.axes, m.size, m.num_bytes): s.calls for m, s in log.rows.items()
     }
-    return rows, [summed[0].item(), pieces[1][0].item(), whole.tolist(), piece.item()]
+    of_rank_0 = total[0].item() if rank == 0 else None
+    gathered = [pieces[1][0].item(), whole.tolist(), piece.item()]
+    return rows, [summed[0].item(), *gathered, of_rank_0, exchanged.tolist()]
 
 
 @pytest.mark.processes
@@ -125,5 +131,8 @@ def test_collectives_that_a_program_calls_itself_are_rows_of_their_own():
             ("all_gather", "program", 2, 24): 1,
             ("all_gather", "program", 2, 8): 1,
             ("reduce_scatter", "program", 2, 8): 1,
+            ("reduce", "program", 2, 20): 1,
+            ("all_to_all", "program", 2, 8): 1,
         }
-        assert results == [6.0, 1.0, [0.0, 1.0], 2.0 * rank]
+        of_rank = [[3.0, [10.0, 11.0]], [None, [20.0, 21.0]]][rank]
+        assert results == [6.0, 1.0, [0.0, 1.0], 2.0 * rank, *of_rank]

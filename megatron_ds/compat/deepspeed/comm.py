@@ -149,9 +149,29 @@ def reduce(
     async_op: bool = False,
 ) -> Any:
     """Reduce the tensor to rank `dst`."""
-    return (
-        dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
-    )
+    if not _meets():
+        return _done(async_op)
+    begin = lambda: dist.reduce(tensor, dst, op, group, async_op=True)
+    return _recorded("reduce", group, tensor.nbytes, async_op, begin)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Send a piece of `input` to each rank of the group, and receive one of each in `output`; by default equal
+    pieces of the first dimension."""
+    if _meets():
+        sizes = output_split_sizes, input_split_sizes
+        exchange = dist.all_to_all_single
+        begin = lambda: exchange(output, input, *sizes, group, async_op=True)
+        return _recorded("all_to_all", group, input.nbytes, async_op, begin)
+    output.view(-1).copy_(input.view(-1))
+    return _done(async_op)
 
 
 def all_gather(

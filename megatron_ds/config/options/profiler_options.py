@@ -14,6 +14,7 @@ COMMUNICATION = (
     "all_to_all",
     "all_to_all_v",
     "broadcast",
+    "reduce",
     "send",
 )
 
