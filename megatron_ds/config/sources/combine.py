@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..messages import written
 from ..options.moe_options import MOE_PATHS
-from ..rules.uneven_stages import ACCOUNTS, uneven_layout
+from ..rules.uneven_stages import uneven_layout
 from ..run import RunConfig, Source, all_options
 from ..training_schedule import parse_batch_steps
 from .reading import PartOf, Setting, reject
+from .useless_options import SAVING, without, without_useless_options
 
 
 def merge(
@@ -72,8 +72,12 @@ def combined(
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
     config = with_finetuning(with_ulysses(with_activation(config)))
-    config = without_useless_options(config)
-    return with_batch_sizes(with_evaluation_only(config))
+    # What options mean beside others, and then those that mean nothing.
+    config = _with_tokenizer(_with_experts(config))
+    if config.data.mock_data:
+        config = _with_mock_data(config)
+    config = without_useless_options(_with_recomputation(config))
+    return with_batch_sizes(with_evaluation_only(_with_layout(config)))
 
 
 def with_evaluation_only(config: RunConfig) -> RunConfig:
@@ -88,7 +92,7 @@ def with_evaluation_only(config: RunConfig) -> RunConfig:
         config = _derived(config, "train.train_iters", 0, why)
     if config.checkpoint.load is not None:
         config = _derived(config, "checkpoint.no_load_optim", True, why)
-    return _without(config, ("checkpoint.save", *SAVING), why)
+    return without(config, ("checkpoint.save", *SAVING), why)
 
 
 def with_activation(config: RunConfig) -> RunConfig:
@@ -198,6 +202,7 @@ def _last_of_schedule(config: RunConfig) -> int | None:
 
 
 PAI_TOKENIZER = "--patch-tokenizer-type"  # its files are in the folder of --load
+OLD_METHOD = "--activations-checkpoint-method"
 ULYSSES = "--ds-sequence-parallel-size"
 DATA = (
     "data.data_path",
@@ -210,46 +215,6 @@ DATA = (
     "data.blend_weights",
 )
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
-QUANTIZED = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients")
-SAVING = (
-    "checkpoint.save_interval",
-    "checkpoint.save_total_limit",
-    "checkpoint.save_retain_interval",
-    "checkpoint.no_save_optim",
-    "checkpoint.extra_save_iters",
-)
-OF_LOADING = (
-    "optimizer.use_checkpoint_opt_param_scheduler",
-    "checkpoint.use_checkpoint_args",
-    "checkpoint.no_load_optim",
-    "checkpoint.finetune",
-)
-DISK = (
-    "zero.nvme_block_size",
-    "zero.nvme_queue_depth",
-    "zero.nvme_threads",
-    "zero.offload_nvme_path",
-    "zero.offload_param_nvme_path",
-)
-ZERO_PLUS_PLUS = (
-    "zero.zero_hpz_partition_size",
-    "zero.zero_quantized_weights",
-    "zero.zero_quantized_gradients",
-)
-TO_TENSORBOARD = (
-    "logging.log_memory_to_tensorboard",
-    "logging.log_world_size_to_tensorboard",
-    "logging.log_timers_to_tensorboard",
-    "logging.log_optimizer_states_to_tensorboard",
-)
-# What receives the values of TensorBoard.
-TAKE_TENSORBOARDS = (
-    "tensorboard_dir",
-    "wandb_project",
-    "comet_project",
-    "mlflow_tracking_uri",
-    "otel_enabled",
-)
 GPT2_TOKENS = 50_256  # plus the end-of-document token, which NullTokenizer adds
 
 
@@ -262,145 +227,15 @@ CAPACITY = (
 )
 
 
-def without_useless_options(config: RunConfig) -> RunConfig:
-    """The config without options that have no effect beside others."""
-    # Tokenizer, data and experts.
-    config = _with_tokenizer(_with_experts(config))
-    if config.data.mock_data:
-        config = _with_mock_data(config)
-    config = _without_experts(config)
-    # Recomputation.
-    source = config.sources.get("train.recompute_method")
-    if (
-        source is not None
-        and source.name == "--activations-checkpoint-method"
-        and (config.train.recompute_granularity is None)
-    ):
-        config = _derived(config, "train.recompute_granularity", "full", source.name)
-    train = config.train
-    if (
-        train.recompute_method == "uniform" and train.recompute_num_layers == 1
-    ):  # the default
-        config = replace(config, train=replace(train, recompute_num_layers=None))
-    if (
-        train.recompute_granularity is None and train.recompute_num_layers == 1
-    ):  # Megatron's default
-        config = _without(
-            config, ("train.recompute_num_layers",), "nothing is recomputed"
-        )
-    config = _with_kept_inputs(config)
-    # Tiles of the MLP.
-    hidden = config.model.hidden_size
-    length = config.model.seq_length
-    if train.tiled_mlp == 0 and hidden and length and length <= hidden:
-        config = _without(
-            config,
-            ("train.tiled_mlp",),
-            f"a tile has as many tokens as the hidden size, {hidden:,}, and a sequence has "
-            f"{length:,}",
-        )
-    # Quantized communication of one rank.
-    parallel = config.parallel
-    if config.zero.stage == 3 and config.world_size == (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    ):
-        config = _without(
-            config,
-            QUANTIZED,
-            "one data-parallel rank sends neither weights nor gradients, so "
-            "nothing is rounded; with several ranks the numbers differ",
-        )
-    # Scaling of gradients, and of the loss.
-    dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
-    if dtype != "fp16":
-        config = _without(
-            config,
-            ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
-            f"gradients are summed in {dtype}, which cannot overflow as fp16 does",
-        )
-    config = _with_layout(config)
-    if not config.optimizer.fp16:
-        config = _without(
-            config, ("optimizer.loss_scale",), "only fp16 scales the loss"
-        )
-    # Offloading.
-    if not config.zero.disk_folders():
-        config = _without(
-            config, _of_deepspeed(config, DISK), "nothing is offloaded to a disk"
-        )
-    if config.zero.offload_optimizer == config.zero.offload_param == "none":
-        config = _without(
-            config,
-            _of_deepspeed(config, ("zero.sub_group_size",)),
-            "nothing is offloaded",
-        )
-    # Communication of one rank.
-    if config.world_size == 1:
-        config = _without(
-            config, _of_deepspeed(config, ZERO_PLUS_PLUS), "one rank sends nothing"
-        )
-    if config.parallel.context_parallel_size == 1:
-        config = _without(
-            config,
-            ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
-            "one rank holds each sequence",
-        )
-    # Files that are not read or written.
-    if config.checkpoint.load is None:
-        config = _without(config, OF_LOADING, "there is no --load DIR")
-    if not any(getattr(config.logging, name) for name in TAKE_TENSORBOARDS):
-        config = _without(
-            config,
-            TO_TENSORBOARD,
-            "there is no --tensorboard-dir or --wandb-project, nor another service",
-        )
-    if config.checkpoint.save is None:
-        config = _without(config, SAVING, "no checkpoint is written without --save DIR")
-    return config
-
-
-def _with_kept_inputs(config: RunConfig) -> RunConfig:
-    """How recomputed layers keep their inputs: a DeepSpeed JSON may have it without
-    recomputation."""
-    paths = ("train.checkpoint_in_cpu", "train.distribute_saved_activations")
-    if config.train.recompute_granularity != "full":
-        config = _without(
-            config,
-            _of_deepspeed(config, paths),
-            "it does not turn recomputation on (--recompute-granularity full does)",
-        )
-    if config.parallel.sequence_parallel:
-        return _without(
-            config,
-            paths[1:],
-            "with --sequence-parallel every rank keeps a slice of each activation",
-        )
-    if config.parallel.tensor_model_parallel_size == 1:
-        return _without(config, paths[1:], "there is one tensor-parallel rank")
-    return config
-
-
 def _with_layout(config: RunConfig) -> RunConfig:
     """The layers of each stage, where options other than --pipeline-layout state them."""
-    if config.parallel.pipeline_model_parallel_size == 1:
-        config = _without(config, ACCOUNTS, "there is one pipeline stage")
-    if (
-        config.parallel.pipeline_layout is not None
-        or (layout := uneven_layout(config)) is None
-    ):
+    if config.parallel.pipeline_layout is not None:
+        return config
+    layout = uneven_layout(config)
+    if layout is None:
         return config
     return _derived(
         config, "parallel.pipeline_layout", layout, "the layers of the stages"
-    )
-
-
-def _of_deepspeed(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths that a DeepSpeed JSON gave: its blocks list keys of features that other keys turn off."""
-    sources = {path: config.sources.get(path) for path in paths}
-    return tuple(
-        path
-        for path, source in sources.items()
-        if source and source.kind == "deepspeed"
     )
 
 
@@ -437,15 +272,6 @@ def _with_tokenizer(config: RunConfig) -> RunConfig:
     return config
 
 
-def _without_experts(config: RunConfig) -> RunConfig:
-    """Without experts, the number of ranks that would split an expert has no meaning."""
-    if config.model.num_experts is None:
-        return _without(
-            config, ("parallel.expert_tensor_parallel_size",), "there are no experts"
-        )
-    return config
-
-
 def _with_mock_data(config: RunConfig) -> RunConfig:
     """Leave out the corpus of a file if --mock-data is a flag, and with --vocab-size its tokenizer, unless
     the size is that of a checkpoint; in a file it is an error beside a corpus. Mock tokens need a vocabulary
@@ -454,14 +280,14 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
     # The flag replaces what a file names.
     source = config.sources.get("data.mock_data")
     if source is not None and source.kind == "flag":
-        config = _without(config, DATA, "--mock-data is used instead")
+        config = without(config, DATA, "--mock-data is used instead")
         size = config.sources.get("model.vocab_size")
         if (
             config.data.tokenizer_type not in (None, "NullTokenizer")
             and size
             and size.kind != "script"
         ):
-            config = _without(
+            config = without(
                 config,
                 ("data.tokenizer_type", *TOKENIZER_FILES),
                 "mock data needs no tokenizer",
@@ -471,7 +297,7 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
         return config
     config = _derived(config, "data.tokenizer_type", "NullTokenizer", "for --mock-data")
     has_files = bool(config.data.vocab_file or config.data.merge_file)
-    config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
+    config = without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
     # Files of a vocabulary stand for GPT-2's size.
     if has_files and config.model.vocab_size is None:
         config = _derived(
@@ -489,11 +315,11 @@ def _with_experts(config: RunConfig) -> RunConfig:
     if model.num_experts is None:  # `moe_rules` lists the other options
         return config
     if model.num_experts == (1,):
-        return _without(config, MOE_PATHS, "one expert is a dense model")
+        return without(config, MOE_PATHS, "one expert is a dense model")
     if not model.moe_token_dropping:
-        config = _without(config, CAPACITY, "no token is dropped")
+        config = without(config, CAPACITY, "no token is dropped")
     if model.moe_router_score_function == "sigmoid":
-        config = _without(
+        config = without(
             config,
             ("model.moe_router_pre_softmax",),
             "scores are sigmoids, without a softmax",
@@ -508,17 +334,13 @@ def _with_experts(config: RunConfig) -> RunConfig:
     return config
 
 
-def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
-    """The options set to their defaults; those that had another value are noted with the reason."""
-    given = [path for path in paths if not config.is_default(path)]
-    if not given:
-        return config
-    notes = {written(config, path): why for path in given}
-    defaults = {path: all_options()[path].default for path in given}
-    config = config.with_values(defaults, Source("derived", why))
-    sources = {
-        path: source for path, source in config.sources.items() if path not in given
-    }
-    return replace(
-        config, sources=sources, without_effect={**config.without_effect, **notes}
-    )
+def _with_recomputation(config: RunConfig) -> RunConfig:
+    """Megatron's older name of the method recomputes whole layers; groups of one layer are the default."""
+    source = config.sources.get("train.recompute_method")
+    has_old_name = source is not None and source.name == OLD_METHOD
+    if has_old_name and config.train.recompute_granularity is None:
+        config = _derived(config, "train.recompute_granularity", "full", OLD_METHOD)
+    train = config.train
+    if train.recompute_method == "uniform" and train.recompute_num_layers == 1:
+        config = replace(config, train=replace(train, recompute_num_layers=None))
+    return config
