@@ -82,6 +82,10 @@ MODELS = {
         "GPTNeoXForCausalLM",
         SIZES | dict(intermediate_size=64, rotary_pct=1.0),
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        dict(hidden_size=48, n_layer=2, n_head=6, vocab_size=V),
+    ),
     "opt": ("OPTForCausalLM", SIZES | dict(ffn_dim=64, word_embed_proj_dim=32)),
     "mixtral": (
         "MixtralForCausalLM",

@@ -16,6 +16,7 @@ from ..packings import (
     TRANSPOSED,
 )
 from .huggingface_settings import (
+    BLOOM,
     GPT2,
     GPT_NEOX,
     LLAMA,
@@ -133,6 +134,19 @@ GPT_NEOX_ROWS = (
     _layer("pre_mlp_layernorm", f"{NEOX}.post_attention_layernorm"),
     _layer("mlp.linear_fc1", f"{NEOX}.mlp.dense_h_to_4h"),
     _layer("mlp.linear_fc2", f"{NEOX}.mlp.dense_4h_to_h"),
+)
+BLOOMS = "transformer.h.{i}"
+BLOOM_ROWS = (
+    Row(WORDS, "transformer.word_embeddings.weight"),
+    Row("embedding.norm.{leaf}", "transformer.word_embeddings_layernorm.{leaf}"),
+    Row("output_layer.weight", "lm_head.weight"),
+    Row("decoder.final_layernorm.{leaf}", "transformer.ln_f.{leaf}"),
+    _layer("input_layernorm", f"{BLOOMS}.input_layernorm"),
+    _layer("self_attention.linear_qkv", f"{BLOOMS}.self_attention.query_key_value"),
+    _layer("self_attention.linear_proj", f"{BLOOMS}.self_attention.dense"),
+    _layer("pre_mlp_layernorm", f"{BLOOMS}.post_attention_layernorm"),
+    _layer("mlp.linear_fc1", f"{BLOOMS}.mlp.dense_h_to_4h"),
+    _layer("mlp.linear_fc2", f"{BLOOMS}.mlp.dense_4h_to_h"),
 )
 OPTS = "model.decoder.layers.{i}"
 OPT_ROWS = (
@@ -302,6 +316,14 @@ FAMILIES = {
             tied=(("lm_head.weight", "model.decoder.embed_tokens.weight"),),
         ),
         _family(
+            "bloom",
+            "BloomForCausalLM",
+            BLOOM_ROWS,
+            BLOOM,
+            prefix="transformer.",
+            tied=(("lm_head.weight", "transformer.word_embeddings.weight"),),
+        ),
+        _family(
             "megatron-bert",
             "MegatronBertForPreTraining",
             MEGATRON_BERT_ROWS,
@@ -332,14 +354,13 @@ REFUSED = {
     "Megatron's BERT, which is model_type megatron-bert",
     "roberta": "its norms come after the sums (post-LN), and in this package before them",
     "gemma": SCALED_EMBEDDINGS,
-    "gemma2": SCALED_EMBEDDINGS,
+    "gemma2": "its scores of attention and its logits are capped by a tanh, which no fused kernel computes",
     "gemma3": MULTIMODAL,
     "gemma3_text": SCALED_EMBEDDINGS,
     "gptj": SHARED_NORM,
     "phi": SHARED_NORM,
     "cohere": SHARED_NORM,
     "falcon": "its blocks have one norm, or another order of queries, keys and values",
-    "bloom": "it has a norm after the embeddings, which this package does not compute (ALiBi it does)",
     "mpt": "its norms have no biases, which this package does not compute (ALiBi it does)",
     "gpt_oss": "its experts have biases and a clamped activation",
     "gpt_neo": "its attention scores are not scaled",

@@ -32,6 +32,8 @@ WITHOUT_EFFECT = frozenset(
     top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
     bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    slow_but_exact attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add skip_bias_add_qkv
+    bias_dropout_fusion offset_alibi unk_token_id
     begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty
     """.split()
 )

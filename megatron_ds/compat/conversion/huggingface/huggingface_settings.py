@@ -134,6 +134,22 @@ GPT_NEOX = (
     Key("attention_dropout", "attention_dropout", 0.0),
     Key("initializer_range", "init_method_std", 0.02),
 )
+BLOOM = (
+    *_sizes("n_layer", "hidden_size", "n_head", "seq_length"),
+    _tied(True),
+    Fixed("position_embedding_type", "alibi"),
+    Fixed("embed_layernorm", True),
+    Fixed("activation", "gelu"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("hidden_dropout", "hidden_dropout", 0.0),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+    Only(
+        "apply_residual_connection_post_layernorm",
+        (False,),
+        why="residuals that are taken after the norms",
+    ),
+)
 OPT = (
     *_sizes(),
     _tied(True),
@@ -170,8 +186,17 @@ MEGATRON_BERT = (
 )
 # Rotary values of settings that are absent, by model_type. Only gpt_neox rotates a part of each head.
 DEFAULTS = {"gpt_neox": {"partial_rotary_factor": 0.25}, "mixtral": {"rope_theta": 1e6}}
+# Other names of settings, which transformers renames when it reads them, by model_type.
+ALIASES = {
+    "bloom": {
+        "n_embed": "hidden_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    },
+}
 # Values of settings that are absent, where a table above has those of another model_type.
 ABSENT = {
+    "bloom": {"seq_length": 2048},
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -235,8 +260,11 @@ def notes(table: tuple, settings: Settings) -> list[str]:
 
 
 def with_defaults(settings: Settings) -> Settings:
-    """The settings, with the values of ABSENT for those that are absent."""
-    defaults = ABSENT.get(settings.get("model_type"), {})
+    """The settings under their own names, with the values of ABSENT for those that are absent."""
+    model_type = settings.get("model_type")
+    names = ALIASES.get(model_type, {})
+    defaults = ABSENT.get(model_type, {})
+    settings = {names.get(name, name): value for name, value in settings.items()}
     if {"num_experts", "num_local_experts"} & settings.keys():
         defaults = {
             name: value
