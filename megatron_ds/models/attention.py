@@ -219,6 +219,18 @@ def make_rotary(config: ModelConfig) -> Rotary | None:
     )
 
 
+def make_window_rotary(config: ModelConfig) -> Rotary | None:
+    """The rotary embedding of layers with a window, where it is not that of all layers; else None."""
+    if config.window_rotary_base is None or not config.is_rotary:
+        return None
+    return Rotary(
+        config.head_dim,
+        config.rotary_percent,
+        config.window_rotary_base,
+        interleaved=config.rotary_interleaved,
+    )
+
+
 def scaled_rotary_base(config: ModelConfig) -> float:
     """Base of the rotary angles, with dynamic NTK that of sequences of all positions of the model.
 
@@ -316,6 +328,7 @@ class SelfAttention(nn.Module):
             config, f"{name}.core_attention", ctx
         )
         self.group_heads = self.num_heads // self.num_groups + 2  # with key and value
+        bias = config.add_bias_linear and config.use_bias_in_attn_linear
         # One projection for queries, keys and values, packed by group.
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -323,7 +336,7 @@ class SelfAttention(nn.Module):
             ctx,
             name=f"{name}.linear_qkv",
             init_std=config.init_method_std,
-            bias=config.add_bias_linear or config.add_qkv_bias,
+            bias=bias or config.add_qkv_bias,
         )
         weight = self.linear_qkv.weight
         weight.spec = replace(
@@ -341,7 +354,7 @@ class SelfAttention(nn.Module):
             ctx,
             name=f"{name}.linear_proj",
             init_std=output_std,
-            bias=config.add_bias_linear,
+            bias=bias,
         )
 
     def forward(
@@ -451,8 +464,11 @@ class CoreAttention(nn.Module):
         self.head_rank = ctx.tp.rank if head_rank is None else head_rank
         self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
+        self.scale = config.softmax_scale
         # Where a query sees itself and all keys before it, attention needs nothing but q, k and v.
-        is_bare = self.sink.kind == "vanilla" and not self.alibi_heads
+        is_bare = (
+            self.sink.kind == "vanilla" and not self.alibi_heads and self.scale is None
+        )
         self.is_simple = is_bare and pattern == CAUSAL
         self.simple_attention = Bound(attention)
 
@@ -481,6 +497,7 @@ class CoreAttention(nn.Module):
             visible,
             keep=self.keep_mask(q, k, p, batch) if p else None,
             scoring=Scoring(
+                self.scale,
                 sink=self.sink(self.heads(q), q.device),
                 alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device),
             ),

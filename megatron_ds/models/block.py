@@ -1,7 +1,8 @@
 """A transformer block, normalization first: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
 Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) + feed_forward(other norm(x))
-(Wang and Komatsuzaki 2021, GPT-J; Black et al. 2022, arXiv:2204.06745, section 2.1).
+(Black et al. 2022, arXiv:2204.06745, section 2.1); with a shared norm both read the first (Wang and Komatsuzaki
+2021, GPT-J). Outputs of both halves may be normalized too, before dropout.
 
 `Block` has two slots: attention, a module `forward(x, batch, cache=None)`, and feed_forward, a module
 `forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another kind of
@@ -22,7 +23,7 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import KVCache, Rotary, SelfAttention
+from .attention import KVCache, Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
 from .context_attention import make_core
 from .kept_input import input_keeper
@@ -47,8 +48,13 @@ class Block(nn.Module):
         # The order of these attributes is the order of the parameters in ZeRO's buckets.
         self.input_layernorm = make_norm(config, f"{name}.input_layernorm", ctx)
         self.self_attention = attention
-        self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
+        norm_after = partial(_norm_after, config, name, ctx)
+        self.post_self_attn_layernorm = norm_after("post_self_attn_layernorm")
+        self.pre_mlp_layernorm = None
+        if not (config.use_parallel_residual and config.shared_block_norm):
+            self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
         self.mlp = feed_forward
+        self.post_mlp_layernorm = norm_after("post_mlp_layernorm")
         self.parallel_residual = config.use_parallel_residual
         self.attention_dropout = HiddenDropout(
             config.hidden_dropout, f"{name}.self_attention", ctx
@@ -74,18 +80,45 @@ class Block(nn.Module):
         self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
     ) -> torch.Tensor:
         parts = self._modules  # without the search of nn.Module.__getattr__
-        norm = parts["pre_mlp_layernorm"]
-        mlp = parts["mlp"]
-        attended = parts["self_attention"](parts["input_layernorm"](x), batch, cache)
+        norm = parts.get("pre_mlp_layernorm")
         if self.parallel_residual:
+            normed = parts["input_layernorm"](x)
+            attended = self._attend(normed, batch, cache)
+            fed = self._feed(normed if norm is None else norm(x), batch)
             total = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(mlp(norm(x), batch), total, batch)
+            return self.mlp_dropout.add(fed, total, batch)
+        attended = self._attend(parts["input_layernorm"](x), batch, cache)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(mlp(norm(x), batch), x, batch)
+            return self.mlp_dropout.add(self._feed(norm(x), batch), x, batch)
         normed, x = norm(attended, x)
-        return x + mlp(normed, batch)
+        return x + self._feed(normed, batch)
+
+    def _attend(
+        self, x: torch.Tensor, batch: Batch, cache: KVCache | None
+    ) -> torch.Tensor:
+        """Attention and the norm after it, if there is one."""
+        parts = self._modules
+        after = parts.get("post_self_attn_layernorm")
+        out = parts["self_attention"](x, batch, cache)
+        return out if after is None else after(out)
+
+    def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The feed-forward and the norm after it, if there is one."""
+        parts = self._modules
+        after = parts.get("post_mlp_layernorm")
+        out = parts["mlp"](x, batch)
+        return out if after is None else after(out)
+
+
+def _norm_after(
+    config: ModelConfig, name: str, ctx: ParallelContext, leaf: str
+) -> nn.Module | None:
+    """The norm of the output of a half of the block; None for models without it."""
+    if not config.norm_after_sublayer:
+        return None
+    return make_norm(config, f"{name}.{leaf}", ctx)
 
 
 def block_layers(
@@ -98,6 +131,7 @@ def block_layers(
 ) -> list[Layer]:
     """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
     blocks = []
+    of_windows = make_window_rotary(config) or rotary
     for i, (experts, pattern) in enumerate(
         zip(config.experts, patterns(config, causal), strict=True)
     ):
@@ -116,7 +150,7 @@ def block_layers(
                     experts,
                     name,
                     ctx,
-                    rotary=rotary,
+                    rotary=of_windows if config.windowed[i] else rotary,
                     pattern=pattern,
                     comm_type=ctx.comm_type(i),
                 ),

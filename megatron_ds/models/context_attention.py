@@ -86,6 +86,7 @@ class SharedKeysAttention(nn.Module):
         )
         self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
+        self.scale = config.softmax_scale
 
     def arrange(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -109,6 +110,7 @@ class SharedKeysAttention(nn.Module):
         whole = batch.whole
         p = self.dropout if batch.training else 0.0
         scoring = Scoring(
+            self.scale,
             sink=self.sink(heads, q.device),
             alibi=alibi_of(self.alibi_heads, heads, whole, q.device),
         )

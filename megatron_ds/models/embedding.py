@@ -18,8 +18,8 @@ WORD_EMBEDDINGS = "embedding.word_embeddings"
 
 
 class Embedding(nn.Module):
-    """Word embedding, normalized with --embed-layernorm, plus learned positions and token types where the
-    model has them, then dropout.
+    """Word embedding, times --embedding-multiplier, normalized with --embed-layernorm, plus learned positions and
+    token types where the model has them, then dropout.
 
     tied         key of the weight that a head shares; None if the head has its own weight
     token_types  number of segments of a sample; 0 for models without segments
@@ -38,6 +38,8 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             word_spec(config, ctx, WORD_EMBEDDINGS, tied), ctx
         )
+        # Rounded as a weight is.
+        self.multiplier = float(torch.tensor(config.embedding_multiplier).to(ctx.dtype))
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
         self.tokentype_embeddings = (
@@ -60,6 +62,8 @@ class Embedding(nn.Module):
     ) -> torch.Tensor:
         """The tokens of `batch` as hidden states [s(/t), b, h]."""
         x = self.word_embeddings(batch.tokens)  # [s(/t), b, h]
+        if self.multiplier != 1:
+            x = x * self.multiplier
         if self.norm is not None:
             x = self.norm(x)
         rows = self.ctx.slice.rows(batch.seq_length)

@@ -66,12 +66,13 @@ class LanguageModelHead(nn.Module):
         self.weight = (
             weight if weight is not None else vocabulary_weight(config, ctx, tied)
         )
+        self.bias = vocabulary_bias(config, ctx) if config.output_layer_bias else None
 
     def forward(
         self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
     ) -> HeadLogits:
         """x [s(/t), b, h] → logits [s, b, Vp/t]. With sequence parallelism a collective, which gathers x."""
-        return head_logits(x, self.weight, None, self.ctx)
+        return head_logits(x, self.weight, self.bias, self.ctx)
 
 
 def head_logits(
@@ -118,16 +119,7 @@ class BertHeads(nn.Module):
         self.weight = (
             weight if weight is not None else vocabulary_weight(config, ctx, tied)
         )
-        self.bias = new_shard(
-            ParamSpec(
-                "output_layer.bias",
-                (config.vocab_size,),
-                Init("zeros"),
-                (Split("tp", 0, padded=padded_rows(config, ctx)),),
-                decay=False,
-            ),
-            ctx,
-        )
+        self.bias = vocabulary_bias(config, ctx)
         self.binary_head = (
             SegmentOrderHead(config, ctx) if config.bert_binary_head else None
         )
@@ -219,3 +211,15 @@ def vocabulary_weight(
         ),
         ctx,
     )
+
+
+def vocabulary_bias(config: ModelConfig, ctx: ParallelContext) -> nn.Parameter:
+    """[Vp/t] of a head."""
+    spec = ParamSpec(
+        "output_layer.bias",
+        (config.vocab_size,),
+        Init("zeros"),
+        (Split("tp", 0, padded=padded_rows(config, ctx)),),
+        decay=False,
+    )
+    return new_shard(spec, ctx)

@@ -50,6 +50,14 @@ FEATURE_FIELDS = (
     "window_size",
     "window_attn_skip_freq",
     "softmax_type",
+    "shared_block_norm",
+    "norm_after_sublayer",
+    "use_bias_in_attn_linear",
+    "use_bias_in_norms",
+    "output_layer_bias",
+    "embedding_multiplier",
+    "softmax_scale",
+    "window_rotary_base",
 )
 
 # The same, of positions that are in no weight: a model with such positions can be lengthened.
@@ -57,6 +65,7 @@ POSITION_FIELDS = (
     "position_embedding_type",
     "positions",
     "rotary_base",
+    "window_rotary_base",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",

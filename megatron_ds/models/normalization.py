@@ -4,7 +4,7 @@ from torch import nn
 
 from ..config.options.model_options import ModelConfig
 from ..mpu.context import ParallelContext
-from ..ops.norms import NORMS
+from ..ops.norms import NORMS, LayerNorm, UnbiasedLayerNorm
 from .layer import pick
 
 
@@ -33,6 +33,8 @@ def _norm(
     config: ModelConfig, size: int, name: str, ctx: ParallelContext, **more: object
 ) -> nn.Module:
     kind = pick(NORMS, "normalization", config.normalization)
+    if kind is LayerNorm and not config.use_bias_in_norms:
+        kind = UnbiasedLayerNorm
     return kind(
         size,
         name=name,

@@ -19,6 +19,9 @@ from .gpu import gated_kernels
 from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
 from .meta_tensors import has_memory
 
+LIMIT = 7.0  # of the parts of `clamped_swiglu`
+SLOPE = 1.702  # of its sigmoid
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -81,6 +84,30 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(x)
 
 
+@Operation
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up for x = [gate; up], gelu as above. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
+    if torch.compiler.is_compiling():
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+    return _GeGLU.apply(x)
+
+
+@Operation
+def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """gate σ(1.702 gate) * (up + 1) for x = [gate; up], gate at most 7 and up within ±7 (OpenAI 2025, gpt-oss,
+    arXiv:2508.10925, section 2.2)."""
+    if torch.compiler.is_compiling():
+        gate, up = _clamped(x)
+        return gate * torch.sigmoid(SLOPE * gate) * (up + 1)
+    return _ClampedSwiGLU.apply(x)
+
+
+def _clamped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = x.chunk(2, dim=-1)
+    return gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+
+
 squared_relu.implementation(
     "cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_plain
 )(gated_kernels.squared_relu)
@@ -100,6 +127,8 @@ ACTIVATIONS = {
     "relu": Activation(relu),
     "squared_relu": Activation(squared_relu),
     "swiglu": Activation(swiglu, parts=2),
+    "geglu": Activation(geglu, parts=2),
+    "clamped_swiglu": Activation(clamped_swiglu, parts=2),
 }
 
 
@@ -142,3 +171,48 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=dup)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
         return dx
+
+
+class _GeGLU(torch.autograd.Function):
+    # Keeps x only, as `_SwiGLU`.
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        dgate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        dup = F.gelu(gate, approximate="tanh").mul_(grad)
+        return torch.cat((dgate, dup), dim=-1)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    # Keeps x only. With σ = sigmoid(a g):   d(g σ)/dg = σ (1 + a g (1 - σ)).
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        gate, up = _clamped(x)
+        return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up.add_(1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        gate, up = _clamped(x)
+        share = torch.sigmoid(SLOPE * gate)
+        dup = share * gate * grad
+        dgate = (1 - share).mul_(gate).mul_(SLOPE).add_(1).mul_(share)
+        dgate.mul_(up.add_(1)).mul_(grad)
+        # Where a part was clamped, it has no gradient.
+        return torch.cat((dgate, dup), dim=-1).masked_fill_(_is_clamped(x), 0.0)
+
+
+def _is_clamped(x: torch.Tensor) -> torch.Tensor:
+    """bool, like x = [gate; up]."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.cat((gate > LIMIT, up.abs() > LIMIT), dim=-1)

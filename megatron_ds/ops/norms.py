@@ -17,6 +17,7 @@ from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
 
 
 class _Norm(nn.Module):
+    is_centred: bool
     has_bias: bool
 
     def __init__(
@@ -52,7 +53,7 @@ class _Norm(nn.Module):
         self.weight = make("weight", "zeros" if zero_centred else "ones")
         bias = make("bias", "zeros") if self.has_bias else None
         self.register_parameter("bias", bias)
-        self.norm = Bound(layer_norm if self.has_bias else rms_norm)
+        self.norm = Bound(layer_norm if self.is_centred else rms_norm)
         self.residual_norm = Bound(residual_norm)
 
     def forward(
@@ -63,22 +64,33 @@ class _Norm(nn.Module):
         weight = own["weight"]
         if self.offset:
             weight = weight + self.offset
+        bias = own["bias"]
+        if self.is_centred and bias is None:
+            bias = torch.zeros_like(weight, requires_grad=False)
         if residual is not None:
-            return self.residual_norm(x, residual, weight, own["bias"], self.eps)
-        if self.has_bias:
-            return self.norm(x, weight, own["bias"], self.eps)
+            return self.residual_norm(x, residual, weight, bias, self.eps)
+        if self.is_centred:
+            return self.norm(x, weight, bias, self.eps)
         return self.norm(x, weight, self.eps)
 
 
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
 
+    is_centred = True
     has_bias = True
+
+
+class UnbiasedLayerNorm(LayerNorm):
+    """(x - mean) / sqrt(var + eps) * weight."""
+
+    has_bias = False
 
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x²) + eps) * weight. Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4."""
 
+    is_centred = False
     has_bias = False
 
 

@@ -232,7 +232,9 @@ def test_every_pair_of_tables_is_read_in_the_order_of_transformers_or_refused(
         settings = settings_of(tables, beside)
         expected = rotary_of_transformers(model_type, copy.deepcopy(settings))
         try:
-            model = model_of(rotary_options(settings, defaults))
+            model = model_of(
+                rotary_options({**settings, "model_type": model_type}, defaults)
+            )
         except CheckpointError:
             shares = [
                 settings.get("partial_rotary_factor"),

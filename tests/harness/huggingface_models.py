@@ -28,6 +28,7 @@ LLAMA3 = dict(
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=POSITIONS)
 EXPERTS = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
 WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW)
+SMALL_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 # name → (class of transformers without its ending, options)
 MODELS = {
@@ -82,6 +83,67 @@ MODELS = {
         "GPTNeoXForCausalLM",
         SIZES | dict(intermediate_size=64, rotary_pct=1.0),
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        dict(hidden_size=48, n_layer=2, n_head=6, vocab_size=V),
+    ),
+    "phi3, window": (
+        "Phi3ForCausalLM",
+        GATED | dict(sliding_window=WINDOW, **SMALL_IDS),
+    ),
+    "phi": (
+        "PhiForCausalLM",
+        SIZES | dict(intermediate_size=64, num_key_value_heads=2),
+    ),
+    "phi, normalized heads": (
+        "PhiForCausalLM",
+        SIZES | dict(intermediate_size=64, qk_layernorm=True),
+    ),
+    "gptj": ("GPTJForCausalLM", GPT2 | dict(rotary_dim=4)),
+    "falcon 7b": ("FalconForCausalLM", SIZES),
+    "falcon 40b": (
+        "FalconForCausalLM",
+        SIZES | dict(new_decoder_architecture=True, num_kv_heads=2),
+    ),
+    "falcon 11b": (
+        "FalconForCausalLM",
+        SIZES
+        | dict(
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            tie_word_embeddings=False,
+            ffn_hidden_size=72,
+        ),
+    ),
+    "falcon, serial, biases": (
+        "FalconForCausalLM",
+        SIZES | dict(parallel_attn=False, multi_query=False, bias=True),
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        dict(d_model=32, n_heads=4, n_layers=2, vocab_size=V, max_seq_len=POSITIONS),
+    ),
+    "gemma": ("GemmaForCausalLM", GATED | dict(head_dim=12, **SMALL_IDS)),
+    "gemma 3": (
+        "Gemma3ForCausalLM",
+        GATED
+        | dict(
+            num_hidden_layers=3,
+            head_dim=12,
+            query_pre_attn_scalar=20,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e4),
+                sliding_attention=dict(rope_type="default", rope_theta=1e2),
+            ),
+        ),
+    ),
+    "gemma 3, wide window": (
+        "Gemma3ForCausalLM",
+        GATED | dict(head_dim=20, query_pre_attn_scalar=20, sliding_window=64),
+    ),
     "opt": ("OPTForCausalLM", SIZES | dict(ffn_dim=64, word_embed_proj_dim=32)),
     "mixtral": (
         "MixtralForCausalLM",
@@ -118,6 +180,7 @@ def saved(
         .removesuffix("ForPreTraining")
         .removesuffix("LMHead")
     )
+    stem = {"Gemma3": "Gemma3Text"}.get(stem, stem)
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}Model" if kind.endswith("Head") else kind)(
         getattr(transformers, f"{stem}Config")(**config)

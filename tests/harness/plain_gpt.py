@@ -7,11 +7,13 @@ Works on a dictionary of logical tensors {name: tensor} in any precision; hidden
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_ds.config.options.attention_options import AttentionOptions
+from megatron_ds.config.options.block_options import BlockOptions
+from megatron_ds.config.options.model_options import GATED
 from megatron_ds.config.options.moe_options import MoEOptions
 from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
 
@@ -21,7 +23,7 @@ PADDING = (
 
 
 @dataclass(frozen=True)
-class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
+class TinyConfig(AttentionOptions, SparseOptions, BlockOptions, MoEOptions):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 
@@ -57,7 +59,6 @@ class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
     apply_wd_to_qk_layernorm: bool = False
     apply_layernorm_1p: bool = False
     embed_layernorm: bool = False
-    use_parallel_residual: bool = False
     untie_embeddings_and_output_weights: bool = False
     init_method_std: float = 0.02
     hidden_dropout: float = 0.0
@@ -69,7 +70,7 @@ class TinyConfig(AttentionOptions, SparseOptions, MoEOptions):
 
     @property
     def is_gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     def padded_vocab_size(self, tp: int) -> int:
         return -(-self.vocab_size // (4 * tp)) * 4 * tp
@@ -87,6 +88,40 @@ LLAMA = dict(
 ALIBI = TinyConfig(
     **LLAMA | dict(position_embedding_type="alibi"), num_attention_heads=6
 )
+GPTJ = TinyConfig(
+    head_dim=8,
+    position_embedding_type="rope",
+    rotary_percent=0.5,
+    rotary_interleaved=True,
+    use_parallel_residual=True,
+    shared_block_norm=True,
+    use_bias_in_attn_linear=False,
+    output_layer_bias=True,
+    untie_embeddings_and_output_weights=True,
+)
+GEMMA = TinyConfig(
+    **LLAMA
+    | dict(
+        activation="geglu",
+        untie_embeddings_and_output_weights=False,
+        rotary_seq_len_interpolation_factor=2.0,
+    ),
+    norm_after_sublayer=True,
+    apply_layernorm_1p=True,
+    qk_layernorm=True,
+    embedding_multiplier=4.5,
+    softmax_scale=0.3,
+    window_size=(3, 0),
+    window_attn_skip_freq="2",
+    window_rotary_base=20.0,
+)
+MPT = TinyConfig(
+    position_embedding_type="alibi",
+    add_bias_linear=False,
+    use_bias_in_norms=False,
+)
+# Styles of published models that differ in several options.
+FAMILIES = {"gpt-j": GPTJ, "gemma 3": GEMMA, "mpt": MPT}
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
@@ -99,7 +134,7 @@ def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
         config.query_groups,
         config.ffn_size,
     )
-    gated = 2 if config.activation == "swiglu" else 1
+    gated = 2 if config.is_gated else 1
     linear = {
         "self_attention.linear_qkv": ((n + 2 * g) * d, h),
         "self_attention.linear_proj": (h, n * d),
@@ -112,22 +147,33 @@ def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     norms = {"decoder.final_layernorm": h}
     for i in range(config.num_layers):
         layer = f"decoder.layers.{i}"
-        norms |= {f"{layer}.input_layernorm": h, f"{layer}.pre_mlp_layernorm": h}
+        norms |= {f"{layer}.{name}_layernorm": h for name in _norms_of_block(config)}
         if config.softmax_type == "learnable":
             shapes[f"{layer}.self_attention.core_attention.softmax_offset"] = (n,)
         if config.qk_layernorm:
             norms |= {f"{layer}.self_attention.{part}_layernorm": d for part in "qk"}
         for name, (rows, columns) in linear.items():
             shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            if config.add_bias_linear or config.add_qkv_bias and name.endswith("qkv"):
+            has_bias = config.add_bias_linear and (
+                "mlp" in name or config.use_bias_in_attn_linear
+            )
+            if has_bias or config.add_qkv_bias and name.endswith("qkv"):
                 shapes[f"{layer}.{name}.bias"] = (rows,)
     for name, width in norms.items():
         shapes[f"{name}.weight"] = (width,)
-        if config.normalization == "LayerNorm":
+        if config.normalization == "LayerNorm" and config.use_bias_in_norms:
             shapes[f"{name}.bias"] = (width,)
     if config.untie_embeddings_and_output_weights:
         shapes["output_layer.weight"] = (config.vocab_size, h)
+    if config.output_layer_bias:
+        shapes["output_layer.bias"] = (config.vocab_size,)
     return shapes
+
+
+def _norms_of_block(config: TinyConfig) -> list[str]:
+    after = ["post_self_attn", "post_mlp"] if config.norm_after_sublayer else []
+    before = ["input"] if config.shared_block_norm else ["input", "pre_mlp"]
+    return before + after
 
 
 def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
@@ -164,7 +210,7 @@ def plain_gpt(
              None: all
     feed_forward  (w, name, x [b, s, h], config) → [b, s, h]; None: `plain_mlp`
     """
-    x = w["embedding.word_embeddings.weight"][tokens]
+    x = w["embedding.word_embeddings.weight"][tokens] * config.embedding_multiplier
     if "embedding.position_embeddings.weight" in w:
         x = x + w["embedding.position_embeddings.weight"][position_ids]
     x = drop("embedding", x)
@@ -187,7 +233,8 @@ def plain_gpt(
         feed_forward or plain_mlp,
     )
     x = _norm(w, "decoder.final_layernorm", x, config)
-    return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
+    logits = x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
+    return logits + w.get("output_layer.bias", 0)
 
 
 def plain_mlp(w, name, x, config):
@@ -224,7 +271,7 @@ def plain_blocks(
                 x,
                 position_ids,
                 hidden,
-                config,
+                _of_layer(config, i),
                 drop,
                 drop_scores,
                 feed_forward,
@@ -239,7 +286,7 @@ def plain_blocks(
                 x[one, places],
                 position_ids[one, places],
                 hidden[one, places][..., places],
-                config,
+                _of_layer(config, i),
                 _among_all(drop, n, places, x.shape),
                 _scores_among_all(drop_scores, n, places, x.shape),
                 feed_forward,
@@ -250,18 +297,34 @@ def plain_blocks(
 
 
 def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward):
-    y = _norm(w, f"{layer}.input_layernorm", x, config)
+    norm = lambda name, x: _norm(w, f"{layer}.{name}_layernorm", x, config)
+    normed = norm("input", x)
     y = _attention(
-        w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores
+        w, f"{layer}.self_attention", normed, position_ids, hidden, config, drop_scores
     )
+    if config.norm_after_sublayer:
+        y = norm("post_self_attn", y)
     first, x = x, x + drop(f"{layer}.self_attention", y)
-    y = _norm(
-        w,
-        f"{layer}.pre_mlp_layernorm",
-        first if config.use_parallel_residual else x,
+    if not config.shared_block_norm:
+        normed = norm("pre_mlp", first if config.use_parallel_residual else x)
+    y = feed_forward(w, f"{layer}.mlp", normed, config)
+    if config.norm_after_sublayer:
+        y = norm("post_mlp", y)
+    return x + drop(f"{layer}.mlp", y)
+
+
+def _of_layer(config: TinyConfig, layer: int) -> TinyConfig:
+    """The configuration with the rotary base of this layer."""
+    if config.window_rotary_base is None or not config.windowed[layer]:
+        return config
+    return replace(
         config,
+        rotary_base=config.window_rotary_base,
+        use_rope_scaling=False,
+        rotary_ntk_factor=None,
+        rotary_seq_len_interpolation_factor=None,
+        position_embedding_type="rope",
     )
-    return x + drop(f"{layer}.mlp", feed_forward(w, f"{layer}.mlp", y, config))
 
 
 def _among_all(drop, n, places, shape):
@@ -301,13 +364,21 @@ def _norm(w, name, x, config):
         x = x - x.mean(-1, keepdim=True)
     factor = w[f"{name}.weight"] + config.apply_layernorm_1p
     x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * factor
-    return x + w[f"{name}.bias"] if config.normalization == "LayerNorm" else x
+    return x + w.get(f"{name}.bias", 0)
 
 
 def _activation(x, config):
     if config.activation == "swiglu":
         gate, up = x.chunk(2, dim=-1)
         return gate / (1 + (-gate).exp()) * up
+    if config.activation == "clamped_swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        gate = gate.minimum(torch.full_like(gate, 7))
+        up = up.minimum(torch.full_like(up, 7)).maximum(torch.full_like(up, -7))
+        return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    if config.activation == "geglu":
+        gate, up = x.chunk(2, dim=-1)
+        return _activation(gate, replace(config, activation="gelu")) * up
     assert config.activation == "gelu"
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -332,7 +403,7 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
             )
         if config.is_rotary:
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
-        score = q @ k.transpose(1, 2) / math.sqrt(d)
+        score = q @ k.transpose(1, 2) * (config.softmax_scale or 1 / math.sqrt(d))
         if config.position_embedding_type == "alibi":
             score = (
                 score

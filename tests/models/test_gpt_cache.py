@@ -15,6 +15,7 @@ from megatron_ds.mpu.mesh import Mesh
 from tests.harness.gpt_runs import make_batch, make_model
 from tests.harness.plain_gpt import (
     ALIBI,
+    FAMILIES,
     LLAMA,
     STYLES,
     TinyConfig,
@@ -26,6 +27,7 @@ from tests.harness.threads import run_ranks
 pytestmark = pytest.mark.threads
 
 MORE = {
+    **FAMILIES,
     "alibi": ALIBI,
     "features": TinyConfig(
         **LLAMA, qk_layernorm=True, rotary_interleaved=True, use_parallel_residual=True

@@ -10,6 +10,7 @@ from megatron_ds.batch.documents import document_positions
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import (
     ALIBI,
+    FAMILIES,
     LLAMA,
     STYLES,
     TinyConfig,
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.threads
 
 MIXTURES = {
     **STYLES,
+    **FAMILIES,
     "half-turned rope, biases, tied": TinyConfig(
         **{
             **LLAMA,
@@ -92,6 +94,9 @@ MIXTURES = {
         sparse_attention="local",
         sparse_block=2,
         sparse_num_sliding_window_blocks=4,
+    ),
+    "a clamped gate, biases": TinyConfig(
+        activation="clamped_swiglu", num_layers=1, softmax_type="learnable"
     ),
     "attention to nothing": TinyConfig(softmax_type="off-by-one"),
 }

@@ -54,6 +54,8 @@ PLAIN = {
     "gelu_exact": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
     "relu": lambda x: x * (x > 0),
     "squared_relu": lambda x: (x * (x > 0)) ** 2,
+    "geglu": lambda x: PLAIN["gelu"](x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: _clamped_swiglu(*x.chunk(2, -1)),
     "swiglu": lambda x: (
         (x[..., : x.shape[-1] // 2] * torch.sigmoid(x[..., : x.shape[-1] // 2]))
         * x[..., x.shape[-1] // 2 :]
@@ -61,16 +63,23 @@ PLAIN = {
 }
 
 
+def _clamped_swiglu(gate, up):
+    gate = torch.where(gate > 7, 7.0, gate)
+    up = torch.where(up.abs() > 7, up.sign() * 7, up)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize("size", [1, 9])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_equals_its_formula_forward_and_backward(name):
-    x = randn(3, 5, 14)
+def test_activation_equals_its_formula_forward_and_backward(name, size):
+    x = (randn(3, 5, 14) * size).detach().requires_grad_()
     y, plain = ACTIVATIONS[name](x), PLAIN[name](x)
     assert y.shape[-1] * ACTIVATIONS[name].parts == x.shape[-1]
     torch.testing.assert_close(y, plain)
     torch.testing.assert_close(gradients(y, x), gradients(plain, x))
 
 
-@pytest.mark.parametrize("name", ["swiglu", "squared_relu"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clamped_swiglu", "squared_relu"])
 def test_activation_with_its_own_backward_takes_inputs_in_any_memory_order(name):
     x = randn(5, 3, 8).transpose(0, 1).detach().requires_grad_()
     y = ACTIVATIONS[name](x)

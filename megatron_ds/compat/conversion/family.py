@@ -45,11 +45,15 @@ PLACES = {"i": r"(?P<i>\d+)", "leaf": r"(?P<leaf>\w+)"}
 
 @dataclass(frozen=True)
 class Row:
-    """ours: a name with {i} and {leaf}; theirs: names, separated by white space, also with {e}."""
+    """ours: a name with {i} and {leaf}; theirs: names, separated by white space, also with {e}.
+
+    suits  function(model) -> whether its tensors have these names; the first row that does counts
+    """
 
     ours: str
     theirs: str
     packing: Packing = SAME
+    suits: Callable[[ModelConfig], bool] = lambda model: True
 
     @cached_property
     def pattern(self) -> re.Pattern:
@@ -129,7 +133,7 @@ def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
 
 def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> TensorMapping | None:
     theirs = row.names(spec.name, spec.shape[0] if spec.shape else 0)
-    if theirs is None:
+    if theirs is None or not row.suits(model):
         return None
     return TensorMapping(
         spec, tuple(theirs), tuple(row.packing.shapes(spec.shape, model)), row.packing

@@ -42,6 +42,22 @@ class AttentionOptions:
         avoid="On GPUs both compute attention without the fused kernels.",
     )
 
+    softmax_scale: float | None = option(
+        None,
+        above=0,
+        help="Factor of the scores of attention, the products of queries and keys. Default: "
+        "1 / √(width of a head).",
+        avoid="It is for models that were trained so.",
+    )
+    window_rotary_base: float | None = option(
+        None,
+        above=0,
+        needs=need("model.window_size"),
+        help="Base of the rotary angles in layers with a window, whose angles are not scaled (Gemma 3). "
+        "Default: that of all layers.",
+        avoid="It is for models that were trained so.",
+    )
+
     @property
     def windowed(self) -> tuple[bool, ...]:
         """Whether each layer has the window. Raises ConfigError."""

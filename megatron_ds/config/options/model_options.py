@@ -4,14 +4,19 @@ import math
 from dataclasses import dataclass
 
 from .attention_options import AttentionOptions
+from .block_options import BlockOptions
 from .layer_pattern import MOST_LAYERS
 from .moe_options import MoEOptions
 from .need import need
 from .option import option, plugged_options
 
+GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections
+
 
 @dataclass(frozen=True)
-class ModelConfig(AttentionOptions, plugged_options("attention options"), MoEOptions):
+class ModelConfig(
+    AttentionOptions, plugged_options("attention options"), BlockOptions, MoEOptions
+):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")
@@ -27,8 +32,8 @@ class ModelConfig(AttentionOptions, plugged_options("attention options"), MoEOpt
     ffn_hidden_size: int | None = option(
         None,
         at_least=1,
-        help="Width inside the feed-forward block. Default: 4 × hidden size; with swiglu 8/3 × hidden size "
-        "rounded down to a multiple of 64, which has the same number of weights.",
+        help="Width inside the feed-forward block. Default: 4 × hidden size; with a gated activation, as swiglu, "
+        "8/3 × hidden size rounded down to a multiple of 64, which has the same number of weights.",
     )
     num_attention_heads: int = option(
         required=True, at_least=1, help="Number of attention (query) heads."
@@ -190,13 +195,22 @@ class ModelConfig(AttentionOptions, plugged_options("attention options"), MoEOpt
     )
     activation: str = option(
         "gelu",
-        choices=("gelu", "gelu_exact", "swiglu", "relu", "squared_relu"),
+        choices=(
+            "gelu",
+            "gelu_exact",
+            "swiglu",
+            "geglu",
+            "clamped_swiglu",
+            "relu",
+            "squared_relu",
+        ),
         switches={
             "--swiglu": "swiglu",
             "--squared-relu": "squared_relu",
             "--openai-gelu": "gelu",
         },
-        help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.",
+        help="Nonlinearity of the feed-forward block; gelu is the tanh approximation, also as the gate of "
+        "geglu. clamped_swiglu is that of gpt-oss.",
     )
     add_bias_linear: bool = option(
         True,
@@ -223,12 +237,6 @@ class ModelConfig(AttentionOptions, plugged_options("attention options"), MoEOpt
         False,
         help="Normalize the word embeddings, before positions are added and dropout (BLOOM).",
         avoid="It is for models that were trained so; in bf16 training is stable without it.",
-    )
-    use_parallel_residual: bool = option(
-        False,
-        help="Attention and the feed-forward of a block both read its input, each through its own "
-        "norm, and their outputs are added to it (GPT-J, GPT-NeoX).",
-        avoid="It is for models that were trained so; elsewhere it costs a little quality.",
     )
     untie_embeddings_and_output_weights: bool = option(
         False,
@@ -301,7 +309,7 @@ class ModelConfig(AttentionOptions, plugged_options("attention options"), MoEOpt
     @property
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a gate, a second projection of its input."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def ffn_size(self) -> int:

@@ -6,192 +6,44 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from functools import partial
 
 from ..family import Family, Row
-from ..packings import (
-    EXPERTS,
-    EXPERTS_GATE_UP,
-    GATE_UP,
-    QKV_COLUMNS,
-    QKV_SPLIT,
-    ROWS_FROM_2,
-    TRANSPOSED,
+from .huggingface_rows import (
+    BLOOM_ROWS,
+    FALCON_ROWS,
+    GEMMA3_ROWS,
+    GPT2_ROWS,
+    GPT_NEOX_ROWS,
+    GPTJ_ROWS,
+    LLAMA_ROWS,
+    MEGATRON_BERT_ROWS,
+    MIXTRAL_ROWS,
+    MPT_ROWS,
+    OPT_ROWS,
+    PHI3_ROWS,
+    PHI_ROWS,
+    QWEN_MOE_ROWS,
 )
-from .huggingface_settings import (
+from .huggingface_settings import notes, options, settings
+from .huggingface_tables import (
+    BLOOM,
+    FALCON,
+    GEMMA,
+    GEMMA3,
     GPT2,
     GPT_NEOX,
+    GPTJ,
     LLAMA,
     LLAMA_BIAS,
     MEGATRON_BERT,
     MISTRAL,
     MIXTRAL,
+    MPT,
     OPT,
+    PHI,
+    PHI3,
     QWEN2,
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
-    notes,
-    options,
-    settings,
-)
-
-WORDS = "embedding.word_embeddings.weight"
-LAYER = "decoder.layers.{i}."
-
-
-def _layer(ours: str, *theirs: str, **packing) -> Row:
-    """A row of a layer of a decoder, weight and bias."""
-    return Row(
-        f"{LAYER}{ours}.{{leaf}}",
-        " ".join(f"{name}.{{leaf}}" for name in theirs),
-        **packing,
-    )
-
-
-def _llama_layers(norms: str = "model.layers.{i}") -> tuple[Row, ...]:
-    attention = "model.layers.{i}.self_attn"
-    return (
-        Row(WORDS, "model.embed_tokens.weight"),
-        Row("output_layer.weight", "lm_head.weight"),
-        Row("decoder.final_layernorm.weight", "model.norm.weight"),
-        _layer("input_layernorm", f"{norms}.input_layernorm"),
-        _layer(
-            "self_attention.linear_qkv",
-            *(f"{attention}.{part}_proj" for part in "qkv"),
-            packing=QKV_SPLIT,
-        ),
-        _layer("self_attention.q_layernorm", f"{attention}.q_norm"),
-        _layer("self_attention.k_layernorm", f"{attention}.k_norm"),
-        _layer("self_attention.linear_proj", f"{attention}.o_proj"),
-        _layer("pre_mlp_layernorm", f"{norms}.post_attention_layernorm"),
-    )
-
-
-MLP = "model.layers.{i}.mlp"
-LLAMA_ROWS = (
-    *_llama_layers(),
-    _layer("mlp.linear_fc1", f"{MLP}.gate_proj", f"{MLP}.up_proj", packing=GATE_UP),
-    _layer("mlp.linear_fc2", f"{MLP}.down_proj"),
-)
-SPARSE = "model.layers.{i}.block_sparse_moe"
-MIXTRAL_ROWS = (
-    *_llama_layers(),
-    _layer("mlp.router", f"{SPARSE}.gate"),
-    _layer(
-        "mlp.experts.linear_fc1",
-        f"{SPARSE}.experts.{{e}}.w1",
-        f"{SPARSE}.experts.{{e}}.w3",
-        packing=EXPERTS_GATE_UP,
-    ),
-    _layer("mlp.experts.linear_fc2", f"{SPARSE}.experts.{{e}}.w2", packing=EXPERTS),
-)
-QWEN_MOE_ROWS = (
-    *LLAMA_ROWS,
-    _layer("mlp.router", f"{MLP}.gate"),
-    _layer(
-        "mlp.experts.linear_fc1",
-        f"{MLP}.experts.{{e}}.gate_proj",
-        f"{MLP}.experts.{{e}}.up_proj",
-        packing=EXPERTS_GATE_UP,
-    ),
-    _layer("mlp.experts.linear_fc2", f"{MLP}.experts.{{e}}.down_proj", packing=EXPERTS),
-    _layer(
-        "mlp.shared_experts.linear_fc1",
-        f"{MLP}.shared_expert.gate_proj",
-        f"{MLP}.shared_expert.up_proj",
-        packing=GATE_UP,
-    ),
-    _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_expert.down_proj"),
-    Row(f"{LAYER}mlp.shared_experts.gate_weight", f"{MLP}.shared_expert_gate.weight"),
-)
-GPT2_ROWS = (
-    Row(WORDS, "transformer.wte.weight"),
-    Row("output_layer.weight", "lm_head.weight"),
-    Row("embedding.position_embeddings.weight", "transformer.wpe.weight"),
-    Row("decoder.final_layernorm.{leaf}", "transformer.ln_f.{leaf}"),
-    _layer("input_layernorm", "transformer.h.{i}.ln_1"),
-    _layer(
-        "self_attention.linear_qkv",
-        "transformer.h.{i}.attn.c_attn",
-        packing=QKV_COLUMNS,
-    ),
-    _layer(
-        "self_attention.linear_proj",
-        "transformer.h.{i}.attn.c_proj",
-        packing=TRANSPOSED,
-    ),
-    _layer("pre_mlp_layernorm", "transformer.h.{i}.ln_2"),
-    _layer("mlp.linear_fc1", "transformer.h.{i}.mlp.c_fc", packing=TRANSPOSED),
-    _layer("mlp.linear_fc2", "transformer.h.{i}.mlp.c_proj", packing=TRANSPOSED),
-)
-NEOX = "gpt_neox.layers.{i}"
-GPT_NEOX_ROWS = (
-    Row(WORDS, "gpt_neox.embed_in.weight"),
-    Row("output_layer.weight", "embed_out.weight"),
-    Row("decoder.final_layernorm.{leaf}", "gpt_neox.final_layer_norm.{leaf}"),
-    _layer("input_layernorm", f"{NEOX}.input_layernorm"),
-    _layer("self_attention.linear_qkv", f"{NEOX}.attention.query_key_value"),
-    _layer("self_attention.linear_proj", f"{NEOX}.attention.dense"),
-    _layer("pre_mlp_layernorm", f"{NEOX}.post_attention_layernorm"),
-    _layer("mlp.linear_fc1", f"{NEOX}.mlp.dense_h_to_4h"),
-    _layer("mlp.linear_fc2", f"{NEOX}.mlp.dense_4h_to_h"),
-)
-OPTS = "model.decoder.layers.{i}"
-OPT_ROWS = (
-    Row(WORDS, "model.decoder.embed_tokens.weight"),
-    Row("output_layer.weight", "lm_head.weight"),
-    Row(
-        "embedding.position_embeddings.weight",
-        "model.decoder.embed_positions.weight",
-        ROWS_FROM_2,
-    ),
-    Row("decoder.final_layernorm.{leaf}", "model.decoder.final_layer_norm.{leaf}"),
-    _layer("input_layernorm", f"{OPTS}.self_attn_layer_norm"),
-    _layer(
-        "self_attention.linear_qkv",
-        *(f"{OPTS}.self_attn.{part}_proj" for part in "qkv"),
-        packing=QKV_SPLIT,
-    ),
-    _layer("self_attention.linear_proj", f"{OPTS}.self_attn.out_proj"),
-    _layer("pre_mlp_layernorm", f"{OPTS}.final_layer_norm"),
-    _layer("mlp.linear_fc1", f"{OPTS}.fc1"),
-    _layer("mlp.linear_fc2", f"{OPTS}.fc2"),
-)
-BERT = "encoder.layers.{i}."
-BERT_LAYER = "bert.encoder.layer.{i}"
-MEGATRON_BERT_ROWS = (
-    *(
-        Row(
-            f"embedding.{ours}_embeddings.weight",
-            f"bert.embeddings.{theirs}_embeddings.weight",
-        )
-        for ours, theirs in (
-            ("word", "word"),
-            ("position", "position"),
-            ("tokentype", "token_type"),
-        )
-    ),
-    Row(f"{BERT}input_layernorm.{{leaf}}", f"{BERT_LAYER}.attention.ln.{{leaf}}"),
-    Row(
-        f"{BERT}self_attention.linear_qkv.{{leaf}}",
-        " ".join(
-            f"{BERT_LAYER}.attention.self.{part}.{{leaf}}"
-            for part in ("query", "key", "value")
-        ),
-        QKV_SPLIT,
-    ),
-    Row(
-        f"{BERT}self_attention.linear_proj.{{leaf}}",
-        f"{BERT_LAYER}.attention.output.dense.{{leaf}}",
-    ),
-    Row(f"{BERT}pre_mlp_layernorm.{{leaf}}", f"{BERT_LAYER}.ln.{{leaf}}"),
-    Row(f"{BERT}mlp.linear_fc1.{{leaf}}", f"{BERT_LAYER}.intermediate.dense.{{leaf}}"),
-    Row(f"{BERT}mlp.linear_fc2.{{leaf}}", f"{BERT_LAYER}.output.dense.{{leaf}}"),
-    Row("encoder.final_layernorm.{leaf}", "bert.encoder.ln.{leaf}"),
-    Row("pooler.dense.{leaf}", "bert.pooler.dense.{leaf}"),
-    Row("binary_head.{leaf}", "cls.seq_relationship.{leaf}"),
-    Row("lm_head.dense.{leaf}", "cls.predictions.transform.dense.{leaf}"),
-    Row("lm_head.layer_norm.{leaf}", "cls.predictions.transform.LayerNorm.{leaf}"),
-    Row("output_layer.bias", "cls.predictions.bias"),
-    Row("output_layer.weight", "cls.predictions.decoder.weight"),
 )
 
 
@@ -301,6 +153,58 @@ FAMILIES = {
             prefix="model.",
             tied=(("lm_head.weight", "model.decoder.embed_tokens.weight"),),
         ),
+        _family("phi3", "Phi3ForCausalLM", PHI3_ROWS, PHI3, prefix="model.", tied=HEAD),
+        _family("phi", "PhiForCausalLM", PHI_ROWS, PHI, prefix="model.", tied=HEAD),
+        _family(
+            "gemma",
+            "GemmaForCausalLM",
+            LLAMA_ROWS,
+            GEMMA,
+            prefix="model.",
+            tied=HEAD,
+            ignored=INVERSE,
+        ),
+        _family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            GEMMA3_ROWS,
+            GEMMA3,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "gptj",
+            "GPTJForCausalLM",
+            GPTJ_ROWS,
+            GPTJ,
+            prefix="transformer.",
+            ignored=("*.attn.bias", "*.attn.masked_bias"),
+            tied=(("lm_head.weight", "transformer.wte.weight"),),
+        ),
+        _family(
+            "falcon",
+            "FalconForCausalLM",
+            FALCON_ROWS,
+            FALCON,
+            prefix="transformer.",
+            tied=(("lm_head.weight", "transformer.word_embeddings.weight"),),
+        ),
+        _family(
+            "mpt",
+            "MptForCausalLM",
+            MPT_ROWS,
+            MPT,
+            prefix="transformer.",
+            tied=(("lm_head.weight", "transformer.wte.weight"),),
+        ),
+        _family(
+            "bloom",
+            "BloomForCausalLM",
+            BLOOM_ROWS,
+            BLOOM,
+            prefix="transformer.",
+            tied=(("lm_head.weight", "transformer.word_embeddings.weight"),),
+        ),
         _family(
             "megatron-bert",
             "MegatronBertForPreTraining",
@@ -317,8 +221,6 @@ FAMILIES = {
         ),
     )
 }
-SHARED_NORM = "it has one norm for both halves of a block"
-SCALED_EMBEDDINGS = "its embeddings are scaled by the square root of the hidden size"
 NO_ROTARY = "some of its layers have no rotary positions"
 LATENT = "its attention is latent (MLA)"
 MULTIMODAL = (
@@ -331,23 +233,15 @@ REFUSED = {
     "bert": "its norms come after the sums (post-LN), and in this package before them, as in "
     "Megatron's BERT, which is model_type megatron-bert",
     "roberta": "its norms come after the sums (post-LN), and in this package before them",
-    "gemma": SCALED_EMBEDDINGS,
-    "gemma2": SCALED_EMBEDDINGS,
+    "gemma2": "its scores of attention and its logits are capped by a tanh, which no fused kernel computes",
     "gemma3": MULTIMODAL,
-    "gemma3_text": SCALED_EMBEDDINGS,
-    "gptj": SHARED_NORM,
-    "phi": SHARED_NORM,
-    "cohere": SHARED_NORM,
-    "falcon": "its blocks have one norm, or another order of queries, keys and values",
-    "bloom": "it has a norm after the embeddings, which this package does not compute (ALiBi it does)",
-    "mpt": "its norms have no biases, which this package does not compute (ALiBi it does)",
+    "cohere": "its logits are scaled",
     "gpt_oss": "its experts have biases and a clamped activation",
-    "gpt_neo": "its attention scores are not scaled",
+    "gpt_neo": "its attention has one bias, behind it, and none of queries, keys and values",
     "gpt_neox_japanese": NO_TABLE,
     "gpt_bigcode": NO_TABLE,
     "starcoder2": NO_TABLE,
     "stablelm": NO_TABLE,
-    "phi3": NO_TABLE,
     "phimoe": NO_TABLE,
     "ministral": NO_TABLE,
     "olmo": "its norms have no weights",

@@ -32,6 +32,9 @@ WITHOUT_EFFECT = frozenset(
     top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
     bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    slow_but_exact attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add skip_bias_add_qkv
+    init_device norm_type learned_pos_emb attn_impl embedding_fraction emb_pdrop
+    bias_dropout_fusion offset_alibi unk_token_id
     begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty
     """.split()
 )
@@ -145,7 +148,7 @@ def _dropout_of_embeddings(known: set[str], settings: Settings) -> str:
 
 def _rope(known: set[str], settings: Settings) -> str:
     """What of the rotary tables is not used."""
-    if "rope_scaling" not in known:
+    if "rope_scaling" not in known or "rope_local_base_freq" in known:
         return ""
     name, rope = rope_table(settings)
     parts = [

@@ -34,11 +34,9 @@ LLAMA3_LENGTH = 8192
 LENGTH = "original_max_position_embeddings"
 THETA = "rope_theta"
 SHARE = "partial_rotary_factor"
-# Names of the two beside the table, by whether the models rotate a part of each head.
-BESIDE = {
-    False: {THETA: THETA, SHARE: SHARE},
-    True: {THETA: "rotary_emb_base", SHARE: "rotary_pct"},
-}
+# Names of the two beside the table.
+BESIDE = {THETA: THETA, SHARE: SHARE}
+BESIDE_IN_NEOX = {THETA: "rotary_emb_base", SHARE: "rotary_pct"}
 USUAL = {THETA: 10000.0, SHARE: 1.0}
 
 
@@ -60,7 +58,8 @@ def rotary_options(settings: Settings, defaults: Settings) -> dict[str, Any]:
     """Our options. defaults: values of absent settings; those of models that rotate a part of each head have
     partial_rotary_factor. Raises CheckpointError for what is not computed."""
     name, rope = rope_table(settings)
-    beside = BESIDE[SHARE in defaults]
+    is_neox = settings.get("model_type") == "gpt_neox"
+    beside = BESIDE_IN_NEOX if is_neox else BESIDE
     values = {
         ours: rope.get(ours, settings.get(theirs, defaults.get(ours, USUAL[ours])))
         for ours, theirs in beside.items()

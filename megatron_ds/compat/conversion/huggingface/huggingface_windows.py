@@ -6,7 +6,8 @@ A window of W tokens there shows a token itself and the W - 1 before it, which i
     qwen3_moe              sliding_window, if use_sliding_window. All layers have it
     qwen2, qwen3           the same, and layer_types names the layers; if it is absent, those from
                            max_window_layers on
-    qwen2_moe              the same, and layer_types must be given: versions of transformers differ without it
+    gemma3_text            sliding_window; layer_types names the layers; if it is absent, all but each sixth
+    qwen2_moe              that of qwen3_moe, and layer_types must be given: versions of transformers differ without it
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from ....errors import CheckpointError
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 USUAL = 4096  # sliding_window where it is absent, but in mixtral
+PATTERN = 6  # sliding_window_pattern where it is absent
 FIRST = 28  # max_window_layers where it is absent
 Settings = Mapping[str, Any]
 
@@ -61,6 +63,19 @@ def listed_layers(settings: Settings, count: int) -> list[bool]:
     return [kind == SLIDING for kind in listed]
 
 
+def layers_by_pattern(settings: Settings, count: int) -> list[bool]:
+    """Layers by layer_types, or else all but each sixth, or that of sliding_window_pattern. Raises
+    CheckpointError."""
+    if settings.get("layer_types") is not None:
+        return listed_layers(settings, count)
+    every = settings.get("sliding_window_pattern") or PATTERN
+    if type(every) is not int or every < 1:
+        raise CheckpointError(
+            f"sliding_window_pattern is {every!r}, not a number of layers"
+        )
+    return [bool((i + 1) % every) for i in range(count)]
+
+
 @dataclass(frozen=True)
 class Window:
     """The entry of windows in a table of settings.
@@ -68,11 +83,13 @@ class Window:
     default      sliding_window where it is absent
     has_switch   whether use_sliding_window must be true
     layers       function(settings, number of layers) -> which layers have the window
+    hides        whether a window that hides no token is left out
     """
 
     default: int | None = USUAL
     has_switch: bool = True
     layers: Callable[[Settings, int], list[bool]] = all_layers
+    hides: bool = True
     theirs: str = "sliding_window"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
@@ -107,7 +124,7 @@ class Window:
         ):
             return {}  # other entries of the table report these settings
         windowed = self.layers(settings, count)
-        if window >= positions or not any(windowed):
+        if self.hides and window >= positions or not any(windowed):
             return {}
         frequency = skip_frequency(windowed)
         return {"window_size": (window - 1, 0)} | (
