@@ -14,6 +14,7 @@ from typing import Any
 PLUGINS = {
     "adapted layers": "extensions.lora.adapted_layers:with_adapters",
     "adapter merge": "extensions.lora.merging:merged",
+    "adapter norms": "extensions.lora.merging:row_norms",
     "adapter options": "extensions.lora.lora_options:LoraConfig",
     "adapter rules": "extensions.lora.lora_rules:LORA_RULES",
     "evaluation check": "extensions.evaluation.harness:check_harness",

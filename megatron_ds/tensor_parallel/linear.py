@@ -191,21 +191,31 @@ class ReplicatedLinear(nn.Module):
         init_std: float,
         bias: bool = True,
         partial_over: tuple[str, ...] = (),
+        matrices: Matrices | None = None,
     ):
-        """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence."""
+        """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence.
+
+        matrices: of `ParamSpec`, for the layer of an adapter
+        """
         super().__init__()
-        make = lambda leaf, shape, init, decay: new_shard(
-            ParamSpec(
-                f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay
-            ),
-            ctx,
+        weight = ParamSpec(
+            f"{name}.weight",
+            (out_features, in_features),
+            Init("normal", init_std),
+            partial_over=partial_over,
+            matrices=matrices,
         )
-        self.weight = make(
-            "weight", (out_features, in_features), Init("normal", init_std), True
-        )
+        self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            self.bias = make("bias", (out_features,), Init("zeros"), False)
+            spec = ParamSpec(
+                f"{name}.bias",
+                (out_features,),
+                Init("zeros"),
+                partial_over=partial_over,
+                decay=False,
+            )
+            self.bias = new_shard(spec, ctx)
         self.call = LinearCall(solo("tp"), products=ProductsOfLayer())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -54,12 +54,23 @@ def cover_pairs(
     return result
 
 
-def plain_case(options: Options, rules: Sequence[Rule], given: Case) -> dict:
+def plain_case(
+    options: Options,
+    rules: Sequence[Rule],
+    given: Case,
+    draw: random.Random | None = None,
+) -> dict:
     """The legal case with the given values in which each other option has its first value, or the next that
-    the rules allow."""
+    the rules allow. draw: of the order in which options are given values."""
     search = Search(options, rules)
     nothing = {item: set() for item in search.items}
-    return search.complete(dict(given), nothing, random.Random(0))
+    return search.complete(dict(given), nothing, draw or random.Random(0))
+
+
+def random_case(options: Options, rules: Sequence[Rule], draw: random.Random) -> dict:
+    """A legal case of values that are drawn."""
+    shuffled = {name: draw.sample(xs, len(xs)) for name, xs in options.items()}
+    return plain_case(shuffled, rules, {}, draw)
 
 
 def is_legal(case: Case, rules: Sequence[Rule]) -> bool:

@@ -1,6 +1,8 @@
 """Runs that train adapters: what they save, continue and refuse; what is planned of them; whole models of them."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,18 @@ import torch
 
 from megatron_ds.checkpoint.index import read_index
 from megatron_ds.commands import main
+from megatron_ds.commands.convert_checkpoint import run_tool as convert
+from megatron_ds.commands.merge_adapter import run_tool as merge
 from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.huggingface.peft_format import read as read_peft
 from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
+from megatron_ds.errors import CheckpointError
+from megatron_ds.optim.muon import has_matrices
 from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.training.base_weights import of_weights
+from tests.grid.axes.optimizers import LOOSE, MUON
+from tests.harness.layout_runs import stray
 from tests.harness.pretraining import MOCK, losses, run_pretrain, train
 from tests.harness.tiny_jobs import tiny_job
 from tests.planning.test_activations import RANKS, STYLES, kept
@@ -41,22 +50,38 @@ def base(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def adapter(base, tmp_path_factory) -> str:
-    """A folder with the adapters of two steps."""
-    folder = str(tmp_path_factory.mktemp("adapter"))
-    words = [*JOB, *LORA, *steps(2), "--pretrained-checkpoint", base]
-    train(1, [*words, "--save", folder])
-    return folder
+def trained(base, tmp_path_factory) -> Callable[[str], str]:
+    """A function: further flags → a folder with the adapters of two steps."""
+
+    @cache
+    def train_once(kind: str) -> str:
+        folder = str(tmp_path_factory.mktemp("adapter"))
+        words = [*JOB, *LORA, *kind.split(), *steps(2)]
+        train(1, [*words, "--pretrained-checkpoint", base, "--save", folder])
+        return folder
+
+    return train_once
 
 
+@pytest.fixture(scope="module")
+def adapter(trained) -> str:
+    return trained("")
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        ("", "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("--use-dora", "--zero-stage 3"),
+    ],
+)
 def test_adapters_alone_are_saved_and_continue_at_another_layout(
-    base, adapter, tmp_path
+    base, trained, kind, layout, tmp_path
 ):
-    words = [*JOB, *LORA, *steps(4), "--pretrained-checkpoint", base]
+    words = [*JOB, *LORA, *kind.split(), *steps(4), "--pretrained-checkpoint", base]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(1, [*words, "--save", whole])
-    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    train(2, [*words, *layout, "--load", adapter, "--save", parts])
+    train(2, [*words, *layout.split(), "--load", trained(kind), "--save", parts])
     continued = losses(parts)
     assert continued.keys() == {3, 4}
     expected = {step: losses(whole)[step] for step in continued}
@@ -77,6 +102,11 @@ def test_adapters_alone_are_saved_and_continue_at_another_layout(
             "rank: checkpoint 2, this run 3",
         ),
         ([*LORA, "--load", "{adapter}"], "this run has initial weights"),
+        (
+            [*LORA, "--use-dora", "--load", "{adapter}"]
+            + ["--pretrained-checkpoint", "{base}"],
+            "dora: checkpoint",
+        ),
         (
             ["--pretrained-checkpoint", "{base}/none", "--save", "{base}/none"],
             "error: --pretrained-checkpoint",
@@ -131,14 +161,13 @@ def test_the_format_of_a_folder_of_adapters_is_not_that_of_the_weights_below():
     assert (alone.load, alone.load_format) == ("b", "huggingface")
 
 
-def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
+@pytest.mark.parametrize("kind", ["", "--use-dora"])
+def test_a_whole_model_of_both_is_what_peft_computes(trained, kind, tmp_path):
     import peft
     import transformers
 
-    from megatron_ds.commands.convert_checkpoint import run_tool as convert
-    from megatron_ds.commands.merge_adapter import run_tool as merge
-
     whole, parts, base = (str(tmp_path / name) for name in ("whole", "peft", "base"))
+    adapter = trained(kind)
     merge(["--load", adapter, "--save", whole, "--to", "huggingface"])
     convert(["--load", adapter, "--save", parts, "--to", "peft"])
     named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -151,11 +180,14 @@ def test_a_whole_model_of_both_is_what_peft_computes(adapter, tmp_path):
         theirs = peft.PeftModel.from_pretrained(read(base), parts)(tokens).logits
     assert (merged - plain).abs().max() > 1e-2
     assert (merged - theirs).abs().max() < 1e-5
+    # The folder of peft is read again as it was written.
+    again = read_peft(Path(parts), Wishes(base=Path(base))).tensors["weight"]
+    own = read_own(Path(adapter), Wishes()).tensors["weight"]
+    for name, tensor in own.items():
+        torch.testing.assert_close(again[name].read(), tensor.read())
 
 
 def test_a_whole_model_has_what_its_routers_remember_from_the_adapters_steps(tmp_path):
-    from megatron_ds.commands.merge_adapter import run_tool as merge
-
     base, adapter, whole = (str(tmp_path / name) for name in ("base", "own", "whole"))
     experts = "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid".split()
     job = [*JOB, *experts, "--moe-router-load-balancing-type", "none", *steps(1)]
@@ -173,17 +205,27 @@ def test_a_whole_model_has_what_its_routers_remember_from_the_adapters_steps(tmp
         for folder in (whole, adapter, base)
     ]
     assert biases[0] == biases[1] != biases[2]
+    # A folder of peft has no place for them.
+    with pytest.raises(CheckpointError, match="moved .*expert_bias"):
+        convert(["--load", adapter, "--save", str(tmp_path / "peft"), "--to", "peft"])
 
 
 # ------------------------------------------------------------------ plans
 @pytest.mark.parametrize(
-    "layout", ["tp=2,sp=1,pp=2", "dp=2,zero=3", "tp=2,dp=2,zero=1", "cp=2,zero=2"]
+    "layout, kind",
+    [
+        ("tp=2,sp=1,pp=2", ""),
+        ("dp=2,zero=3", ""),
+        ("tp=2,dp=2,zero=1", ""),
+        ("cp=2,zero=2", ""),
+        ("tp=2,sp=1,pp=2", "--use-dora"),
+        ("tp=2,dp=2,zero=3", "--use-dora"),
+    ],
 )
-def test_every_rank_sends_and_holds_what_was_planned(layout):
+def test_every_rank_sends_and_holds_what_was_planned(layout, kind):
     job = tiny_job("llama", "bf16", True, 0.0, 2, 12, 2)
-    check(
-        [*job, "--lora-rank", "2", "--lora-target-modules", "q_proj,linear_fc2"], layout
-    )
+    targets = ["--lora-target-modules", "q_proj,linear_fc2"]
+    check([*job, "--lora-rank", "2", *targets, *kind.split()], layout)
 
 
 def test_gradients_of_frozen_weights_are_no_flops():
@@ -212,3 +254,19 @@ def test_inputs_that_frozen_weights_alone_need_are_not_kept(ranks):
     assert measured == planned
     whole, _, _ = kept(job, number, blocks)
     assert measured < 0.8 * whole
+
+
+def test_muon_updates_both_matrices_of_an_adapter_at_every_layout():
+    """One of the two is whole on every rank."""
+    job = tiny_job("llama", "fp32", True, 0.0, 2, 4, 3)
+    muon = " ".join(f"{flag} {value}" for flag, value in MUON.items())
+    words = [*job, *muon.split(), "--lora-rank", "2", "--use-dora"]
+    apart, _ = stray(words, "tp=2,sp=1,dp=2,zero=2", 3)
+    assert apart.is_within(LOOSE), apart
+    run = parse([*words, "--micro-batch-size", "1"])
+    [block] = [layer for layer in layers_of(run.model, run.adapters) if layer.is_block][
+        :1
+    ]
+    specs = [p.spec for p in block.make().parameters() if ".lora_" in p.spec.name]
+    assert len(specs) == 12
+    assert all(has_matrices(s) == (".lora_m." not in s.name) for s in specs)

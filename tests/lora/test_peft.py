@@ -1,9 +1,12 @@
 """Adapters against peft's: the same values in the same model, trained by the same steps."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from megatron_ds.compat.conversion.files.stored_tensor import StoredTensor
+from megatron_ds.compat.conversion.adapter_tensors import adapters_in_memory, shifted
+from megatron_ds.compat.conversion.family import entries_of
 from megatron_ds.compat.conversion.filling import fill, plan_filling
 from megatron_ds.compat.conversion.foreign_start import load_foreign
 from megatron_ds.compat.conversion.formats import Wishes, format_of
@@ -33,21 +36,25 @@ from tests.harness.threads import run_ranks
 pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
 
 RANK, ALPHA, STEPS, BATCH, RATE = 3, 6, 10, 4, 1e-2
-ADAM = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.01}
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.01}
 FLAGS = (
     f"--lora-rank {RANK} --lora-alpha {ALPHA} --lr {RATE} --min-lr {RATE} --clip-grad 0 --adam-beta2 0.95 "
-    "--adam-eps 1e-6 --weight-decay 0.01 --seq-length 16 --hidden-dropout 0 --attention-dropout 0"
+    "--adam-eps 1e-5 --weight-decay 0.01 --seq-length 16 --hidden-dropout 0 --attention-dropout 0"
 ).split()
-# model → modules with adapters, layout
+# (model, whether magnitudes are trained) → modules with adapters, layout
 CASES = {
-    "llama": ("q_proj v_proj o_proj gate_proj down_proj", "tp=2,sp=1"),
-    "qwen3, tied": ("q_proj k_proj v_proj up_proj", "pp=2,zero=1"),
-    "gpt2": ("c_attn c_proj c_fc", "dp=2,zero=3"),
-    "mixtral": ("k_proj o_proj", "tp=2"),
+    ("llama", False): ("q_proj v_proj o_proj gate_proj down_proj", "tp=2,sp=1"),
+    ("qwen3, tied", False): ("q_proj k_proj v_proj up_proj", "pp=2,zero=1"),
+    ("gpt2", False): ("c_attn c_proj c_fc", "dp=2,zero=3"),
+    ("mixtral", False): ("k_proj o_proj", "tp=2"),
+    ("llama", True): ("q_proj v_proj o_proj gate_proj down_proj", "tp=2,zero=3,dp=2"),
+    ("qwen3, tied", True): ("q_proj k_proj o_proj up_proj", "pp=2,zero=1"),
+    ("gpt2", True): ("c_attn c_proj c_fc", "tp=2,sp=1"),
+    ("mixtral", True): ("k_proj o_proj", "cp=2,ep=2"),
 }
 
 
-def peft_of(folder, modules: str):
+def peft_of(folder, modules: str, use_dora: bool = False):
     """A model with adapters, none of which is 0."""
     import peft
     import transformers
@@ -60,18 +67,23 @@ def peft_of(folder, modules: str):
             lora_alpha=ALPHA,
             target_modules=modules.split(),
             fan_in_fan_out="c_attn" in modules,
+            use_dora=use_dora,
         ),
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
+        if "magnitude" in name:
+            parameter.data.mul_(torch.rand_like(parameter) + 0.5)
     return model
 
 
 def values_of(model) -> dict[str, torch.Tensor]:
     """The adapters, as peft names them in a file."""
     return {
-        name.replace(".default", ""): value.detach().clone()
+        name.replace(".default", "").replace(
+            "vector.weight", "vector"
+        ): value.detach().clone()
         for name, value in model.named_parameters()
         if "lora_" in name
     }
@@ -80,7 +92,11 @@ def values_of(model) -> dict[str, torch.Tensor]:
 def peft_trains(model, samples) -> list[float]:
     """The losses of the steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, **ADAM)
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, **ADAM)
     losses = []
     for step in range(STEPS):
         rows = samples[step * BATCH : (step + 1) * BATCH]
@@ -95,20 +111,11 @@ def peft_trains(model, samples) -> list[float]:
     return losses
 
 
-def stored(tensors: dict[str, torch.Tensor]) -> dict:
-    return {
-        "weight": {
-            name: StoredTensor(tuple(t.shape), t.dtype, lambda t=t: t, name)
-            for name, t in tensors.items()
-        }
-    }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_peft(name, tmp_path):
-    modules, layout = CASES[name]
+@pytest.mark.parametrize("name, use_dora", CASES)
+def test_training_is_that_of_peft(name, use_dora, tmp_path):
+    modules, layout = CASES[name, use_dora]
     folder = saved(name, tmp_path)
-    theirs = peft_of(folder, modules)
+    theirs = peft_of(folder, modules, use_dora)
     samples = random_samples(STEPS * BATCH, 16, V, seed=5)
     samples = samples.where(samples % DOCUMENT_ENDS != 0, V - 1)  # as a run reads them
     found = format_of("huggingface").read(folder, Wishes())
@@ -117,8 +124,13 @@ def test_training_is_that_of_peft(name, tmp_path):
     request = parse_layout(layout, mbs="2")
     flags = [*flags_of(found.model), *FLAGS, *request.flags]
     model = parse(flags, world_size=request.world_size).model
-    ours = from_peft(values_of(theirs), family, model)
+    specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
+    shift = partial(shifted, below=found.tensors["weight"], specs=specs)
+    absolute = from_peft(values_of(theirs), family, model)
+    ours = shift(adapters_in_memory(absolute, "peft"), sign=-1)
     targets = targets_of(ours)
+    if use_dora:
+        flags.append("--use-dora")
     config = parse(
         [*flags, "--lora-target-modules", *targets], world_size=request.world_size
     )
@@ -126,7 +138,9 @@ def test_training_is_that_of_peft(name, tmp_path):
     def load(engine):
         load_foreign(engine, found, frozen_pieces(engine), engine.config.checkpoint)
         pieces = all_pieces(engine)
-        fill(plan_filling(pieces, stored(ours), ("weight",)), engine.mesh.coordinates)
+        fill(
+            plan_filling(pieces, {"weight": ours}, ("weight",)), engine.mesh.coordinates
+        )
         engine.optimizer.after_load()
 
     def rank_trains(rank, world):
@@ -135,7 +149,9 @@ def test_training_is_that_of_peft(name, tmp_path):
 
     trace, weights = merge(run_ranks(request.world_size, rank_trains))
     assert trace.losses == pytest.approx(peft_trains(theirs, samples), rel=1e-5)
-    after = to_peft({n: w for n, w in weights.items() if ".lora_" in n}, family, model)
+    adapters = {name: w for name, w in weights.items() if ".lora_" in name}
+    whole = shift(adapters_in_memory(adapters, "ours"), sign=1)
+    after = to_peft({n: t.read() for n, t in whole.items()}, family, model)
     expected = values_of(theirs)
     assert after.keys() == expected.keys()
     for key, value in expected.items():
@@ -147,7 +163,7 @@ def test_training_is_that_of_peft(name, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_dora": True},
+        {"use_rslora": True},
         {"init_lora_weights": "pissa"},
         {"layer_replication": [[0, 2]]},
         {"alora_invocation_tokens": [1, 2]},

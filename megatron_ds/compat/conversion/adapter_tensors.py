@@ -23,27 +23,31 @@ from .files.stored_tensor import (
     StoredTensor,
 )
 
-NAME = re.compile(r"(?P<layer>.+?)(\.(?P<part>\d+))?\.lora_(?P<leaf>[ab])\.weight")
-Pairs = Mapping[int | None, tuple[StoredTensor, StoredTensor]]
+NAME = re.compile(r"(?P<layer>.+?)(\.(?P<part>\d+))?\.lora_(?P<leaf>[abm])\.weight")
+MATRICES = {"a", "b"}
+Parts = Mapping[int | None, Mapping[str, StoredTensor]]
 
 
-def of_layers(adapters: AdapterTensors) -> dict[str, Pairs]:
-    """Layer → part of its rows → (A, B). Raises CheckpointError for names of no adapter and for single ones."""
+def of_layers(adapters: AdapterTensors) -> dict[str, Parts]:
+    """Layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
+
+    Raises CheckpointError for names of no adapter and for single matrices.
+    """
     found: dict[str, dict[int | None, dict[str, StoredTensor]]] = {}
     for name, tensor in adapters.tensors.items():
         match = NAME.fullmatch(name)
         if match is None:
             raise CheckpointError(f"{tensor.place} is not a tensor of an adapter.")
-        part = None if match["part"] is None else int(match["part"])
         of_layer = found.setdefault(match["layer"], {})
-        of_layer.setdefault(part, {})[match["leaf"]] = tensor
+        of_layer.setdefault(_part(match), {})[match["leaf"]] = tensor
     for layer, parts in found.items():
-        if any(len(pair) < 2 for pair in parts.values()):
+        if any(MATRICES - leaves.keys() for leaves in parts.values()):
             raise CheckpointError(f"an adapter of {layer} lacks one of its matrices.")
-    return {
-        layer: {part: (pair["a"], pair["b"]) for part, pair in parts.items()}
-        for layer, parts in found.items()
-    }
+    return found
+
+
+def _part(match: re.Match) -> int | None:
+    return None if match["part"] is None else int(match["part"])
 
 
 def with_adapters(
@@ -58,11 +62,11 @@ def with_adapters(
     base lacks.
     """
     weights = dict(base.tensors[WEIGHT])
-    for layer, pairs in of_layers(adapters).items():
+    for layer, parts in of_layers(adapters).items():
         name = f"{layer}.weight"
         if name not in weights:
             raise CheckpointError(f"{base.folder} has no {name}, which has an adapter.")
-        read = partial(_sum, weights[name], specs[name], pairs, adapters.scale)
+        read = partial(_sum, weights[name], specs[name], parts, adapters.scale)
         weights[name] = replace(weights[name], dtype=torch.float32, read=read)
     return replace(
         base,
@@ -70,15 +74,50 @@ def with_adapters(
         tensors={WEIGHT: weights},
         progress=StoredProgress(),
         optimizer=None,
-        adapters=adapters,
+        adapters=replace(adapters, below=base.tensors[WEIGHT]),
     )
 
 
 def _sum(
-    weight: StoredTensor, spec: ParamSpec, pairs: Pairs, scale: float
+    weight: StoredTensor, spec: ParamSpec, parts: Parts, scale: float
 ) -> torch.Tensor:
-    read = {part: (a.read(), b.read()) for part, (a, b) in pairs.items()}
+    read = {
+        part: {leaf: tensor.read() for leaf, tensor in leaves.items()}
+        for part, leaves in parts.items()
+    }
     return plugged("adapter merge")(weight.read(), spec, read, scale)
+
+
+def shifted(
+    tensors: Mapping[str, StoredTensor],
+    below: Mapping[str, StoredTensor],
+    specs: Mapping[str, ParamSpec],
+    sign: int,
+) -> dict[str, StoredTensor]:
+    """The tensors, with sign · ‖W‖ added to "m" when it is read: ours is the change of a magnitude.
+
+    below: the frozen weights. specs: of the model's weights
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        match = NAME.fullmatch(name)
+        if match["leaf"] != "m":
+            continue
+        layer = f"{match['layer']}.weight"
+        read = partial(_shifted, tensor, below[layer], specs[layer], _part(match), sign)
+        found[name] = replace(tensor, dtype=torch.float32, read=read)
+    return found
+
+
+def _shifted(
+    tensor: StoredTensor,
+    weight: StoredTensor,
+    spec: ParamSpec,
+    part: int | None,
+    sign: int,
+) -> torch.Tensor:
+    norms = plugged("adapter norms")(weight.read(), spec, part)
+    return tensor.read().float() + sign * norms
 
 
 def adapters_in_memory(

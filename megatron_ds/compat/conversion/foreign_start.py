@@ -240,10 +240,12 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
         "scale": adapters.scale,
         "targets": sorted(adapters.targets),
     }
+    if adapters.has_magnitudes:
+        theirs["dora"] = True
     if differing := differences(theirs, config.adapters.identity()):
         raise CheckpointError(
             f"--load {config.checkpoint.load} holds other adapters: {'; '.join(differing)}. Give "
-            "--lora-rank, --lora-alpha and --lora-target-modules of these."
+            "--lora-rank, --lora-alpha, --lora-target-modules and --use-dora of these."
         )
 
 

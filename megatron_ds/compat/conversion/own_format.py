@@ -144,14 +144,19 @@ def _with_base(
     found = format.read(base, replace(wishes, iteration=step, weights_only=True))
     specs = {spec.name: spec for spec in specs_of(model_of(found.model, base))}
     own = {name: t for name, t in adapters.items() if name not in specs}
-    tensors = AdapterTensors(
-        own, about["rank"], about["scale"], tuple(about.get("targets", ())), base
-    )
     # What routers remember has changed in the steps of the adapters.
     remembered = {name: t for name, t in adapters.items() if name in specs}
-    weights = {**found.tensors[WEIGHT], **remembered}
-    found = replace(found, tensors={WEIGHT: weights})
-    return with_adapters(found, tensors, specs, folder)
+    tensors = AdapterTensors(
+        own,
+        about["rank"],
+        about["scale"],
+        tuple(about.get("targets", ())),
+        base,
+        remembered,
+    )
+    whole = with_adapters(found, tensors, specs, folder)
+    weights = {**whole.tensors[WEIGHT], **remembered}
+    return replace(whole, tensors={WEIGHT: weights})
 
 
 def source_in(run: Mapping) -> dict[str, Any]:

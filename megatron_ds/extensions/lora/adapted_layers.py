@@ -15,6 +15,7 @@ from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .adapter import AdaptedExperts, AdaptedLinear
 from .adapter_dropout import AdapterDropout, BatchUnderWay
+from .dora import DoraExperts, DoraLinear
 from .lora_options import LoraConfig
 from .lora_targets import TARGETS
 
@@ -132,7 +133,8 @@ def _with_adapter(
     rank = settings.lora_rank
     scale = settings.scale
     if isinstance(linear, GroupedLinear):
-        return AdaptedExperts(linear, rank, scale, ctx)
+        kind = DoraExperts if settings.use_dora else AdaptedExperts
+        return kind(linear, rank, scale, ctx)
     # Adapters of one layer drop different elements of its input.
     weight = linear.weight.spec
     width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None
@@ -140,4 +142,5 @@ def _with_adapter(
     for part in parts:
         site = f"{weight.name}.lora.{part}"
         drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
-    return AdaptedLinear(linear, parts, rank, scale, ctx, drops)
+    kind = DoraLinear if settings.use_dora else AdaptedLinear
+    return kind(linear, parts, rank, scale, ctx, drops)

@@ -21,6 +21,7 @@ from torch import nn
 
 from ...moe.experts import GroupedLinear
 from ...mpu.context import ParallelContext
+from ...mpu.param_spec import Matrices
 from ...ops.grouped import RowRuns
 from ...tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -80,23 +81,20 @@ class AdaptedLinear(nn.Module):
     def packed(
         self, outputs: Sequence[torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        """The outputs of the adapters in the rows of `like` [s, b, out(/t)]; 0 for parts without an adapter."""
+        """The values of the adapters in the rows of `like` [.., out(/t)]; 0 for parts without an adapter."""
         if self.parts == (None,):
             return outputs[0]
-        # This rank's groups: [s, b, groups, rows of a part].
-        s, b, width = like.shape
-        groups = self.rows.groups * width // self.rows.rows_of(None)
-        groups = max(groups, 1)
+        # This rank's groups: [.., groups, rows of a part].
+        *outer, width = like.shape
+        groups, sizes = self.rows.on_rank(width)
         of_part = dict(zip(self.parts, outputs))
-        total = sum(self.rows.parts)
         pieces = []
-        for part, rows in enumerate(self.rows.parts):
-            size = width // groups * rows // total
+        for part, size in enumerate(sizes):
             if part in of_part:
-                pieces.append(of_part[part].view(s, b, groups, size))
+                pieces.append(of_part[part].view(*outer, groups, size))
             else:
-                pieces.append(like.new_zeros(s, b, groups, size))
-        return torch.cat(pieces, -1).view(s, b, width)
+                pieces.append(like.new_zeros(*outer, groups, size))
+        return torch.cat(pieces, -1).view(*outer, width)
 
 
 class AdaptedExperts(nn.Module):
@@ -170,6 +168,7 @@ def _adapter_of(
                     init_std=0.0,
                     bias=False,
                     partial_over=ctx.partial_over,
+                    matrices=Matrices(),
                 ),
             )
         )
@@ -183,6 +182,7 @@ def _adapter_of(
                 init_std=std,
                 bias=False,
                 partial_over=ctx.partial_over,
+                matrices=Matrices(),
             ),
             ColumnParallelLinear(
                 rank,

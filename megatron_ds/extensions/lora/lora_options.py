@@ -36,6 +36,12 @@ class LoraConfig(Adapters):
         help="Probability with which an element of the input of an adapter is set to 0 in training. Not for adapters "
         "of experts.",
     )
+    use_dora: bool = option(
+        False,
+        needs=LORA,
+        help="DoRA: train the magnitude of each row of a weight and its adapters too, apart from the direction, which "
+        "is that of their sum.",
+    )
     lora_target_modules: tuple[str, ...] = option(
         LAYERS,
         choices=(*TARGETS, ALL_LINEAR),
@@ -70,9 +76,10 @@ class LoraConfig(Adapters):
         return tuple(names.values())
 
     def identity(self) -> dict[str, Any]:
-        """Rank, factor and targets of the adapters."""
-        return {
+        """Rank, factor and targets of the adapters; also whether they have magnitudes, if so."""
+        about = {
             "rank": self.lora_rank,
             "scale": self.scale,
             "targets": sorted(self.targets),
         }
+        return about | {"dora": True} if self.use_dora else about

@@ -67,3 +67,9 @@ class PackedRows:
             return slice(0, sum(self.parts))
         start = sum(self.parts[:part])
         return slice(start, start + self.parts[part])
+
+    def on_rank(self, rows: int) -> tuple[int, tuple[int, ...]]:
+        """(groups, rows of each part in a group) of a rank that holds so many rows."""
+        groups = max(self.groups * rows // self.rows_of(None), 1)
+        total = sum(self.parts)
+        return groups, tuple(rows // groups * part // total for part in self.parts)

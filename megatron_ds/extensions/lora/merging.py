@@ -1,4 +1,4 @@
-"""The sum of a frozen weight and its adapters, W + s B A, as one weight."""
+"""The sum of a frozen weight and its adapters as one weight: W + s B A, with magnitudes those of its rows."""
 
 from collections.abc import Mapping
 
@@ -11,19 +11,55 @@ from .lora_targets import PackedRows
 def merged(
     weight: torch.Tensor,
     spec: ParamSpec,
-    adapters: Mapping[int | None, tuple[torch.Tensor, torch.Tensor]],
+    adapters: Mapping[int | None, Mapping[str, torch.Tensor]],
     scale: float,
 ) -> torch.Tensor:
     """A new tensor in fp32: whole weights [rows, in], or [experts, rows, in].
 
-    adapters: part of the packed rows, None for all of them → (A [.., r, in], B [.., rows of the part, r])
+    adapters: part of the packed rows, None for all of them → "a" [.., r, in], "b" [.., rows of the part, r], and
+    "m" [.., rows of the part] where magnitudes are trained, their changes
     """
     total = weight.to(torch.float32, copy=True)
     rows = PackedRows.of(spec)
-    *experts, _, columns = total.shape
-    by_group = total.view(*experts, rows.groups, -1, columns)
-    for part, (down, up) in adapters.items():
-        product = up.float() @ down.float()
-        target = by_group[..., rows.place_of(part), :]
-        target += scale * product.view(target.shape)
+    by_group = _by_group(total, rows)
+    for part, leaves in adapters.items():
+        place = rows.place_of(part)
+        target = by_group[..., place, :]
+        _add_adapter_(target, leaves, scale)
     return total
+
+
+def _add_adapter_(
+    target: torch.Tensor, leaves: Mapping[str, torch.Tensor], scale: float
+) -> None:
+    """Add an adapter to the rows of its part [.., groups, rows, in]."""
+    before = target.norm(dim=-1)
+    down = leaves["a"].float()
+    up = leaves["b"].float()
+    product = up @ down
+    product = product.view(target.shape)
+    target += scale * product
+    if "m" not in leaves:
+        return
+    # With magnitudes, a row keeps the direction alone.
+    change = leaves["m"].float()
+    wanted = before + change.view(before.shape)
+    after = target.norm(dim=-1)
+    after = after.where(after > 0, 1)
+    factor = wanted / after
+    target *= factor.unsqueeze(-1)
+
+
+def row_norms(weight: torch.Tensor, spec: ParamSpec, part: int | None) -> torch.Tensor:
+    """‖W_i‖ in fp32 of the rows of one part, None for all of them: [.., rows, in] → [.., rows of the part]."""
+    rows = PackedRows.of(spec)
+    place = rows.place_of(part)
+    by_group = _by_group(weight.float(), rows)
+    chosen = by_group[..., place, :]
+    norms = chosen.norm(dim=-1)
+    return norms.flatten(-2)
+
+
+def _by_group(weight: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    *experts, _, columns = weight.shape
+    return weight.view(*experts, rows.groups, -1, columns)

@@ -97,6 +97,8 @@ def adapters(shown: Shown) -> None:
         assert not of_adapters
     else:
         assert of_adapters and names == of_adapters | memories
+        magnitudes = {name for name in names if ".lora_m." in name}
+        assert bool(magnitudes) == shown.case["adapters"].startswith("dora")
 
 
 AXES = (
@@ -138,6 +140,8 @@ AXES = (
             "lora": lora(LORA),
             "rows": lora(LORA_ROWS),
             "dropped": lora(LORA_DROPPED),
+            "dora": lora(LORA | {"--use-dora": ""}),
+            "dora rows": lora(LORA_ROWS | {"--use-dora": ""}),
         },
         # Muon and LAMB give rounding the size of the weights, which are 0 at first.
         needs=(

@@ -77,14 +77,26 @@ def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tens
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """tensors: by our names. rank, scale, targets: as --lora-rank and the others give them. base: folder of the
-    frozen weights."""
+    """Adapters by our names, apart from the weights beside which they were trained.
+
+    rank, scale, targets  as --lora-rank and the others give them
+    base        folder of the frozen weights
+    remembered  what routers remembered at the end, in place of the values below
+    below       the frozen weights, by our names
+    """
 
     tensors: Mapping[str, StoredTensor]
     rank: int
     scale: float
     targets: tuple[str, ...]
     base: Path
+    remembered: Mapping[str, StoredTensor] = field(default_factory=dict)
+    below: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the adapters are those of --use-dora."""
+        return any(".lora_m." in name for name in self.tensors)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@
     …linear_qkv.0.lora_b.weight  [n d, r]       base_model.model.…q_proj.lora_B.weight   [n d, r]
     …linear_qkv.lora_a.weight    [r, h]         …c_attn.lora_A.weight; where their model has q_proj, k_proj and
                                                 v_proj, each gets the whole A and its rows of B
+    …linear_qkv.0.lora_m.weight  [n d]          …q_proj.lora_magnitude_vector               [n d]
 
+A magnitude here is that of a row, as in their files; `adapter_tensors.shifted` makes changes of them.
 Which modules a layer of ours is, and how its rows are packed, are those of the family of the model.
 """
 
@@ -26,7 +28,8 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A = "lora_a"
 B = "lora_b"
-THEIRS = {A: "lora_A", B: "lora_B"}
+M = "lora_m"
+THEIRS = {A: "lora_A.weight", B: "lora_B.weight", M: "lora_magnitude_vector"}
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PROBE = 7  # columns of a tensor that shows whether a packing transposes
 # Values of keys that change what an adapter computes; other values are refused.
@@ -34,7 +37,6 @@ PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
     "use_rslora": False,
-    "use_dora": False,
     "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
@@ -83,16 +85,18 @@ class AdaptedLayer:
         return shapes[0][0] == PROBE
 
     def our_rows(self, theirs: torch.Tensor) -> torch.Tensor:
-        """B of their only module → B with our rows."""
-        given = theirs.t() if self.is_transposed else theirs
-        return self.entry.packing.to_ours([given], self.model).contiguous()
+        """Values [rows, ..] of their only module → with our rows."""
+        values = theirs.view(len(theirs), -1)
+        given = values.t() if self.is_transposed else values
+        ours = self.entry.packing.to_ours([given], self.model).contiguous()
+        return ours.view(theirs.shape)
 
     def their_rows(self, ours: torch.Tensor) -> list[torch.Tensor]:
-        """B with our rows → B of each module."""
-        parts = self.entry.packing.to_theirs(ours, self.model)
+        """Values [rows, ..] with our rows → those of each module."""
+        parts = self.entry.packing.to_theirs(ours.view(len(ours), -1), self.model)
         if self.is_transposed:
             parts = [part.t() for part in parts]
-        return [part.contiguous() for part in parts]
+        return [part.contiguous().view(-1, *ours.shape[1:]) for part in parts]
 
 
 def adapted_layers(family: Family, model: ModelConfig) -> Iterator[AdaptedLayer]:
@@ -113,23 +117,24 @@ def from_peft(
     for layer in adapted_layers(family, model):
         modules = layer.modules
         for part, module in enumerate(modules):
-            given = {
-                leaf: left.pop(f"{PREFIX}{module}.{word}.weight", None)
-                for leaf, word in THEIRS.items()
-            }
-            # A module has both matrices or none.
-            if given[A] is None and given[B] is None:
+            given = _taken(
+                left, {leaf: f"{PREFIX}{module}.{w}" for leaf, w in THEIRS.items()}
+            )
+            if not given:
                 continue
-            if given[A] is None or given[B] is None:
+            # A module has both matrices or none.
+            if not given.keys() >= {A, B}:
                 raise CheckpointError(
                     f"the adapter of {module} has one matrix of two: its file is not complete. Save the adapter again."
                 )
-            if len(modules) == 1:
-                found[f"{layer.name}.{A}.weight"] = given[A]
-                found[f"{layer.name}.{B}.weight"] = layer.our_rows(given[B])
-            else:
-                found[f"{layer.name}.{part}.{A}.weight"] = given[A]
-                found[f"{layer.name}.{part}.{B}.weight"] = given[B]
+            name = layer.name
+            if len(modules) > 1:
+                name = f"{name}.{part}"
+            for leaf, value in given.items():
+                is_of_rows = leaf != A and len(modules) == 1
+                found[f"{name}.{leaf}.weight"] = (
+                    layer.our_rows(value) if is_of_rows else value
+                )
     if left:
         raise CheckpointError(
             f"the adapter has tensors that no linear layer of the model has: {', '.join(sorted(left)[:5])}. Layers of "
@@ -145,30 +150,44 @@ def to_peft(
     left = dict(tensors)
     found = {}
     for layer in adapted_layers(family, model):
-        # One adapter for all rows has the same A in each of their modules.
-        a = left.pop(f"{layer.name}.{A}.weight", None)
-        b = left.pop(f"{layer.name}.{B}.weight", None)
-        pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]]
-        if a is not None:
-            pairs = [(a, rows) for rows in layer.their_rows(b)]
-        else:
-            pairs = [
-                tuple(
-                    left.pop(f"{layer.name}.{part}.{leaf}.weight", None)
-                    for leaf in (A, B)
-                )
-                for part in range(len(layer.modules))
-            ]
-        for module, (down, up) in zip(layer.modules, pairs):
-            if down is not None:
-                found[f"{PREFIX}{module}.{THEIRS[A]}.weight"] = down
-                found[f"{PREFIX}{module}.{THEIRS[B]}.weight"] = up
+        of_modules = _of_modules(layer, left)
+        for module, leaves in zip(layer.modules, of_modules, strict=True):
+            for leaf, value in leaves.items():
+                found[f"{PREFIX}{module}.{THEIRS[leaf]}"] = value
     if left:
         raise CheckpointError(
             f"peft has no name for {', '.join(sorted(left)[:5])}: adapters of experts are of this package alone. Add "
             "them to the weights with megatron-ds merge-adapter, and convert those."
         )
     return found
+
+
+def _of_modules(
+    layer: AdaptedLayer, left: dict[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """Leaf → tensor of each module of a layer, taken out of `left`; {} for a module without an adapter."""
+    modules = range(len(layer.modules))
+    whole = _taken(left, {leaf: f"{layer.name}.{leaf}.weight" for leaf in THEIRS})
+    if not whole:
+        return [
+            _taken(
+                left, {leaf: f"{layer.name}.{part}.{leaf}.weight" for leaf in THEIRS}
+            )
+            for part in modules
+        ]
+    # One adapter for all rows has the same A in each of their modules.
+    rows = {leaf: layer.their_rows(v) for leaf, v in whole.items() if leaf != A}
+    return [
+        {A: whole[A]} | {leaf: parts[module] for leaf, parts in rows.items()}
+        for module in modules
+    ]
+
+
+def _taken(
+    left: dict[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Leaf → tensor of those names that `left` has, which has them no longer."""
+    return {leaf: left.pop(name) for leaf, name in names.items() if name in left}
 
 
 def check_config(config: Mapping[str, Any], place: object) -> None:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from ....checkpoint.folder import write_durably
 from ....errors import CheckpointError
-from ..adapter_tensors import adapters_in_memory, with_adapters
+from ..adapter_tensors import adapters_in_memory, of_layers, shifted, with_adapters
 from ..family import entries_of, model_of
 from ..files.safetensors_reader import read_json
-from ..files.stored_tensor import AdapterTensors, LogicalCheckpoint
+from ..files.stored_tensor import WEIGHT, AdapterTensors, LogicalCheckpoint
 from ..formats import Format, Wishes, detected
 from .huggingface_format import family_for
 from .peft_adapter import (
@@ -57,16 +57,30 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     model = model_of(found.model, base)
     family = family_for(found, model, wishes)
     tensors = from_peft(load_file(weights), family, model)
+    specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
+    in_memory = adapters_in_memory(tensors, weights)
     rank = int(config["r"])
     adapters = AdapterTensors(
-        adapters_in_memory(tensors, weights),
+        shifted(in_memory, found.tensors[WEIGHT], specs, -1),
         rank,
         float(config["lora_alpha"]) / rank,
         tuple(targets_of(tensors)),
         base,
     )
-    specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
+    _check_magnitudes(adapters, bool(config.get("use_dora")), weights)
     return with_adapters(found, adapters, specs, folder)
+
+
+def _check_magnitudes(adapters: AdapterTensors, wanted: bool, weights: Path) -> None:
+    """Raises CheckpointError unless all adapters have magnitudes, or none, as their settings have it."""
+    found = set()
+    for parts in of_layers(adapters).values():
+        found |= {"m" in leaves for leaves in parts.values()}
+    if found - {wanted}:
+        have = "some adapters have no" if wanted else "adapters have a"
+        raise CheckpointError(
+            f"{weights}: use_dora is {wanted} in {CONFIG}, and {have} lora_magnitude_vector. Save the adapter again."
+        )
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
@@ -76,10 +90,13 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         raise CheckpointError(
             f"{checkpoint.folder} has no adapters: its weights are those of a whole model. Use --to huggingface."
         )
+    _check_memories(adapters)
     # Names of the modules are those of the family.
     model = model_of(checkpoint.model, checkpoint.folder)
     family = family_for(checkpoint, model, wishes)
-    ours = {name: tensor.read() for name, tensor in adapters.tensors.items()}
+    specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
+    absolute = shifted(adapters.tensors, adapters.below, specs, 1)
+    ours = {name: tensor.read() for name, tensor in absolute.items()}
     tensors = to_peft(ours, family, model)
     modules = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
     settings = {
@@ -90,6 +107,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         "lora_alpha": adapters.scale * adapters.rank,
         "lora_dropout": 0.0,
         "bias": "none",
+        "use_dora": adapters.has_magnitudes,
         "target_modules": modules,
         "fan_in_fan_out": any(
             layer.is_transposed for layer in adapted_layers(family, model)
@@ -105,10 +123,25 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         for key, value in tensors.items()
     }
     save_file(values, folder / WEIGHTS, metadata={"format": "pt"})
+    written = sum(".lora_A." in key for key in tensors)
     write_durably(folder / CONFIG, json.dumps(settings, indent=1))
     return [
-        f"wrote {folder}: adapters of {len(tensors) // 2} modules of a {family.name} model, rank {adapters.rank}"
+        f"wrote {folder}: adapters of {written} modules of a {family.name} model, rank {adapters.rank}"
     ]
+
+
+def _check_memories(adapters: AdapterTensors) -> None:
+    """Raises CheckpointError if the training of the adapters moved biases of experts, which their folder lacks."""
+    for name, now in adapters.remembered.items():
+        before = adapters.below.get(name)
+        if name.endswith("expert_bias") and not (
+            before is not None and torch.equal(now.read(), before.read().to(now.dtype))
+        ):
+            raise CheckpointError(
+                f"the run that trained the adapters moved {name}, which a folder of peft has no place for: with the "
+                "frozen weights in its place, routers would choose other experts. Use megatron-ds merge-adapter "
+                "--to huggingface, or train with --moe-router-bias-update-rate 0."
+            )
 
 
 FORMAT = Format(
