@@ -58,6 +58,7 @@ FEATURE_FIELDS = (
     "embedding_multiplier",
     "softmax_scale",
     "window_rotary_base",
+    "moe_router_linear_bias",
 )
 
 # The same, of positions that are in no weight: a model with such positions can be lengthened.

@@ -1,6 +1,6 @@
 """`Router`: scores of the experts for each token, and the choice of experts for each token.
 
-    z = x Wᵀ        logits, in fp32 or fp64                                     [T, E]
+    z = x Wᵀ (+ b)  logits, in fp32 or fp64                                     [T, E]
     s               softmax over all experts, or sigmoid of each
 
     choice          by                       weights
@@ -100,6 +100,13 @@ class Router(nn.Module):
             partial_over=ctx.partial_over,
         )
         self.weight = new_shard(spec, ctx)
+        # A bias that is trained; the bias of `Balance` moves without gradients.
+        self.bias = None
+        if config.moe_router_linear_bias:
+            of_bias = replace(spec, name=f"{name}.bias", shape=(num_experts,))
+            self.bias = new_shard(
+                replace(of_bias, init=Init("zeros"), decay=False), ctx
+            )
         self.balance = Balance(config, num_experts, name)
         show_in_state_dict(self)
 
@@ -118,6 +125,8 @@ class Router(nn.Module):
                 1 - width + 2 * width * self._uniform(batch, x.shape[-1])
             )
         logits = _Logits.apply(x.flatten(0, 1), self.weight, self.dtype)
+        if self.bias is not None:
+            logits = logits + self.bias.to(self.dtype)
         noise = None
         if noise_kind == "gumbel":
             noise = (

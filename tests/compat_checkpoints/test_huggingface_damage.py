@@ -228,7 +228,7 @@ WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window":
 OTHER_MODELS = {
     "post-LN": ({"model_type": "bert"}, "post-LN"),
     "an unknown type": ({"model_type": "lama"}, "did you mean 'llama'"),
-    "another type": ({"model_type": "gpt_oss"}, "experts have biases and a clamped"),
+    "another type": ({"model_type": "gpt_neo"}, "its attention has one bias"),
     "a type with capped scores": ({"model_type": "gemma2"}, "capped"),
     "no type": ({"model_type": None}, "model_type None is not supported"),
     "a sliding window": ({"sliding_window": 8}, "sliding_window is 8.*is a mistral"),

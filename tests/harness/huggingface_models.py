@@ -87,6 +87,23 @@ MODELS = {
         "BloomForCausalLM",
         dict(hidden_size=48, n_layer=2, n_head=6, vocab_size=V),
     ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        GATED
+        | dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            head_dim=8,
+            sliding_window=WINDOW,
+            rope_parameters=dict(
+                rope_type="yarn",
+                factor=4.0,
+                truncate=False,
+                original_max_position_embeddings=6,
+                rope_theta=1e4,
+            ),
+        ),
+    ),
     "phi3, window": (
         "Phi3ForCausalLM",
         GATED | dict(sliding_window=WINDOW, **SMALL_IDS),

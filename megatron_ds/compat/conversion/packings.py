@@ -118,6 +118,24 @@ def _unstack(
     return [part for expert in experts for part in expert.chunk(tensors_of_expert)]
 
 
+def _halves(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Their columns g_1 u_1 g_2 u_2 … [E, h, 2 f], or numbers [E, 2 f], as our rows [gate; up]."""
+    columns = parts[0]
+    rows = columns.transpose(1, -1)
+    pairs = rows.unflatten(1, (-1, 2))
+    halves = pairs.transpose(1, 2)
+    return halves.flatten(1, 2)
+
+
+def _alternating(experts: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    """The inverse of `_halves`."""
+    halves = experts.unflatten(1, (2, -1))
+    pairs = halves.transpose(1, 2)
+    rows = pairs.flatten(1, 2)
+    columns = rows.transpose(1, -1)
+    return [columns]
+
+
 UNUSED_ROWS = 2  # before the first position in tables of OPT
 
 SAME = Packing(
@@ -154,4 +172,10 @@ EXPERTS_GATE_UP = Packing(
     "gate and up for each expert",
     partial(_stack, 2),
     partial(_unstack, 2),
+)
+ALTERNATING = Packing("gate and up by turns", _halves, _alternating)
+EXPERTS_TRANSPOSED = Packing(
+    "transposed for each expert",
+    lambda parts, model: parts[0].mT,
+    lambda tensor, model: [tensor.mT],
 )

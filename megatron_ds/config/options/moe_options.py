@@ -90,6 +90,12 @@ class MoEOptions:
         needs=EXPERTS,
         help="How scores follow from the router's logits.",
     )
+    moe_router_linear_bias: bool = option(
+        False,
+        needs=EXPERTS,
+        help="Give the router's logits a bias that is trained as its weight is (gpt-oss).",
+        avoid="It is for models that were trained so.",
+    )
     moe_router_pre_softmax: bool = option(
         False,
         needs=EXPERTS,

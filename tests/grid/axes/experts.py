@@ -26,7 +26,7 @@ LIMITS = {
 }
 KIND, COEFF = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
 BALANCES = {
-    "aux": {COEFF: 0.02},
+    "aux": {COEFF: 0.02, "--moe-router-linear-bias": ""},
     "seq": {KIND: "seq_aux_loss", COEFF: 0.02, "--moe-z-loss-coeff": "1e-3"},
     "global": {KIND: "global_aux_loss", COEFF: 0.02, "--moe-router-pre-softmax": ""},
     "bias": {

@@ -17,6 +17,7 @@ NORMED = {
 WINDOWED = {
     "--window-attn-skip-freq": 2,
     "--softmax-type": "learnable",
+    "--softmax-scale": 0.4,
 }
 BIGBIRD = {
     "--sparse-attention": "bigbird",
@@ -50,6 +51,12 @@ PARALLEL = {
     "--decoupled-lr": "2e-3",
     "--param-group": "*norm*:lr_factor=0.5",
 }
+ONE_NORM = {
+    "--use-parallel-residual": "",
+    "--shared-block-norm": "",
+    "--disable-bias-in-attn-linear": "",
+}
+NORMED_TWICE = {"--norm-after-sublayer": "", "--embedding-multiplier": 2.5}
 
 # Adapters of whole layers, and of some of their rows.
 LORA = {"--lora-rank": 3, "--lora-alpha": 6}
@@ -66,8 +73,10 @@ def lora(options: dict) -> Callable[[Case], dict]:
 
 
 def window(case: Case) -> dict:
-    """A BERT sees tokens on both sides."""
-    return WINDOWED | {"--window-size": "5,3" if case["style"] == "bert" else "5,0"}
+    """A BERT sees tokens on both sides; a Llama rotates within windows by other angles."""
+    size = "5,3" if case["style"] == "bert" else "5,0"
+    angles = {"--window-rotary-base": 100} if case["style"] == "llama" else {}
+    return WINDOWED | angles | {"--window-size": size}
 
 
 def dtypes(shown: Shown) -> None:
@@ -77,7 +86,15 @@ def dtypes(shown: Shown) -> None:
 
 def halves(shown: Shown) -> None:
     """Blocks whose halves read the same input."""
-    assert shown.seen("parallel") == {shown.case["block"] == "parallel"}
+    block = shown.case["block"]
+    names = shown.run.merged[1]
+    layer = next(name.split(".layers.")[0] for name in names if ".layers." in name)
+    assert shown.seen("parallel") == {block in ("parallel", "one norm")}
+    for norm, is_there in (
+        ("pre_mlp_layernorm", block != "one norm"),
+        ("post_mlp_layernorm", block == "normed twice"),
+    ):
+        assert (f"{layer}.layers.0.{norm}.weight" in names) == is_there
 
 
 def heads(shown: Shown) -> None:
@@ -86,6 +103,15 @@ def heads(shown: Shown) -> None:
     case = shown.case
     is_pair = case["style"] == "bert" and case["loss"] != "one head"
     assert ("binary_head.weight" in weights) == is_pair
+
+
+def vocabulary(shown: Shown) -> None:
+    """What the embedding and the output layer have beside their weights; a BERT has the bias in any case."""
+    names = shown.run.merged[1]
+    kind = shown.case["embeddings"]
+    has_bias = kind == "biased" or shown.case["style"] == "bert"
+    assert ("embedding.norm.weight" in names) == (kind == "normed")
+    assert ("output_layer.bias" in names) == has_bias
 
 
 def adapters(shown: Shown) -> None:
@@ -106,7 +132,13 @@ AXES = (
     Axis("dtype", {"fp32": {}, "bf16": {}}, shows=dtypes),
     Axis(
         "embeddings",
-        {"tied": {}, "untied": {"--untie-embeddings-and-output-weights": ""}},
+        {
+            "tied": {},
+            "untied": {"--untie-embeddings-and-output-weights": ""},
+            "normed": {"--embed-layernorm": ""},
+            "biased": {"--output-layer-bias": ""},
+        },
+        shows=vocabulary,
     ),
     Axis(
         "attention",
@@ -132,7 +164,16 @@ AXES = (
             ),
         ),
     ),
-    Axis("block", {"plain": {}, "parallel": PARALLEL}, shows=halves),
+    Axis(
+        "block",
+        {
+            "plain": {},
+            "parallel": PARALLEL,
+            "one norm": ONE_NORM,
+            "normed twice": NORMED_TWICE,
+        },
+        shows=halves,
+    ),
     Axis(
         "adapters",
         {

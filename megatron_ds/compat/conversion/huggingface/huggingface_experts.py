@@ -79,7 +79,7 @@ def expert_layers(settings: Settings) -> list[int]:
             f"num_hidden_layers is {layers!r} and decoder_sparse_step {step!r}, not "
             f"numbers of layers up to {MOST_LAYERS}"
         )
-    if settings.get("model_type") == "mixtral":  # reads neither setting
+    if settings.get("model_type") in ("mixtral", "gpt_oss"):  # read neither setting
         return [1] * layers
     dense = settings.get("mlp_only_layers") or ()
     return [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]

@@ -114,7 +114,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     if QUANTIZED in raw.settings:
         raise CheckpointError(
             f"{folder / CONFIG} has a {QUANTIZED}: its weights are quantized, and cannot "
-            "be trained. Give the folder of the model before it was quantized."
+            "be trained. Give the folder of the model before it was quantized, or one that "
+            "transformers writes of its dequantized weights."
         )
     for key in ("dtype", "torch_dtype"):
         if not isinstance(raw.settings.get(key), str | None):

@@ -6,8 +6,10 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from ....config.options.model_options import ModelConfig
 from ..family import Row
 from ..packings import (
+    ALTERNATING,
     EXPERTS,
     EXPERTS_GATE_UP,
+    EXPERTS_TRANSPOSED,
     GATE_UP,
     QKV_COLUMNS,
     QKV_ROWS,
@@ -84,6 +86,30 @@ QWEN_MOE_ROWS = (
     ),
     _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_expert.down_proj"),
     Row(f"{LAYER}mlp.shared_experts.gate_weight", f"{MLP}.shared_expert_gate.weight"),
+)
+GPT_OSS_ROWS = (
+    *_llama_layers(),
+    Row(
+        f"{LAYER}self_attention.core_attention.softmax_offset",
+        "model.layers.{i}.self_attn.sinks",
+    ),
+    _layer("mlp.router", f"{MLP}.router"),
+    Row(
+        f"{LAYER}mlp.experts.linear_fc1.weight",
+        f"{MLP}.experts.gate_up_proj",
+        ALTERNATING,
+    ),
+    Row(
+        f"{LAYER}mlp.experts.linear_fc1.bias",
+        f"{MLP}.experts.gate_up_proj_bias",
+        ALTERNATING,
+    ),
+    Row(
+        f"{LAYER}mlp.experts.linear_fc2.weight",
+        f"{MLP}.experts.down_proj",
+        EXPERTS_TRANSPOSED,
+    ),
+    Row(f"{LAYER}mlp.experts.linear_fc2.bias", f"{MLP}.experts.down_proj_bias"),
 )
 GPT2_ROWS = (
     Row(WORDS, "transformer.wte.weight"),

@@ -30,6 +30,7 @@ DEFAULTS = {
     "phi": {SHARE: 0.5},
     "phi3": {SHARE: 1.0},
     "mixtral": {"rope_theta": 1e6},
+    "gpt_oss": {"rope_theta": 150000.0},
 }
 PARTLY = (GPT_NEOX, PHI)
 # Other names of settings, which transformers renames when it reads them, by model_type.
@@ -60,6 +61,21 @@ ABSENT = {
     "mpt": {"max_seq_len": 2048},
     "phi3": {"rms_norm_eps": 1e-5},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "gemma3_text": {
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -143,6 +159,9 @@ def with_defaults(settings: Settings) -> Settings:
             for name, value in defaults.items()
             if not name.endswith("_experts")
         }
+    # Another table of rotary positions replaces that of the model_type.
+    if settings.get("rope_scaling"):
+        settings = {"rope_parameters": None, **settings}
     return {**defaults, **settings}
 
 

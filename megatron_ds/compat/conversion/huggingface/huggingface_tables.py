@@ -96,6 +96,21 @@ SHARED = (
 )
 QWEN2_MOE = (*QWEN_MOE, *SWITCHED_QKV_BIAS, *SHARED, Window(layers=listed_layers))
 QWEN3_MOE = (*QWEN_MOE, *QK_NORM, Window())
+GPT_OSS = (
+    *GROUPED,
+    ROTARY,
+    _tied(False),
+    *MOE,
+    Fixed("hidden_dropout", 0.0),
+    Fixed("activation", "clamped_swiglu"),
+    Fixed("softmax_type", "learnable"),
+    Fixed("moe_router_linear_bias", True),
+    Key("attention_bias", "add_bias_linear", True),
+    Only("hidden_act", ("silu",)),
+    Only("swiglu_alpha", (1.702,)),
+    Only("swiglu_limit", (7.0,)),
+    Window(128, has_switch=False, layers=layers_by_pattern),
+)
 
 GPT2 = (
     *_sizes("n_layer", "n_embd", "n_head", "n_positions"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from ....config.options.model_options import ModelConfig
 from ....errors import CheckpointError
+from ..beyond_megatron import check_known_to_megatron
 from ..family import Family, Row
 from ..files.stored_tensor import RawCheckpoint, StoredTensor
 from ..packings import QKV_ROWS, SAME
@@ -127,6 +128,7 @@ def activation_of(args: Mapping[str, Any]) -> str:
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
     # What Megatron-DeepSpeed does not compute cannot be written for it.
+    check_known_to_megatron(model, "Megatron-DeepSpeed")
     if model.window_size is not None or model.softmax_type != "vanilla":
         raise CheckpointError(
             "Megatron-DeepSpeed computes no sliding windows and no sinks in the softmax. "

@@ -13,6 +13,7 @@ from ....config.options.model_options import ModelConfig
 from ....errors import CheckpointError
 from ....models.attention import scaled_rotary_base
 from ....ops.rotary_scaling import Llama3Scaling
+from ..beyond_megatron import check_known_to_megatron
 from .megatron_names import EMBEDDING
 
 SAME_NAME = (
@@ -334,7 +335,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "norm_epsilon": model.norm_epsilon,
-        "swiglu": model.is_gated,
+        "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "squared_relu",
         "bias_gelu_fusion": model.activation == "gelu",
         "bert_binary_head": model.bert_binary_head,
@@ -356,15 +357,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
             f"Megatron-LM does not compute {model.activation}{how}, so its numbers would "
             "be others. Choose another format."
         )
-    if model.model == "gpt" and getattr(model, "use_parallel_residual", False):
-        raise CheckpointError(
-            "Megatron-LM does not compute parallel residuals. Choose another format."
-        )
-    if getattr(model, "embed_layernorm", False):
-        raise CheckpointError(
-            "Megatron-LM has no norm of the word embeddings (--embed-layernorm). Choose "
-            "another format."
-        )
+    check_known_to_megatron(model, "Megatron-LM")
     if model.softmax_type == "learnable":
         raise CheckpointError(
             "weights of the softmax (--softmax-type learnable) are not written in this "

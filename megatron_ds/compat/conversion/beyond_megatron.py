@@ -1,0 +1,35 @@
+"""Options that neither Megatron-LM nor Megatron-DeepSpeed has: their checkpoints cannot hold such models."""
+
+from ...config.options.model_options import ModelConfig
+from ...errors import CheckpointError
+
+# Options → what a value beside the default means.
+BEYOND = {
+    "use_parallel_residual": "parallel residuals",
+    "embed_layernorm": "a norm of the word embeddings (--embed-layernorm)",
+    "norm_after_sublayer": "norms behind attention and feed-forward (--norm-after-sublayer)",
+    "use_bias_in_attn_linear": "attention without biases beside a feed-forward with them "
+    "(--disable-bias-in-attn-linear)",
+    "use_bias_in_norms": "LayerNorm without biases (--disable-bias-in-norms)",
+    "output_layer_bias": "a bias of the output layer (--output-layer-bias)",
+    "embedding_multiplier": "a factor of the embeddings (--embedding-multiplier)",
+    "softmax_scale": "a scale of scores of its own (--softmax-scale)",
+    "moe_router_linear_bias": "a bias of the router (--moe-router-linear-bias)",
+    "window_rotary_base": "rotary positions of layers with a window (--window-rotary-base)",
+}
+GATES = ("geglu", "clamped_swiglu")
+
+
+def check_known_to_megatron(model: ModelConfig, program: str) -> None:
+    """Raises CheckpointError naming the options of a model that `program` does not compute."""
+    odd = [
+        what
+        for name, what in BEYOND.items()
+        if getattr(model, name) != getattr(ModelConfig, name)
+    ]
+    if model.activation in GATES:
+        odd.append(f"--activation {model.activation}")
+    if odd:
+        raise CheckpointError(
+            f"{program} does not compute {', '.join(odd)}. Choose another format."
+        )
