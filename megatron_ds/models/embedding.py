@@ -1,5 +1,7 @@
 """Tokens [b, s] become hidden states [s(/t), b, h]. Only here does the order of the dimensions change."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -15,6 +17,13 @@ from .layer import HiddenDropout
 from .normalization import make_norm
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The number of the type that is nearest to a value, of two such the even one."""
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, digits)), exponent - digits)
 
 
 class Embedding(nn.Module):
@@ -39,7 +48,7 @@ class Embedding(nn.Module):
             word_spec(config, ctx, WORD_EMBEDDINGS, tied), ctx
         )
         # Rounded as a weight is.
-        self.multiplier = float(torch.tensor(config.embedding_multiplier).to(ctx.dtype))
+        self.multiplier = rounded(config.embedding_multiplier, ctx.dtype)
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
         self.tokentype_embeddings = (
