@@ -179,7 +179,10 @@ def plan_rank(
     if sends:
         traffic.add("send", "pp", pipeline_size, sends * message, sends)
     # Buffers: gathered layers, gradients, and messages.
-    received = settings.weight_blocks.nbytes(whole) if settings.weight_blocks else 0
+    sent = settings.weight_blocks
+    if config.zero.stage == 3:
+        sent = sent or settings.frozen_blocks
+    received = sent.nbytes(whole) if sent else 0
     buffers = (
         whole * dtype.itemsize
         + received

@@ -61,16 +61,15 @@ def describe_layers(
 ) -> list[Layer]:
     """The model as a list of named layers, not built.
 
-    device  of the parameters. None: the mesh's device; with ZeRO 3 the meta device, because a rank holds
-            shards only and must never hold a whole layer
+    device  of the parameters. None: the mesh's device. The meta device with ZeRO 3, and where frozen weights are
+            encoded: a rank holds shards or codes only and must never hold the whole model
     """
     ctx = parallel_context(config, mesh)
     drop = make_token_drop(config)
-    ctx = replace(
-        ctx,
-        device=device
-        or (torch.device("meta") if config.zero.stage == 3 else mesh.device),
-    )
+    if device is None:
+        is_late = config.zero.stage == 3 or config.adapters.base_bits
+        device = torch.device("meta") if is_late else mesh.device
+    ctx = replace(ctx, device=device)
     layers = model_layers(config.model, config.adapters, ctx)
     if drop is None:
         return layers

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.folder import TRACKER, name_of
 from ..checkpoint.load import load
 from ..checkpoint.pieces import WEIGHT
 from ..config import RunConfig, Source
@@ -141,14 +142,23 @@ def check_same_base(saved: dict, base: BaseWeights | None) -> None:
 
 def _other_base(before: dict | None, now: dict | None) -> str:
     name = lambda about: "initial weights" if about is None else _words(about)
-    change = (
-        "Remove --pretrained-checkpoint"
-        if before is None
-        else f"Give --pretrained-checkpoint {before['folder']}, with that step in its tracker file"
-    )
     return (
         f"the adapters were trained beside {name(before)}, and this run has {name(now)}: their sum would be another "
-        f"model. {change}."
+        f"model. {_change(before)}"
+    )
+
+
+def _change(before: dict | None) -> str:
+    """What to do for the weights of `before`, whose folder may have later ones by now."""
+    if before is None:
+        return "Remove --pretrained-checkpoint."
+    folder = before["folder"]
+    if "step" not in before:
+        return f"Give --pretrained-checkpoint {folder}."
+    step = before["step"]
+    return (
+        f"Give --pretrained-checkpoint {folder}. If its run has trained on, copy {name_of(step)} from there into a new "
+        f"folder, write {step} into the file {TRACKER} beside it, and give that folder."
     )
 
 

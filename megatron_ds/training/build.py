@@ -141,7 +141,7 @@ def build_engine(
     groups = _data_groups(config, mesh)
     settings = ZeroSettings.from_config(config)
     if not trains:
-        settings = replace(settings, frozen_masters=False)
+        settings = replace(settings, frozen_masters=False, frozen_blocks=None)
     make = partial(_build_optimizer, config, settings, mesh, groups, built, parameters)
     optimizer = on_all_ranks(mesh.group("world"), make)
 

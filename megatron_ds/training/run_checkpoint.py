@@ -397,7 +397,8 @@ def frozen_pieces(engine: Replica) -> list[Piece]:
     """This rank's weights below adapters, and what their layers remember from step to step."""
     frozen = engine.frozen
     weights = [p for p in engine.optimizer.pieces() if p.spec.name in frozen]
-    return [*weights, *engine.step_state.pieces()]
+    encoded = engine.optimizer.encoded_pieces()
+    return [*weights, *encoded, *engine.step_state.pieces()]
 
 
 def _without_frozen(engine: Replica, pieces: Iterable[Piece]) -> list[Piece]:

@@ -17,6 +17,7 @@ import torch
 
 from ..mpu.collectives import all_gather_into_, all_to_all_
 from ..mpu.group import AllOf, Group, Work
+from ..ops.normal_float import decode_normal, encode_normal
 from ..ops.quantize import dequantize, quantize
 
 SCALE_BYTES = 4
@@ -24,7 +25,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlocks:
-    """codes: int8 [⌈n bits / 8⌉]. scales: fp32 [n / block]."""
+    """codes: of 8 bits, [⌈n bits / 8⌉]. scales: fp32 [n / block]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -87,6 +88,17 @@ class Blocks:
 
     def _place(self, number: int) -> tuple[int, int]:
         return number * self.bits // 8, number // self.length
+
+
+@dataclass(frozen=True)
+class NormalBlocks(Blocks):
+    """The same with the 16 numbers of NF4 in place of integers (ops/normal_float.py), for weights that are kept."""
+
+    def encode(self, x: torch.Tensor) -> EncodedBlocks:
+        return EncodedBlocks(*encode_normal(x, self.length))
+
+    def decode(self, encoded: EncodedBlocks, out: torch.Tensor) -> torch.Tensor:
+        return decode_normal(encoded.codes, encoded.scales, self.length, out)
 
 
 def gather_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:

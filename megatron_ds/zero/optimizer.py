@@ -373,6 +373,11 @@ class ZeroOptimizer:
                         )
         yield from self._hook.own_pieces(own, saving)
 
+    def encoded_pieces(self) -> list[StatePiece]:
+        """Frozen weights that are kept encoded, in new memory of the host, to be loaded: `after_load` encodes them."""
+        encoded = [s for s in self.sets if s.plan.encoded]
+        return [piece for s in encoded for piece in s.store.opened(s.parameters)]
+
     def pieces_of_worker(self) -> Iterator[StatePiece]:
         """What later checkpoints may have for this rank alone, besides `pieces`; to count its bytes."""
         return self._hook.pieces_of_worker()

@@ -13,9 +13,10 @@ from torch import nn
 
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
-from ..mpu.group import Group
+from ..mpu.group import Group, solo
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
-from .data_groups import DataGroups
+from .data_groups import DataGroups, Hierarchy
+from .encoded_parameters import EncodedParameters
 from .exchange import BufferPool, GradientExchange
 from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
@@ -99,6 +100,8 @@ class SetMaker:
         parameters = [everything[i] for i in plan.members]
         ranks = self.groups.ranks_of(plan.reduced_over)
         store = self._store(plan, parameters)
+        if plan.encoded:
+            return ParameterSet(plan, parameters, store, None, None, [], [], [])
         if plan.frozen:
             masters, resident = self._resident(
                 store, None, plan, parameters, store.pieces
@@ -143,6 +146,17 @@ class SetMaker:
             sharded = plan.policy.optimizer is not None
             return WholeParameters(
                 parameters, plan.layout, ranks, sharded, self.device, self.draw
+            )
+        if plan.encoded:
+            alone = plan.policy.parameter is None
+            return EncodedParameters(
+                parameters,
+                plan.layout,
+                Hierarchy.flat(solo()) if alone else ranks,
+                plan.units,
+                self.device,
+                plan.blocks,
+                self.draw,
             )
         if plan.blocks is not None:
             return QuantizedParameters(

@@ -113,9 +113,10 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
             )
     parameters = held(plan.policy.parameter) * sizes.parameter
     if plan.blocks is not None:
-        parameters = held("dp") * sizes.parameter + plan.blocks.nbytes(
-            held(plan.policy.parameter)
-        )
+        parameters = plan.blocks.nbytes(held(plan.policy.parameter))
+        # Of what is trained, the owner keeps the weights that are encoded after each update.
+        if not plan.encoded:
+            parameters += held("dp") * sizes.parameter
     return ZeroMemory(
         parameters=parameters,
         gradients=0 if plan.frozen else held(plan.policy.gradient) * sizes.gradient,

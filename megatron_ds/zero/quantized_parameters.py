@@ -19,7 +19,7 @@ from torch import nn
 from ..host.async_io import Then
 from ..host.memory_maps import huge_page_zeros
 from ..host.side_streams import side_stream
-from ..mpu.group import AllOf, Group
+from ..mpu.group import DONE, AllOf, Group
 from .data_groups import Hierarchy
 from .gathering import Unit
 from .layout import Bucket, Layout, ShardPiece, SlotPiece
@@ -65,6 +65,8 @@ class QuantizedUnit(Unit):
         self._works = works
 
     def _gather(self, whole: torch.Tensor, part: EncodedBlocks) -> Then:
+        if self.group.size == 1:
+            return Then(DONE, partial(self._blocks.decode, part, whole))
         received = part.like(self.group.size)
         return Then(
             gather_into(received, part, self.group),

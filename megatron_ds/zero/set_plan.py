@@ -109,6 +109,7 @@ class Fact:
     stage: int | None = None
     layer: int = 0
     whole: bool = False
+    encoded: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class SetPlan:
     inner    ranks of an inner group (data_groups.py), over which gathered parameters are split
     units    of gathered parameters: (layer, first bucket, last bucket + 1), in the order of the buckets
     blocks   the format in which gathered parameters are kept for others and sent; None: their dtype
+    encoded  frozen weights that are kept in that format alone, and decoded for their layer
     """
 
     members: tuple[int, ...]
@@ -133,6 +135,7 @@ class SetPlan:
     inner: int
     units: tuple[tuple[int, int, int], ...] = ()
     blocks: Blocks | None = None
+    encoded: bool = False
 
 
 def plan_parameters(
@@ -173,6 +176,9 @@ def plan_parameters(
                 not p.requires_grad,
                 *places.get(p, (None, 0)),
                 whole,
+                settings.frozen_blocks is not None
+                and not p.requires_grad
+                and p.spec.matrices is not None,
             )
         )
     sizes = {axes: group.size for axes, group in groups.by_axes.items()}
@@ -235,7 +241,9 @@ def plan_sets(
         split = settings.policy.gradient is not None and (
             shards[fact.reduced_over] > 1 or alone
         )
-        gathered = (
+        if fact.encoded:
+            split = settings.policy.parameter is not None and split
+        gathered = fact.encoded or (
             split and settings.policy.parameter is not None and fact.numel >= threshold
         )
         key = (
@@ -244,8 +252,9 @@ def plan_sets(
             gathered,
             split and fact.tied,
             fact.dtype,
-            fact.stage if split else None,
+            fact.stage if split or fact.encoded else None,
             fact.whole,
+            fact.encoded,
         )
         groups.setdefault(key, []).append(i)
     # The order of the sets is that of their keys, the same on all ranks.
@@ -284,8 +293,12 @@ def _plan_set(
     inner_shards: int | None,
     bucket_elements: int,
 ) -> SetPlan:
-    axes, frozen, gathered, tied, _, stage, whole = key
+    axes, frozen, gathered, tied, _, stage, whole, encoded = key
     policy = settings.policy
+    # Below ZeRO 3 each rank has all of the encoded weights, and decodes them by itself.
+    if encoded and (policy.parameter is None or shards == 1):
+        policy = ShardPolicy(None, None, None)
+        shards = 1
     align = settings.align
     inner = (
         inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
@@ -325,8 +338,13 @@ def _plan_set(
         stage,
         inner,
         units,
-        settings.weight_blocks if gathered else None,
+        settings.frozen_blocks if encoded else _sent_blocks(settings, gathered),
+        encoded,
     )
+
+
+def _sent_blocks(settings: ZeroSettings, gathered: bool) -> Blocks | None:
+    return settings.weight_blocks if gathered else None
 
 
 def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

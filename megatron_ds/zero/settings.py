@@ -13,12 +13,13 @@ from typing import Literal
 import torch
 
 from ..config import RunConfig
+from ..config.options.adapter_choice import FROZEN_BLOCK
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
 from .exchange import GradientExchange
 from .layout import ALIGN
 from .norm import LossScale, make_scaler
-from .number_blocks import Blocks
+from .number_blocks import Blocks, NormalBlocks
 from .quantized_exchange import QuantizedExchange
 from .tiers import DEVICE, OffloadSettings
 from .unused import Rule
@@ -30,6 +31,12 @@ Axis = Literal[
 # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
 WEIGHT_BITS = 8
 GRADIENT_BITS = 4
+# bits of frozen weights → their format
+FROZEN_BLOCKS = {
+    None: None,
+    8: Blocks(8, FROZEN_BLOCK),
+    4: NormalBlocks(4, FROZEN_BLOCK),
+}
 FIRST_HOP_BITS = 8  # of gradients inside an inner group, before they leave it
 # elements, unless the configuration gives a size
 LARGEST_BUCKET = 40_000_000
@@ -85,6 +92,7 @@ class ZeroSettings:
     unused           what an update does with parameters that a rank has not used (unused.py)
     checksums        keep a checksum of the gradients of each rank
     frozen_masters   frozen weights in 16 bits have fp32 masters, which a checkpoint keeps
+    frozen_blocks    the format in which frozen weights of linear layers are kept; None: their dtype
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -106,6 +114,7 @@ class ZeroSettings:
     unused: Rule = "same"
     checksums: bool = False
     frozen_masters: bool = True
+    frozen_blocks: Blocks | None = None
 
     @classmethod
     def from_config(
@@ -141,6 +150,7 @@ class ZeroSettings:
             offload=OffloadSettings.from_config(zero),
             checksums=config.train.rerun_bad_steps,
             frozen_masters=not config.adapters.is_on,
+            frozen_blocks=FROZEN_BLOCKS[config.adapters.base_bits],
         )
 
     def __post_init__(self):
@@ -211,7 +221,12 @@ class ZeroSettings:
     def align(self) -> int:
         """Elements of which slots and shards have a multiple: so that blocks cross no border."""
         return math.lcm(
-            ALIGN, *(b.length for b in (self.weight_blocks, self.gradient_blocks) if b)
+            ALIGN,
+            *(
+                b.length
+                for b in (self.weight_blocks, self.gradient_blocks, self.frozen_blocks)
+                if b
+            ),
         )
 
     def elements_of_bucket(self, num_parameters: int, ranks: int) -> int:

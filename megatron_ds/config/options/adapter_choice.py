@@ -7,6 +7,9 @@ wing is derived from it.
 from dataclasses import dataclass
 from typing import Any
 
+# Numbers of a frozen weight that have a scale together, where it is kept in few bits.
+FROZEN_BLOCK = 64
+
 
 @dataclass(frozen=True)
 class Adapters:
@@ -16,6 +19,11 @@ class Adapters:
     def is_on(self) -> bool:
         """Whether there are adapters; then they alone are trained, and saved."""
         return False
+
+    @property
+    def base_bits(self) -> int | None:
+        """Bits in which the frozen weights of linear layers are kept: 8, 4, or None for those of their dtype."""
+        return None
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of adapters must have in common with a run that loads it."""

@@ -42,6 +42,13 @@ class LoraConfig(Adapters):
         help="DoRA: train the magnitude of each row of a weight and its adapters too, apart from the direction, which "
         "is that of their sum.",
     )
+    lora_base_bits: int | None = option(
+        None,
+        choices=(4, 8),
+        needs=LORA,
+        help="QLoRA: keep the frozen weights of linear layers in 8 bits (integers) or 4 bits (NF4), with a scale for "
+        "each 64 numbers. A layer's weights are decoded when it runs, forward and backward.",
+    )
     lora_target_modules: tuple[str, ...] = option(
         LAYERS,
         choices=(*TARGETS, ALL_LINEAR),
@@ -56,6 +63,11 @@ class LoraConfig(Adapters):
     def is_on(self) -> bool:
         """Whether there are adapters."""
         return self.lora_rank is not None
+
+    @property
+    def base_bits(self) -> int | None:
+        """Bits in which the frozen weights of linear layers are kept; None for those of their dtype."""
+        return self.lora_base_bits
 
     @property
     def scale(self) -> float:

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 
+from ...config.options.adapter_choice import FROZEN_BLOCK
+from ...config.options.model_options import ModelConfig
 from ...config.run import RunConfig
+from ...models.block import dense_width
 from .lora_targets import TARGETS
 
 
@@ -53,4 +56,45 @@ def dropout(config: RunConfig) -> Iterator[str]:
         )
 
 
-LORA_RULES = (targets, dropout)
+def frozen_weights(config: RunConfig) -> Iterator[str]:
+    """Encoded weights are on the device of a rank, whose blocks of numbers are those of one process."""
+    adapters = config.adapters
+    if not adapters.base_bits:
+        return
+    zero = config.zero
+    for is_on, option, change in (
+        (zero.offload_param != "none", "offload_param", "--offload-param none"),
+        (zero.zero_hpz_partition_size > 1, "zero_hpz_partition_size", "1 for it"),
+        (zero.zero_quantized_weights, "zero_quantized_weights", "one of the two"),
+    ):
+        if is_on:
+            yield (
+                f"[adapters.lora_base_bits] keeps the frozen weights encoded on the device of each rank, which "
+                f"[zero.{option}] would place or send otherwise. Use {change}."
+            )
+    # Tensor-parallel ranks have whole rows, or the columns of a rank.
+    t = config.parallel.tensor_model_parallel_size
+    if t == 1:
+        return
+    for what, columns in _columns(config.model, t):
+        if columns % FROZEN_BLOCK:
+            yield (
+                f"[adapters.lora_base_bits] with [parallel.tensor_model_parallel_size] {t}: a rank has {columns} "
+                f"columns of {what}, and {FROZEN_BLOCK} numbers of a row have one scale, which ranks would cut "
+                f"differently. Use a size with which it has a multiple of {FROZEN_BLOCK}."
+            )
+
+
+def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
+    """(layer, columns of its weight that a rank has), of the linear layers of a block."""
+    yield "linear_qkv and linear_fc1", model.hidden_size
+    yield "linear_proj", model.num_attention_heads * model.head_dim // ranks
+    if not all(model.experts):
+        yield "linear_fc2", model.ffn_size // ranks
+    if any(model.experts):
+        yield "the linear_fc2 of experts", model.expert_ffn_size // ranks
+        if dense_width(model):
+            yield "the dense linear_fc2 beside experts", dense_width(model) // ranks
+
+
+LORA_RULES = (targets, dropout, frozen_weights)

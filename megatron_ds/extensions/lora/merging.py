@@ -43,11 +43,13 @@ def _add_adapter_(
         return
     # With magnitudes, a row keeps the direction alone.
     change = leaves["m"].float()
-    wanted = before + change.view(before.shape)
+    change = change.view(before.shape)
+    wanted = before + change
     after = target.norm(dim=-1)
     after = after.where(after > 0, 1)
     factor = wanted / after
-    target *= factor.unsqueeze(-1)
+    factor = factor.unsqueeze(-1)
+    target *= factor
 
 
 def row_norms(weight: torch.Tensor, spec: ParamSpec, part: int | None) -> torch.Tensor:

@@ -66,6 +66,8 @@ LORA_DROPPED = LORA | {
 }
 LORA_ROWS = LORA | {"--lora-target-modules": "q_proj,v_proj,o_proj,down_proj"}
 
+ENCODED = ("int8", "nf4 dora")
+
 
 def lora(options: dict) -> Callable[[Case], dict]:
     """Half of the matrices begin at 0: an element whose gradient is rounding alone must not move as far as others."""
@@ -124,7 +126,7 @@ def adapters(shown: Shown) -> None:
     else:
         assert of_adapters and names == of_adapters | memories
         magnitudes = {name for name in names if ".lora_m." in name}
-        assert bool(magnitudes) == shown.case["adapters"].startswith("dora")
+        assert bool(magnitudes) == shown.case["adapters"].endswith("dora")
 
 
 AXES = (
@@ -182,12 +184,19 @@ AXES = (
             "rows": lora(LORA_ROWS),
             "dropped": lora(LORA_DROPPED),
             "dora": lora(LORA | {"--use-dora": ""}),
-            "dora rows": lora(LORA_ROWS | {"--use-dora": ""}),
+            "int8": lora(LORA | {"--lora-base-bits": 8}),
+            "nf4 dora": lora(LORA_ROWS | {"--lora-base-bits": 4, "--use-dora": ""}),
         },
         # Muon and LAMB give rounding the size of the weights, which are 0 at first.
         needs=(
             lambda adapters, optimizer: (
                 adapters == "none" or optimizer not in ("muon", "lamb")
+            ),
+            # The blocks of so small weights are cut by ranks, and codes stay where they are.
+            lambda adapters, tp: adapters not in ENCODED or tp == 1,
+            lambda adapters, knobs: adapters not in ENCODED or knobs != "inner groups",
+            lambda adapters, offload, zero: (
+                adapters not in ENCODED or offload == "none" or zero < 3
             ),
         ),
         shows=adapters,

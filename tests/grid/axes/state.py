@@ -7,6 +7,7 @@ import pytest
 from tests.harness.covering import Case
 
 from .axis import Axis, Shown, layers, layout_axis, micro_batches
+from .models import ENCODED
 
 # Bytes of the state of an element. Muon has one tensor for matrices, and two for everything else.
 OPTIMIZER_BYTES = {
@@ -27,7 +28,7 @@ def bytes_of_state(shown: Shown) -> None:
     kinds = [("master", 1, 0 if wide else 4)]
     if case["optimizer"] in OPTIMIZER_BYTES:
         kinds.append(("optimizer", 1, OPTIMIZER_BYTES[case["optimizer"]]))
-    if case["knobs"] == "none":
+    if case["knobs"] == "none" and case["adapters"] not in ENCODED:
         kinds += [("gradient", 2, 4), ("parameter", 3, 4 if wide else 2)]
     for kind, split_from, size in kinds:
         is_split = case["zero"] >= split_from
