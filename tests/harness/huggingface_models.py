@@ -99,7 +99,7 @@ MODELS = {
                 rope_type="yarn",
                 factor=4.0,
                 truncate=False,
-                original_max_position_embeddings=6,
+                original_max_position_embeddings=8,
                 rope_theta=1e4,
             ),
         ),

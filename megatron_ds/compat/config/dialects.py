@@ -79,7 +79,8 @@ BIGSCIENCE = Dialect(
         },
         refused={
             "for swiglu write --swiglu, and --ffn-hidden-size, which is 4 times --hidden-size there unless it is "
-            "given. geglu, liglu and reglu are not available.": "--glu-activation",
+            "given. For geglu write --activation geglu, whose gelu is the tanh approximation. liglu and reglu are not "
+            "available.": "--glu-activation",
             "spans of tokens are not masked. Remove it.": "--noise-density --mean-noise-span-length",
             "megatron-ds generate continues texts, megatron-ds train --skip-train evaluates. Remove it.": "--inference",
             "write --finetune, which loads weights only and starts at the first step.": "--reset-progress",

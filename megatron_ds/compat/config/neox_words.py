@@ -63,17 +63,20 @@ def _layer_words(block: Mapping[str, Any]) -> Words:
     activation = "gelu" if is_fused else "gelu_exact"
     yield "bias_gelu_fusion", ["--activation", activation]
 
-    # One switch leaves out the biases of all linear layers.
-    in_mlp = block.get("use_bias_in_mlp")
-    in_attention = block.get("use_bias_in_attn_linear")
-    if in_mlp is False and in_attention is False:
-        yield "use_bias_in_mlp", ["--disable-bias-linear"]
+    # One switch leaves out the biases of all linear layers, another those of attention.
+    if block.get("use_bias_in_attn_linear") is False:
+        of_all = block.get("use_bias_in_mlp") is False
+        flag = "--disable-bias-linear" if of_all else "--disable-bias-in-attn-linear"
+        yield "use_bias_in_attn_linear", [flag]
 
 
 def _norm_words(block: Mapping[str, Any]) -> Words:
     """The kind of norm, and its epsilon, whose key and default depend on the kind."""
     key = "layernorm_epsilon"
     default = 1e-5
+    has_own_bias = block.get("norm", "layernorm") == "layernorm"
+    if has_own_bias and block.get("use_bias_in_norms") is False:
+        yield "use_bias_in_norms", ["--disable-bias-in-norms"]
     if block.get("norm") == "rmsnorm":
         yield "norm", ["--normalization", "RMSNorm"]
         key = "rms_norm_epsilon"

@@ -49,6 +49,7 @@ OTHERS = frozenset(
         "rms_norm_epsilon",
         "use_bias_in_attn_linear",
         "use_bias_in_mlp",
+        "use_bias_in_norms",
     )
 )
 READ = frozenset(
@@ -220,9 +221,6 @@ def _refusal(key: str, value: Any, block: Block) -> str | None:
     if key == "attention_config":
         is_softmax = _attention_kinds(value) <= set(ATTENTION)
         return None if is_softmax else ONLY[key][1]
-    is_rms = block.get("norm") == "rmsnorm"
-    if key in ("use_bias_in_norms", "activation") and is_rms and value is False:
-        return None  # RMSNorm has no bias
     if key in ONLY:
         allowed, reason = ONLY[key]
         return None if value in allowed else reason
@@ -268,10 +266,10 @@ def _check_pairs(name: str, block: Block, reading: SourceReading) -> None:
     # Biases.
     mlp = block.get("use_bias_in_mlp", True)
     attention = block.get("use_bias_in_attn_linear", True)
-    if mlp != attention:
+    if attention and not mlp:
         reading.refuse(
-            f'{name}: "use_bias_in_mlp" {mlp} and "use_bias_in_attn_linear" {attention}: linear '
-            "layers all have biases or none. Make them equal."
+            f'{name}: "use_bias_in_mlp" {mlp} and "use_bias_in_attn_linear" {attention}: where the '
+            "layers of attention have biases, those of the feed-forward have them too. Make both equal."
         )
 
     # Checkpoints.

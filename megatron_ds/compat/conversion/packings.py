@@ -173,7 +173,11 @@ EXPERTS_GATE_UP = Packing(
     partial(_stack, 2),
     partial(_unstack, 2),
 )
-ALTERNATING = Packing("gate and up by turns", _halves, _alternating)
+ALTERNATING = Packing(
+    "gate and up by turns",
+    _halves,
+    _alternating,
+)
 EXPERTS_TRANSPOSED = Packing(
     "transposed for each expert",
     lambda parts, model: parts[0].mT,

@@ -70,8 +70,17 @@ ENCODED = ("int8", "nf4 dora")
 
 
 def lora(options: dict) -> Callable[[Case], dict]:
-    """Half of the matrices begin at 0: an element whose gradient is rounding alone must not move as far as others."""
-    return lambda case: options if case["optimizer"] == "adagrad" else options | STEADY
+    """Half of the matrices begin at 0: an element whose gradient is rounding alone must not move as far as others.
+
+    Blocks whose weights are frozen cost so little that by FLOPs a stage may be the head alone.
+    """
+
+    def of_case(case: Case) -> dict:
+        steady = {} if case["optimizer"] == "adagrad" else STEADY
+        cut = {"--pipeline-cut": "uniform"} if case["pp"] > 2 else {}
+        return options | steady | cut
+
+    return of_case
 
 
 def window(case: Case) -> dict:

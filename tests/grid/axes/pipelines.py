@@ -29,11 +29,11 @@ def of_schedule(name: str) -> dict[str, str]:
 
 
 def stages(shown: Shown) -> None:
-    """Each rank has the stages of its place, and each stage a layer or more: a block, or the head."""
+    """Each rank has the stages of its place, and each stage a layer or more."""
     case, seen = shown.case, shown.run.seen
     held = [len({n for n in s.layers if n.endswith("linear_qkv")}) for s in seen]
     assert sum(held) == layers(case) * len(seen) // case["pp"]
-    assert all(of_rank.layers for of_rank in seen)
+    assert all(held)
     last = 2 * case["pp"] - 1
     for rank, of_rank in enumerate(seen):
         place = rank // (case["tp"] * case["cp"] * case["dp"])

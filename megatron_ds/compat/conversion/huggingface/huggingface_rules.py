@@ -151,9 +151,10 @@ class MptAttention:
                 "which are computed here, unless the heads are a power of two"
             )
         dropout = given.get("attn_pdrop", 0.0)
+        scale = given.get("softmax_scale")
         return {
             "position_embedding_type": "alibi",
-            "softmax_scale": given.get("softmax_scale"),
+            **({} if scale is None else {"softmax_scale": scale}),
             "attention_dropout": dropout,
             "hidden_dropout": dropout,
         }
