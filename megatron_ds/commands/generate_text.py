@@ -130,7 +130,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
         config = evaluation_config(flags, launch)
     with joined(config, launch) as mesh:
-        model = load_model(config, mesh)
+        model = load_model(config, mesh, args.iteration)
         generator = Generator(model.engine, requests=args.requests)
         world = mesh.group("world")
 

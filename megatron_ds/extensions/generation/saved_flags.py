@@ -24,8 +24,6 @@ def saved_flags(
     """The flags of a run that generates: those given, the dtype and the kind of tokenizer of the checkpoint, and
     tensor parallelism over all processes unless they name a layout. Raises CheckpointError."""
     flags = ["--load", str(load), *given]
-    if iteration is not None:
-        flags += ["--ckpt-step", str(iteration)]
     if not _names(given, LAYOUT):
         flags += ["--tensor-model-parallel-size", str(world_size)]
     saved = _saved(load, iteration)
