@@ -31,6 +31,7 @@ OF_A_FOLDER = (
     CONFIG,
     MAP,
     "added_tokens.json",
+    "chat_template.jinja",
     "vocab.json",
     "merges.txt",
     "vocab.txt",

@@ -4,8 +4,8 @@ Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) 
 (Black et al. 2022, arXiv:2204.06745, section 2.1); with a shared norm both read the first (Wang and Komatsuzaki
 2021, GPT-J). Outputs of both halves may be normalized too, before dropout.
 
-`Block` has two slots: attention, a module `forward(x, batch, cache=None)`, and feed_forward, a module
-`forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another kind of
+`Block` has two slots: attention, a module `forward(x, batch)`, and feed_forward, a module of the
+same call; both take and return [s(/t), b, h]. A mixture of experts or another kind of
 attention fills one of them.
 """
 
@@ -23,7 +23,7 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import KVCache, Rotary, SelfAttention, make_window_rotary
+from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
 from .context_attention import make_core
 from .kept_input import input_keeper
@@ -68,26 +68,22 @@ class Block(nn.Module):
         self.granularity = Recompute(granularity).granularity
         self.self_attention.recompute_core = granularity == "selective"
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
-        """A cache excludes recomputation of the block, which would append to it twice."""
-        if self.granularity == "full" and cache is None:
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Compute the block, in training with its recomputation."""
+        if self.granularity == "full":
             return recompute(self._forward, x, batch, keep=self.keep_input)
-        return self._forward(x, batch, cache)
+        return self._forward(x, batch)
 
-    def _forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         parts = self._modules  # without the search of nn.Module.__getattr__
         norm = parts.get("pre_mlp_layernorm")
         if self.parallel_residual:
             normed = parts["input_layernorm"](x)
-            attended = self._attend(normed, batch, cache)
+            attended = self._attend(normed, batch)
             fed = self._feed(normed if norm is None else norm(x), batch)
             total = self.attention_dropout.add(attended, x, batch)
             return self.mlp_dropout.add(fed, total, batch)
-        attended = self._attend(parts["input_layernorm"](x), batch, cache)
+        attended = self._attend(parts["input_layernorm"](x), batch)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)
@@ -95,13 +91,11 @@ class Block(nn.Module):
         normed, x = norm(attended, x)
         return x + self._feed(normed, batch)
 
-    def _attend(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None
-    ) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Attention and the norm after it, if there is one."""
         parts = self._modules
         after = parts.get("post_self_attn_layernorm")
-        out = parts["self_attention"](x, batch, cache)
+        out = parts["self_attention"](x, batch)
         return out if after is None else after(out)
 
     def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
