@@ -1,6 +1,7 @@
 """Runs that train adapters: what they save, continue and refuse; what is planned of them; whole models of them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -73,6 +74,7 @@ def adapter(trained) -> str:
     [
         ("", "--tensor-model-parallel-size 2 --sequence-parallel"),
         ("--use-dora", "--zero-stage 3"),
+        ("--lora-base-bits 4", "--pipeline-model-parallel-size 2"),
     ],
 )
 def test_adapters_alone_are_saved_and_continue_at_another_layout(
@@ -122,6 +124,21 @@ def test_what_does_not_fit_is_refused(base, adapter, words, problem):
     [ended] = run_pretrain(1, [*JOB, *steps(3), *given])
     assert ended.code == 2
     assert problem in ended.err, ended.err
+
+
+def test_of_a_base_that_has_trained_on_the_error_says_which_folder_to_make(
+    base, adapter, tmp_path
+):
+    later, again = tmp_path / "later", tmp_path / "again"
+    train(1, [*JOB, *steps(3), "--load", base, "--save", later])
+    words = [*JOB, *LORA, *steps(3), "--load", adapter, "--pretrained-checkpoint"]
+    [ended] = run_pretrain(1, [*words, later])
+    assert ended.code == 2
+    assert "copy iter_0000002 from there into a new folder, write 2 into" in ended.err
+    # Which is done here.
+    shutil.copytree(Path(base) / "iter_0000002", again / "iter_0000002")
+    (again / "latest_checkpointed_iteration.txt").write_text("2")
+    train(1, [*words, again])
 
 
 @pytest.mark.parametrize(
