@@ -1,5 +1,7 @@
 """Tokens [b, s] become hidden states [s(/t), b, h]. Only here does the order of the dimensions change."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -38,8 +40,7 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             word_spec(config, ctx, WORD_EMBEDDINGS, tied), ctx
         )
-        # Rounded as a weight is.
-        self.multiplier = float(torch.tensor(config.embedding_multiplier).to(ctx.dtype))
+        self.multiplier = rounded(config.embedding_multiplier, ctx.dtype)
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
         self.tokentype_embeddings = (
@@ -148,3 +149,11 @@ def word_spec(
 def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:
     """Rows of the vocabulary over all tensor-parallel ranks."""
     return config.padded_vocab_size(ctx.tp.size)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number of the dtype, as weights of published models were multiplied by. It makes no tensor,
+    which a plan could not read."""
+    mantissa, exponent = math.frexp(value)
+    unit = torch.finfo(dtype).eps / 2
+    return math.ldexp(round(mantissa / unit) * unit, exponent)
