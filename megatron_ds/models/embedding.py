@@ -18,13 +18,6 @@ from .normalization import make_norm
 WORD_EMBEDDINGS = "embedding.word_embeddings"
 
 
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """The number of the type that is nearest to a value, of two such the even one."""
-    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
-    fraction, exponent = math.frexp(value)
-    return math.ldexp(round(math.ldexp(fraction, digits)), exponent - digits)
-
-
 class Embedding(nn.Module):
     """Word embedding, times --embedding-multiplier, normalized with --embed-layernorm, plus learned positions and
     token types where the model has them, then dropout.
@@ -154,3 +147,11 @@ def word_spec(
 def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:
     """Rows of the vocabulary over all tensor-parallel ranks."""
     return config.padded_vocab_size(ctx.tp.size)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number of the dtype, as weights of published models were multiplied by. It makes no tensor,
+    which a plan could not read."""
+    mantissa, exponent = math.frexp(value)
+    unit = torch.finfo(dtype).eps / 2
+    return math.ldexp(round(mantissa / unit) * unit, exponent)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from megatron_ds.compat.config.dialects import (
     DIALECTS,
@@ -14,6 +15,8 @@ from megatron_ds.config.parse import parse
 from megatron_ds.config.sources.flags import read_flags, spellings
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.errors import ConfigError
+from megatron_ds.models import MODELS
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.training.step_metrics import stop_reason
 from megatron_ds.training.trigger_files import exit_file, take_save_file
 
@@ -123,6 +126,24 @@ def test_a_partition_of_the_pipeline_with_embeddings_counts_them_as_layers():
         ConfigError, match="manual is not available. It may be type:transformer"
     ):
         parsed("--pp-partition-method manual")
+
+
+def test_the_flags_of_bloom_are_its_model_with_embeddings_counted_as_layers():
+    words = (
+        "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --vocab-size 250000 "
+        "--micro-batch-size 2 --global-batch-size 2048 --rampup-batch-size 192 16 9_765_625 --mock-data "
+        "--train-samples 220_000_000 --lr 6e-5 --bf16 --embed-layernorm --position-embedding-type alibi "
+        "--checkpoint-activations --pad-vocab-size-to 250880 --tokenizer-type GPT2BPETokenizer --vocab-file v "
+        "--merge-file m --tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 --zero-stage 0 "
+        "--pp-partition-method type:transformer|embedding --abort-on-unmet-fused-kernel-constraints "
+        "--sync-tp-duplicated-parameters --valid-num-workers 0 --kill-switch-path kill"
+    )
+    config = parse(words.split(), 384, env={})
+    layers = MODELS["gpt"](config.model, ParallelContext(device=torch.device("meta")))
+    specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
+    assert sum(spec.numel for spec in specs.values()) == 176_247_271_424
+    stages = config.parallel.pipeline_layout.split("|")
+    assert stages == ["Ettttt", *["tttttt"] * 10, "tttttL"]
 
 
 SPEC = "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec"

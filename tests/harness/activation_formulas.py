@@ -333,7 +333,8 @@ def _is_widened(work: Workload) -> bool:
 
 
 def _into_activation(work: Workload) -> int:
-    return work.wide_bytes * {"relu": 0, "swiglu": 2}.get(work.model.activation, 1)
+    parts = 2 if work.model.is_gated else 1
+    return work.wide_bytes * {"relu": 0}.get(work.model.activation, parts)
 
 
 def _arguments(work: Workload) -> int:

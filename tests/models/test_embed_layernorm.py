@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron_ds.batch.batch import Batch
 from megatron_ds.config.options.model_options import ModelConfig
 from megatron_ds.models import MODELS
+from megatron_ds.models.embedding import rounded
 from megatron_ds.mpu.context import ParallelContext
 from tests.harness.pretraining import MOCK, losses, train
 
@@ -74,3 +75,10 @@ def test_losses_are_those_of_one_rank(tmp_path, layout):
         )
     one, two, plain = (losses(tmp_path / name) for name in ("one", "two", "plain"))
     assert two == pytest.approx(one, rel=1e-5) and plain != pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_factor_of_embeddings_is_a_number_of_the_dtype(dtype):
+    for value in (1.0, 1152**0.5, 48.0, 0.3, 1e-3):
+        assert rounded(value, dtype) == torch.tensor(value, dtype=dtype).item()
+    assert rounded(1152**0.5, torch.bfloat16) == 34
