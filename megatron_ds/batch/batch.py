@@ -14,6 +14,7 @@ import torch
 from ..mpu.context import SequenceSlice
 from .documents import Boundaries, Documents
 from .ledger import NO_LEDGER, Ledger
+from .past import Past
 
 if TYPE_CHECKING:
     from ..progress.token_drop import TokenDrop
@@ -57,6 +58,7 @@ class Batch:
     places        positions of the tokens where only some are present: inside such a layer, or under context
                   parallelism; None where all tokens are present
     whole         under context parallelism the batch of all tokens, of which this one has those of the rank
+    past          of generated text: keys and values of earlier tokens, which attention layers extend
     ledger        where layers add loss terms and metrics; outside of a pipeline stage there is none, and an
                   addition is an error
     """
@@ -76,6 +78,7 @@ class Batch:
     kept_tokens: int | None = None
     places: Places | None = None
     whole: "Batch | None" = None
+    past: Past | None = None
     ledger: Ledger = NO_LEDGER
 
     @property

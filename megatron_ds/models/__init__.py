@@ -4,7 +4,6 @@
 """
 
 from .architecture import MODELS, Architecture, Loss, gpt_loss, language_model
-from .attention import KVCache, make_caches
 from .bert import bert_layers, bert_loss
 from .gpt import gpt_layers
 from .layer import Layer, LayerFlops
@@ -13,7 +12,6 @@ from .stage_modules import build_stage, build_stages, count_uses, run_layers
 __all__ = [
     "MODELS",
     "Architecture",
-    "KVCache",
     "Layer",
     "LayerFlops",
     "Loss",
@@ -25,6 +23,5 @@ __all__ = [
     "gpt_layers",
     "gpt_loss",
     "language_model",
-    "make_caches",
     "run_layers",
 ]

@@ -22,7 +22,6 @@ from torch import nn
 
 from ..batch.batch import Batch
 from ..config.options.model_options import ModelConfig
-from ..errors import ConfigError
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.alibi import Alibi, alibi_slopes
@@ -30,6 +29,7 @@ from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.core_attention import OutputExchange, attention, exchanged_attention
 from ..ops.dropout import KeepMask, sample_keys
 from ..ops.kernel_table import Bound
+from ..ops.key_rows import KeyRows
 from ..ops.key_visibility import KeyVisibility
 from ..ops.rotary import (
     apply_rotary,
@@ -91,68 +91,6 @@ def attend_again(
     return recompute(
         lambda *heads: call(*arranged(core, *heads, batch), batch), q, k, v
     )
-
-
-class KVCache:
-    """Keys and values of the tokens already seen, so that generating one token costs one token.
-
-        offset   0        3        4         the prompt is appended at once, then one position per token
-        rows     [k0 k1 k2][k3][k4] . . .    preallocated
-
-    Of one attention layer on one rank: each [max_length, b, g/t, d], filled up to `offset`.
-    """
-
-    def __init__(
-        self,
-        max_length: int,
-        batch_size: int,
-        num_groups: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.keys = torch.empty(
-            max_length, batch_size, num_groups, head_dim, dtype=dtype, device=device
-        )
-        self.values = torch.empty_like(self.keys)
-        self.offset = 0
-
-    def append(
-        self, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store k, v [s, b, g/t, d] of the next s positions; return views of all, [offset + s, b, g/t, d].
-
-        The views are overwritten in place by later calls after a `reset`. Raises ConfigError when the cache
-        is full.
-        """
-        stop = self.offset + k.shape[0]
-        if stop > len(self.keys):
-            raise ConfigError(
-                f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the "
-                "text is longer than the cache. Generate fewer tokens, or make the cache "
-                "longer."
-            )
-        self.keys[self.offset : stop] = k
-        self.values[self.offset : stop] = v
-        self.offset = stop
-        return self.keys[:stop], self.values[:stop]
-
-    def reset(self, offset: int = 0) -> None:
-        """Drop all but the first `offset` positions."""
-        self.offset = min(self.offset, offset)
-
-
-def make_caches(
-    modules: Iterable[nn.Module], batch_size: int, max_length: int
-) -> dict[str, KVCache]:
-    """An empty cache for each layer that has one (a part with `new_cache`), keyed by layer name."""
-    caches = {}
-    for module in modules:
-        for part in module.modules():
-            if hasattr(part, "new_cache"):
-                caches[module.layer_name] = part.new_cache(batch_size, max_length)
-    return caches
 
 
 class Rotary:
@@ -301,10 +239,10 @@ class SelfAttention(nn.Module):
         n = config.num_attention_heads
         g = config.query_groups
         d = config.head_dim
+        self.name = name
         self.head_dim = d
         self.rotary = rotary
         self.recompute_core = False
-        self.context_ranks = ctx.cp.size
         # Tensor-parallel ranks divide heads, and groups of heads, whole.
         self.num_heads = check_divides(
             "num_attention_heads", n, ctx.tp, "each rank holds whole heads"
@@ -344,16 +282,14 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear,
         )
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
-        """Attention over the positions in `cache` and of x, whose keys and values are appended."""
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Attention among the tokens of x; of generated text also to those of `batch.past`."""
         q, k, v = self.project(x, batch)
         parts = self._modules  # without the search of nn.Module.__getattr__
         core = self.core_attention
         proj = parts["linear_proj"]
-        if cache is not None:
-            k, v = cache.append(k, v)  # [all positions so far, b, g/t, d]
+        if batch.past is not None:
+            return proj(batch.past.attend(self.name, core, q, k, v, batch))
         if self.recompute_core:
             return proj(attend_again(core, q, k, v, batch))
         # What the projection returned is free from here on, unless the core keeps it.
@@ -377,23 +313,6 @@ class SelfAttention(nn.Module):
             if self.rotary is not None:
                 q, k = self.rotary.rotate((q, k), batch)
         return q, k, v
-
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache for the rank's keys and values. Raises ConfigError under context parallelism."""
-        if self.context_ranks > 1:
-            raise ConfigError(
-                f"generation with context_parallel_size={self.context_ranks}: a key-value "
-                "cache holds whole sequences on each rank. Build the model with 1."
-            )
-        weight = self.linear_qkv.weight
-        return KVCache(
-            max_length,
-            batch_size,
-            self.num_groups,
-            self.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
 
 
 class AttentionSink(nn.Module):
@@ -485,6 +404,20 @@ class CoreAttention(nn.Module):
                 alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device),
             ),
         )
+
+    def of_rows(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KeyRows
+    ) -> torch.Tensor:
+        """q [1, b, n/t, d], k and v [length, b, g/t, d] → [1, b, n/t * d]: a token of each text that is
+        generated."""
+        heads = self.heads(q)
+        alibi = None
+        if self.alibi_heads:
+            slopes = alibi_slopes(self.alibi_heads, q.device)[heads.start : heads.stop]
+            alibi = Alibi(slopes, rows.keys, rows.places)
+        visible = rows.visible(self.pattern.of_heads(heads))
+        scoring = Scoring(sink=self.sink(heads, q.device), alibi=alibi)
+        return attention(q, k, v, visible, scoring=scoring)
 
     def heads(self, q: torch.Tensor) -> range:
         """Global numbers of the heads of q [s, b, n, d]."""

@@ -3,8 +3,8 @@
 Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) + feed_forward(other norm(x))
 (Wang and Komatsuzaki 2021, GPT-J; Black et al. 2022, arXiv:2204.06745, section 2.1).
 
-`Block` has two slots: attention, a module `forward(x, batch, cache=None)`, and feed_forward, a module
-`forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another kind of
+`Block` has two slots: attention, a module `forward(x, batch)`, and feed_forward, a module of the
+same call; both take and return [s(/t), b, h]. A mixture of experts or another kind of
 attention fills one of them.
 """
 
@@ -22,7 +22,7 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import KVCache, Rotary, SelfAttention
+from .attention import Rotary, SelfAttention
 from .attention_layouts import attention_layouts
 from .context_attention import make_core
 from .kept_input import input_keeper
@@ -62,21 +62,17 @@ class Block(nn.Module):
         self.granularity = Recompute(granularity).granularity
         self.self_attention.recompute_core = granularity == "selective"
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
-        """A cache excludes recomputation of the block, which would append to it twice."""
-        if self.granularity == "full" and cache is None:
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Compute the block, in training with its recomputation."""
+        if self.granularity == "full":
             return recompute(self._forward, x, batch, keep=self.keep_input)
-        return self._forward(x, batch, cache)
+        return self._forward(x, batch)
 
-    def _forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         parts = self._modules  # without the search of nn.Module.__getattr__
         norm = parts["pre_mlp_layernorm"]
         mlp = parts["mlp"]
-        attended = parts["self_attention"](parts["input_layernorm"](x), batch, cache)
+        attended = parts["self_attention"](parts["input_layernorm"](x), batch)
         if self.parallel_residual:
             total = self.attention_dropout.add(attended, x, batch)
             return self.mlp_dropout.add(mlp(norm(x), batch), total, batch)

@@ -10,7 +10,6 @@ from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..tensor_parallel.linear import new_shard
 from ..tensor_parallel.vocabulary import VocabParallelEmbedding, lookup, vocabulary_spec
-from .attention import KVCache
 from .layer import HiddenDropout
 from .normalization import make_norm
 
@@ -55,9 +54,7 @@ class Embedding(nn.Module):
         """The weight that a tied head shares."""
         return self.word_embeddings.weight
 
-    def forward(
-        self, x: None, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: None, batch: Batch) -> torch.Tensor:
         """The tokens of `batch` as hidden states [s(/t), b, h]."""
         x = self.word_embeddings(batch.tokens)  # [s(/t), b, h]
         if self.norm is not None:

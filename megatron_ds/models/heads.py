@@ -16,13 +16,13 @@ from torch import nn
 
 from ..batch.batch import Batch
 from ..config.options.model_options import ModelConfig
+from ..mpu.collectives import all_gather
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
 from ..tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
-from .attention import KVCache
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
 from .layer import LayerFlops
 from .normalization import make_norm
@@ -38,10 +38,8 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = make_norm(config, name, ctx)
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
-        """Reads neither `batch` nor `cache`."""
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`batch` is not used."""
         return self.norm(x)
 
 
@@ -67,11 +65,15 @@ class LanguageModelHead(nn.Module):
             weight if weight is not None else vocabulary_weight(config, ctx, tied)
         )
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> HeadLogits:
-        """x [s(/t), b, h] → logits [s, b, Vp/t]. With sequence parallelism a collective, which gathers x."""
-        return head_logits(x, self.weight, None, self.ctx)
+    def forward(self, x: torch.Tensor, batch: Batch) -> HeadLogits:
+        """x [s(/t), b, h] → logits [s, b, Vp/t]; in generation of the r wanted positions, [r, b, Vp/t]. With
+        sequence parallelism a collective, which gathers x."""
+        if batch.past is None:
+            return head_logits(x, self.weight, None, self.ctx)
+        if self.ctx.sequence_parallel:
+            x = all_gather(x, self.ctx.tp)
+        x = x.index_select(0, batch.past.wanted)
+        return column_linear(x, self.weight, None, self.ctx.tp, False)
 
 
 def head_logits(
@@ -133,9 +135,7 @@ class BertHeads(nn.Module):
         )
         self.ctx = ctx
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> BertOutput:
+    def forward(self, x: torch.Tensor, batch: Batch) -> BertOutput:
         """x [s(/t), b, h] → logits, and the order of the segments if the model has a binary head."""
         order = None if self.binary_head is None else self.binary_head(x)
         return BertOutput(

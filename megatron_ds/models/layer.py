@@ -4,7 +4,7 @@ A layer's name is global ("decoder.layers.3"), so cutting the list into pipeline
 parameter, and nothing is allocated before a stage builds its own slice. Every built layer is a module with
 one signature:
 
-    forward(x, batch, cache=None) -> x         x: [s, b, h], with sequence parallelism [s / t, b, h]
+    forward(x, batch) -> x                     x: [s, b, h], with sequence parallelism [s / t, b, h]
 
 The embedding ignores x (None) and reads `batch.tokens`; a head returns logits [s, b, Vp / t], or another
 value that the model's loss takes.

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from .attention import KVCache
 from .layer import Layer
 
 logger = logging.getLogger(__name__)
@@ -59,14 +58,11 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
 
 
 def run_layers(
-    modules: Iterable[nn.Module],
-    x: torch.Tensor | None,
-    batch: Batch,
-    caches: Mapping[str, KVCache] | None = None,
+    modules: Iterable[nn.Module], x: torch.Tensor | None, batch: Batch
 ) -> torch.Tensor:
-    """Pass x through the modules of a stage, each with its cache (`caches` is keyed by layer name)."""
+    """Pass x through the modules of a stage."""
     for module in modules:
-        x = module(x, batch, caches.get(module.layer_name) if caches else None)
+        x = module(x, batch)
     return x
 
 

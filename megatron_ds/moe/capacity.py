@@ -62,6 +62,11 @@ class Capacity:
             config.moe_pad_expert_input_to_capacity and factor is not None,
         )
 
+    @property
+    def lifted(self) -> "Capacity":
+        """No limit: experts keep all their tokens."""
+        return replace(self, factor=None, padded=False)
+
     def rows(self, tokens: int) -> int:
         """Slots that an expert keeps of `tokens` competing tokens, at most one of each token."""
         # The factor as it is written in decimals: 1.1 × 200 / 20 is 11, which products of floats exceed.

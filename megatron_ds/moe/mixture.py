@@ -69,6 +69,8 @@ class MixtureOfExperts(nn.Module):
         if counted is not None:
             routing = routing.keeping(counted[:, None].expand_as(routing.experts))
         capacity = Capacity.of(self.config, self.num_experts, batch.training)
+        if batch.past is not None:  # a text must not depend on those beside it
+            capacity = capacity.lifted
         chosen = routing
         routing = limit(routing, capacity, batch, self.ctx)
         # Move tokens to their experts and back; the dense part computes while they are under way.

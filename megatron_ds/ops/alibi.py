@@ -44,14 +44,17 @@ class Alibi:
     slopes  fp32 [n], of these heads
     places  positions of the tokens, int64 [b, s] or [s], where a batch holds only some of a sequence; None:
             tokens are neighbours, and fewer queries than keys are the last ones
+    queries  positions of the queries, int64 [b, q], where they are not the last tokens; with `places`
     """
 
     slopes: torch.Tensor
     places: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
 
     def bias(self, queries: range, keys: range) -> torch.Tensor:
         """`alibi_bias` of some rows of the sequence, fp32 [b or 1, n, q, k]."""
-        rows, columns = (self._positions(part) for part in (queries, keys))
+        columns = self._positions(keys)
+        rows = self._positions(queries) if self.queries is None else self.queries
         bias = alibi_bias(self.slopes, rows, columns)
         return bias if bias.dim() == 4 else bias[None]
 

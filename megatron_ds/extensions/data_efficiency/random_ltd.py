@@ -27,7 +27,6 @@ from torch import nn
 
 from ...batch.batch import Batch
 from ...errors import LayoutError
-from ...models.attention import KVCache
 from ...models.layer import Layer
 from ...mpu.context import ParallelContext
 from ...mpu.regions import (
@@ -73,13 +72,11 @@ class RandomLTD(nn.Module):
         """Set what the block recomputes in backward: `granularity` of `Block.set_recompute`."""
         self.block.set_recompute(granularity)
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Apply the block to the kept tokens. Collective where ranks share a sequence; see the note above."""
         kept = batch.kept_tokens
         if kept is None or kept >= batch.whole_length or not batch.training:
-            return self.block(x, batch, cache)
+            return self.block(x, batch)
         index = self.draw(kept, batch)  # [b, k]
         rows, inside = self.rows(index, x, batch)
         x, part = _Pick.apply(x, rows, inside, kept)  # part [k, b, h]

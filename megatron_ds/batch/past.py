@@ -1,0 +1,27 @@
+"""`Past`: what a batch of generated text needs besides its tokens, kept by the generator between batches."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Past(Protocol):
+    """Keys and values of the tokens before those of a batch.
+
+    wanted  int64 [r], positions in the batch whose logits are needed; the head computes no others
+    """
+
+    wanted: torch.Tensor
+
+    def attend(
+        self,
+        name: str,
+        core: Callable,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: object,
+    ) -> torch.Tensor:
+        """Keep k and v [s, 1, g, d] of the attention layer `name`, and attend with q [s, 1, n, d] to all tokens
+        that each query sees → [s, 1, n * d]."""

@@ -1,0 +1,98 @@
+"""`CachedKeys`: keys and values of the texts under way, and the pasts of the batches that extend them.
+
+    layer → keys, values [rows + 1, length, g/t, d]        row i has the tokens of text i; the last row is spare
+
+Texts stand in the first rows without a gap, so that those of a batch are a view. Tokens that fill up a batch,
+as sequence parallelism needs, are written to the spare row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...batch.batch import Batch
+from ...models.attention import CoreAttention
+from ...ops.key_rows import KeyRows
+
+
+class CachedKeys:
+    """rows: texts at once. length: tokens of each, at most. Memory is taken with the first batch."""
+
+    def __init__(self, rows: int, length: int):
+        self.rows = rows
+        self.length = length
+        self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def place(self, row: int, position: int) -> int:
+        """The number of a token's place among those of all rows."""
+        return row * self.length + position
+
+    @property
+    def spare(self) -> int:
+        """The place of tokens that belong to no text."""
+        return self.place(self.rows, 0)
+
+    def write(
+        self, name: str, k: Tensor, v: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write k and v [s, 1, g, d] of a layer to places [s]; return those of all rows, [rows + 1, length, g, d]."""
+        if name not in self._layers:
+            shape = ((self.rows + 1) * self.length, *k.shape[2:])
+            # Hidden values count 0 times, which must be numbers.
+            self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
+        keys, values = self._layers[name]
+        keys.index_copy_(0, places, k[:, 0])
+        values.index_copy_(0, places, v[:, 0])
+        shape = self.rows + 1, self.length
+        return keys.unflatten(0, shape), values.unflatten(0, shape)
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` tokens of a row to another row."""
+        first = self.place(source, 0)
+        to = self.place(target, 0)
+        for tensors in self._layers.values():
+            for tensor in tensors:
+                tensor[to : to + count] = tensor[first : first + count]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPast:
+    """Of a batch of prompts, which see nothing but themselves. places: int64 [s], of the tokens."""
+
+    cached: CachedKeys
+    places: Tensor
+    wanted: Tensor
+
+    def attend(
+        self, name: str, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch
+    ) -> Tensor:
+        """Attention within each prompt (`batch.past.Past`)."""
+        self.cached.write(name, k, v, self.places)
+        return core(q, k, v, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class TextPast:
+    """Of a batch with the newest token of each text in some rows. rows: what each of them sees."""
+
+    cached: CachedKeys
+    places: Tensor
+    wanted: Tensor
+    first: int
+    rows: KeyRows
+
+    def attend(
+        self, name: str, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch
+    ) -> Tensor:
+        """Attention of each token to its text (`batch.past.Past`)."""
+        count = len(self.rows.places)
+        visible = slice(self.first, self.first + count), slice(self.rows.length)
+        # [length, b, g, d], views
+        keys, values = (
+            t[visible].transpose(0, 1)
+            for t in self.cached.write(name, k, v, self.places)
+        )
+        out = core.of_rows(q[:count].transpose(0, 1), keys, values, self.rows)
+        return F.pad(out.transpose(0, 1), (0, 0, 0, 0, 0, len(q) - count))

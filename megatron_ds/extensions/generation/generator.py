@@ -1,0 +1,272 @@
+"""`Generator`: continues texts with the model of an engine, under any layout but context parallelism.
+
+Requests join and leave between steps. A step is one forward of the engine's pipeline: the prompts of requests that
+join, and one token of each text under way. Data-parallel ranks share the requests. Logits stay on the ranks of the
+last stage; all ranks get the tokens that were chosen, and their log-probabilities.
+
+    rank 0       generator = Generator(engine)            the others      Generator(engine).follow()
+                 number = generator.add(request)
+                 for number, token in generator.step():
+                     ...
+                 generator.close()
+
+Batches that change between steps: Yu et al. 2022 ("Orca", OSDI), section 4.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...batch.batch import Batch
+from ...data.samples.gpt_data import GPT_DATA
+from ...errors import ConfigError
+from ...host import places
+from ...models import MODELS
+from ...models.attention_layouts import attention_layouts
+from ...mpu.collectives import all_gather, all_gather_object, all_reduce_
+from ...training.build import Replica
+from .cached_keys import CachedKeys
+from .choice import Pick, choose
+from .requests import GeneratedToken, GenerationRequest
+from .seating import Orders, Seating, Text
+from .token_batches import Portion, make_batch, plan
+
+PROMPT_TOKENS = 2048  # of a micro-batch of several prompts, at most
+Event = tuple[int, GeneratedToken]
+
+
+class Generator:
+    """Built by all ranks; rank 0 leads, and the others call `follow`. Weights and progress stay as they are.
+
+    requests  under way at once on each data-parallel rank; others wait
+    length    tokens of a text, prompt included, at most; None: as many as the model has positions. Keys and values
+              of requests × length tokens are kept
+    """
+
+    def __init__(
+        self, engine: Replica, *, requests: int = 16, length: int | None = None
+    ):
+        config = engine.config
+        _check_model(config.model.model, config.parallel.context_parallel_size)
+        if requests < 1:
+            raise ConfigError(
+                f"requests={requests} at once generate nothing. Use 1 or more."
+            )
+        mesh = engine.mesh
+        positions = config.model.positions
+        self.max_length = positions if length is None else min(length, positions)
+        self._engine = engine
+        self._world = mesh.group("world")
+        self._seating = Seating(mesh.samples.size, requests)
+        self._cached = CachedKeys(requests, self.max_length)
+        # Blocks of keys are counted from the beginning of a row, so prompts of sparse attention stand alone.
+        is_sparse = attention_layouts().block_length(config.model) > 1
+        self._prompt_tokens = 0 if is_sparse else min(PROMPT_TOKENS, positions)
+        # Orders of the leader, and what it has for callers.
+        self._numbers = itertools.count()
+        self._added: deque[tuple[int, GenerationRequest]] = deque()
+        self._cancelled: deque[int] = deque()
+        self._prompt_scores: dict[int, list[GeneratedToken]] = {}
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ConfigError for a request that cannot run. Not collective."""
+        vocab = self._engine.config.model.vocab_size
+        total = len(request.tokens) + request.max_new_tokens
+        if total > self.max_length:
+            raise ConfigError(
+                f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones are {total}, and a "
+                f"text has at most {self.max_length}. Shorten the prompt, or generate fewer tokens."
+            )
+        known = (*request.tokens, *request.stop_tokens)
+        if min(known) < 0 or max(known) >= vocab:
+            wrong = min(known) if min(known) < 0 else max(known)
+            raise ConfigError(
+                f"token {wrong} is not in the vocabulary, which is 0 to {vocab - 1}. Use the tokenizer of the model."
+            )
+        if (request.alternatives or 0) > vocab:
+            raise ConfigError(
+                f"alternatives={request.alternatives} exceeds the vocabulary of {vocab} tokens. Use fewer."
+            )
+
+    def add(self, request: GenerationRequest) -> int:
+        """The number of a request, which begins in a later step, once there is room. Rank 0; may be called while
+        another thread is in `step`. Raises ConfigError; see `check`."""
+        self.check(request)
+        number = next(self._numbers)
+        self._added.append((number, request))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request before the next step. No effect on one that is over. Rank 0, any thread."""
+        self._cancelled.append(number)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way and nothing waits."""
+        return not self._added and self._seating.is_idle
+
+    def step(self) -> list[Event]:
+        """(number, token) of each request under way, which have one token more; [] when idle. Rank 0; collective
+        over the world with the others in `follow`, also when idle, so that they see that the leader is alive."""
+        orders = Orders(tuple(_taken(self._added)), tuple(_taken(self._cancelled)))
+        all_gather_object(orders, self._world)
+        return self._advance(orders)
+
+    def prompt_scores(self, number: int) -> list[GeneratedToken]:
+        """The prompt's tokens of a request with `scores_prompt`, once: from the step on that returned its first
+        new token. Rank 0."""
+        return self._prompt_scores.pop(number)
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[list[GeneratedToken]]:
+        """The tokens of each request, all to their end. Rank 0, with the others in `follow`."""
+        numbers = [self.add(request) for request in requests]
+        texts: dict[int, list[GeneratedToken]] = {number: [] for number in numbers}
+        while not self.is_idle:
+            for number, token in self.step():
+                texts[number].append(token)
+        return [texts[number] for number in numbers]
+
+    def follow(self) -> None:
+        """Take part in the steps of rank 0, until it closes. Returns at once on rank 0."""
+        if self._world.rank == 0:
+            return
+        while (orders := all_gather_object(None, self._world)[0]) is not None:
+            self._advance(orders)
+        self._prompt_scores.clear()
+
+    def close(self) -> None:
+        """Let the other ranks return from `follow`. Rank 0."""
+        if self._world.rank == 0:
+            all_gather_object(None, self._world)
+
+    def _advance(self, orders: Orders) -> list[Event]:
+        """One step of all ranks, which have the same seating and get the same tokens."""
+        seating = self._seating
+        seating.follow(orders)
+        mine = self._engine.mesh.samples.rank
+        for rank in range(len(seating.seated)):
+            for move in seating.leave(rank):
+                if rank == mine:
+                    self._cached.move(*move)
+        new = seating.admit()
+        stages = self._engine.mesh.size("pp")
+        portions = [
+            plan(texts, fresh, stages, self._prompt_tokens)
+            for texts, fresh in zip(seating.seated, new, strict=True)
+        ]
+        if not any(portions):
+            return []
+        found = self._chosen(portions)
+        return self._events(portions, found.tolist())
+
+    def _chosen(self, portions: Sequence[Sequence[Portion]]) -> Tensor:
+        """fp64 [r, 2 + 2n] on the CPU, rows of `choose` for the picks of all data-parallel ranks, in order."""
+        picks = [[p for part in parts for _, p in part.picks] for parts in portions]
+        counts = [len(of_rank) for of_rank in picks]
+        most = max(p.alternatives or 0 for of_rank in picks for p in of_rank)
+        mesh = self._engine.mesh
+        mine = mesh.samples.rank
+        found = torch.zeros(
+            sum(counts), 2 + 2 * most, dtype=torch.float64, device=mesh.device
+        )
+        # All pipelines run as many micro-batches.
+        blank = [Portion()] * (max(map(len, portions)) - len(portions[mine]))
+        with places.phase(places.EVALUATING):
+            logits = self._logits([*portions[mine], *blank])
+            if logits is not None and counts[mine]:
+                own = self._choose(logits, picks[mine], most)
+                if mesh.coordinate("tp") == 0:
+                    first = sum(counts[:mine])
+                    found[first : first + len(own)] = own
+        # Each number is on one rank, and zero on all others.
+        all_reduce_(found, self._world)
+        return found.cpu()
+
+    def _logits(self, portions: Sequence[Portion]) -> Tensor | None:
+        """[r, Vp/t] of what is wanted of the micro-batches, on the ranks of the last stage; None elsewhere."""
+        engine = self._engine
+        multiple = engine.batches.part.parts
+        batches = [
+            make_batch(p, self._cached, multiple, engine.mesh.device) for p in portions
+        ]
+        outputs = _forward(engine, batches)
+        return torch.cat([o.objective for o in outputs]) if outputs else None
+
+    def _choose(self, logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
+        """Collective over tp."""
+        whole = all_gather(logits, self._engine.mesh.group("tp"), dim=-1)
+        return choose(whole[:, : self._engine.config.model.vocab_size], picks, most)
+
+    def _events(
+        self, portions: Sequence[Sequence[Portion]], found: list[list[float]]
+    ) -> list[Event]:
+        """Add the tokens to their texts."""
+        picked = [
+            each for parts in portions for part in parts for each in part.picks
+        ]
+        events = []
+        for (text, pick), row in zip(picked, found, strict=True):
+            if pick.given is None:
+                finish = text.add(int(row[0]))
+                events.append((text.number, _token(row, pick, finish)))
+                continue
+            first = GeneratedToken(text.request.tokens[0])
+            scores = self._prompt_scores.setdefault(text.number, [first])
+            scores.append(_token(row, pick))
+        return events
+
+
+class _WantedLogits(NamedTuple):
+    """objective: [r, Vp/t], under the name that a pipeline stage reads."""
+
+    objective: Tensor
+
+
+def _wanted_logits(logits: Tensor, batch: Batch) -> _WantedLogits:
+    return _WantedLogits(logits[:, 0])
+
+
+def _forward(engine: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
+    """The logits of each micro-batch on the ranks of the last stage; [] elsewhere."""
+    with ExitStack() as inside:
+        for stage in engine.stages.values():
+            inside.enter_context(stage.computing(_wanted_logits))
+        return engine.executor.forward(batches)
+
+
+def _token(
+    row: Sequence[float], pick: Pick, finish: str | None = None
+) -> GeneratedToken:
+    """Of a row of `choose`."""
+    token = int(row[0])
+    if pick.alternatives is None:
+        return GeneratedToken(token, finish=finish)
+    most = (len(row) - 2) // 2
+    likeliest = zip(map(int, row[2 : 2 + most]), row[2 + most :], strict=True)
+    found = tuple(itertools.islice(likeliest, pick.alternatives))
+    return GeneratedToken(token, row[1], found, finish)
+
+
+def _taken(queue: deque) -> Iterator:
+    """Empty a queue, to which another thread may append."""
+    while queue:
+        yield queue.popleft()
+
+
+def _check_model(model: str, context_parallel_size: int) -> None:
+    """Raises ConfigError for a model or a layout that cannot generate."""
+    if MODELS[model].data is not GPT_DATA:
+        raise ConfigError(
+            f"--model {model} does not predict the next token from those before it, so it continues no text. Use a "
+            "model of that kind, such as gpt."
+        )
+    if context_parallel_size > 1:
+        raise ConfigError(
+            f"--context-parallel-size {context_parallel_size}: each rank keeps the keys of whole texts. Use 1; "
+            "checkpoints of every size load."
+        )

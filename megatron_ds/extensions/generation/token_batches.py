@@ -1,0 +1,166 @@
+"""Micro-batches of a generation step: prompts that are read, and the newest token of each text.
+
+A micro-batch is one row [1, s] of tokens, so that texts of any lengths stand side by side without padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...batch.batch import Batch
+from ...host.device_copies import on_device
+from ...ops.key_rows import KeyRows
+from .cached_keys import CachedKeys, PromptPast, TextPast
+from .choice import Pick
+from .seating import Text
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Texts of a micro-batch, in rows of keys from `first` on. is_new: their prompts are read."""
+
+    texts: tuple[Text, ...] = ()
+    first: int = 0
+    is_new: bool = True
+
+    @property
+    def picks(self) -> list[tuple[Text, Pick]]:
+        """What is wanted of each row of logits, in the order of the rows."""
+        found = []
+        for text in self.texts:
+            if self.is_new:
+                found += [(text, pick) for pick in _prompt_picks(text)]
+            found.append((text, _next_pick(text)))
+        return found
+
+
+def plan(
+    texts: Sequence[Text], new: Sequence[Text], parts: int, most: int
+) -> list[Portion]:
+    """The micro-batches of a rank: those of prompts, then those of the texts before them.
+
+    texts  all texts of the rank, by row; the new ones are the last
+    parts  number of micro-batches of texts, at most: as many as there are pipeline stages
+    most   tokens of a micro-batch of prompts, unless one prompt has more
+    """
+    portions = []
+    row = len(texts) - len(new)
+    group: list[Text] = []
+    for text in new:
+        if group and sum(len(t.request.tokens) for t in (*group, text)) > most:
+            portions.append(Portion(tuple(group), row))
+            row += len(group)
+            group = []
+        group.append(text)
+    if group:
+        portions.append(Portion(tuple(group), row))
+    # The texts in nearly equal parts.
+    old = len(texts) - len(new)
+    parts = min(parts, old)
+    for part in range(parts):
+        first = old * part // parts
+        stop = old * (part + 1) // parts
+        portions.append(Portion(tuple(texts[first:stop]), first, is_new=False))
+    return portions
+
+
+def make_batch(
+    portion: Portion, cached: CachedKeys, multiple: int, device: torch.device
+) -> Batch:
+    """The micro-batch, on the device. multiple: its number of tokens is one of this number."""
+    row = _row_of(portion, cached)
+    count = len(row.tokens)
+    is_apart = portion.is_new and len(portion.texts) > 1
+    # Tokens that belong to no text fill it up.
+    missing = -count % multiple if count else multiple
+    for _ in range(missing):
+        row.add(0, 0, cached.spare, len(portion.texts))
+    ids = torch.tensor(row.tokens)[None]
+    batch = Batch(
+        ids,
+        ids,
+        torch.ones(ids.shape),
+        torch.tensor(row.positions)[None],
+        sample_ids=(0,),
+        training=False,
+        document_ids=torch.tensor(row.documents)[None]
+        if is_apart or portion.is_new and missing
+        else None,
+        past=_past(portion, cached, row, device),
+    )
+    return batch if device.type == "cpu" else batch.pin().to(device)
+
+
+@dataclass
+class _Row:
+    """Tokens of a micro-batch, where they stand in their texts and in the cache, and the number of the text."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)
+
+    def add(self, token: int, position: int, place: int, document: int) -> None:
+        self.tokens.append(token)
+        self.positions.append(position)
+        self.places.append(place)
+        self.documents.append(document)
+
+
+def _row_of(portion: Portion, cached: CachedKeys) -> _Row:
+    row = _Row()
+    for number, text in enumerate(portion.texts):
+        tokens = text.request.tokens if portion.is_new else text.new[-1:]
+        first = 0 if portion.is_new else text.cached
+        for position, token in enumerate(tokens, first):
+            place = cached.place(portion.first + number, position)
+            row.add(token, position, place, number)
+    return row
+
+
+def _past(
+    portion: Portion, cached: CachedKeys, row: _Row, device: torch.device
+) -> PromptPast | TextPast:
+    on = lambda numbers: on_device(torch.tensor(numbers, dtype=torch.int64), device)
+    places = on(row.places)
+    if portion.is_new:
+        return PromptPast(cached, places, on(_wanted(portion)))
+    count = len(portion.texts)
+    last = row.positions[:count]
+    rows = KeyRows(on(last)[:, None], max(last) + 1, min(last) == max(last))
+    return TextPast(cached, places, on([*range(count)]), portion.first, rows)
+
+
+def _wanted(portion: Portion) -> list[int]:
+    """Positions in a micro-batch of prompts whose logits are wanted."""
+    found: list[int] = []
+    end = 0
+    for text in portion.texts:
+        first = end
+        end += len(text.request.tokens)
+        found += range(first if text.request.scores_prompt else end - 1, end)
+    return found
+
+
+def _prompt_picks(text: Text) -> list[Pick]:
+    """The prompt's tokens but the first, if they are scored."""
+    request = text.request
+    if not request.scores_prompt:
+        return []
+    return [
+        Pick(request.sampling, given=token, alternatives=request.alternatives)
+        for token in request.tokens[1:]
+    ]
+
+
+def _next_pick(text: Text) -> Pick:
+    request = text.request
+    penalizes = request.sampling.repetition_penalty != 1
+    return Pick(
+        request.sampling,
+        step=len(text.new),
+        forbidden=text.forbidden,
+        seen=text.tokens if penalizes else (),
+        alternatives=request.alternatives,
+    )
