@@ -39,6 +39,7 @@ MOVED = {
     "data.curriculum.seqlen_curriculum": "extensions.data_efficiency.seqlen_curriculum",
     "progress.difficulty": "extensions.data_efficiency.difficulty",
     "config.options.data_efficiency_options": "extensions.data_efficiency.data_efficiency_options",
+    "models.generation": "extensions.generation.requests",
     "models.random_ltd": "extensions.data_efficiency.random_ltd",
     "data.batch": "batch.batch",
     "data.documents": "batch.documents",

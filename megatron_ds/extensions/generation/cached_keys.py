@@ -8,7 +8,6 @@ as sequence parallelism needs, are written to the spare row.
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,14 +58,20 @@ class CachedKeys:
 
 @dataclass(frozen=True, eq=False)
 class PromptPast:
-    """Of a batch of prompts, which see nothing but themselves. places: int64 [s], of the tokens."""
+    """The past of a batch of prompts, which see nothing but themselves. places: int64 [s], of the tokens."""
 
     cached: CachedKeys
     places: Tensor
     wanted: Tensor
 
     def attend(
-        self, name: str, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch
+        self,
+        name: str,
+        core: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
     ) -> Tensor:
         """Attention within each prompt (`batch.past.Past`)."""
         self.cached.write(name, k, v, self.places)
@@ -75,7 +80,7 @@ class PromptPast:
 
 @dataclass(frozen=True, eq=False)
 class TextPast:
-    """Of a batch with the newest token of each text in some rows. rows: what each of them sees."""
+    """The past of a batch with the newest token of each text in some rows. rows: what each of them sees."""
 
     cached: CachedKeys
     places: Tensor
@@ -84,7 +89,13 @@ class TextPast:
     rows: KeyRows
 
     def attend(
-        self, name: str, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch
+        self,
+        name: str,
+        core: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
     ) -> Tensor:
         """Attention of each token to its text (`batch.past.Past`)."""
         count = len(self.rows.places)

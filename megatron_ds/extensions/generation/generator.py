@@ -15,7 +15,7 @@ Batches that change between steps: Yu et al. 2022 ("Orca", OSDI), section 4.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -34,10 +34,11 @@ from .cached_keys import CachedKeys
 from .choice import Pick, choose
 from .requests import GeneratedToken, GenerationRequest
 from .seating import Orders, Seating, Text
-from .token_batches import Portion, make_batch, plan
+from .token_batches import BatchPart, make_batch, plan
 
 PROMPT_TOKENS = 2048  # of a micro-batch of several prompts, at most
 Event = tuple[int, GeneratedToken]
+Picked = list[tuple[Text, Pick]]  # of a rank, in the order of its logits
 
 
 class Generator:
@@ -155,29 +156,33 @@ class Generator:
                     self._cached.move(*move)
         new = seating.admit()
         stages = self._engine.mesh.size("pp")
-        portions = [
+        parts = [
             plan(texts, fresh, stages, self._prompt_tokens)
             for texts, fresh in zip(seating.seated, new, strict=True)
         ]
-        if not any(portions):
+        picked = [_picks(of_rank) for of_rank in parts]
+        if not any(picked):
             return []
-        found = self._chosen(portions)
-        return self._events(portions, found.tolist())
+        found = self._chosen(parts, picked)
+        everything = itertools.chain.from_iterable(picked)
+        return self._events(everything, found.tolist())
 
-    def _chosen(self, portions: Sequence[Sequence[Portion]]) -> Tensor:
-        """fp64 [r, 2 + 2n] on the CPU, rows of `choose` for the picks of all data-parallel ranks, in order."""
-        picks = [[p for part in parts for _, p in part.picks] for parts in portions]
-        counts = [len(of_rank) for of_rank in picks]
-        most = max(p.alternatives or 0 for of_rank in picks for p in of_rank)
+    def _chosen(
+        self, parts: Sequence[Sequence[BatchPart]], picked: Sequence[Picked]
+    ) -> Tensor:
+        """fp64 [r, 2 + 2n] on the CPU, rows of `choose` for what all data-parallel ranks pick, in order."""
         mesh = self._engine.mesh
         mine = mesh.samples.rank
+        counts = [len(of_rank) for of_rank in picked]
+        picks = [[pick for _, pick in of_rank] for of_rank in picked]
+        most = max(p.alternatives or 0 for of_rank in picks for p in of_rank)
         found = torch.zeros(
             sum(counts), 2 + 2 * most, dtype=torch.float64, device=mesh.device
         )
         # All pipelines run as many micro-batches.
-        blank = [Portion()] * (max(map(len, portions)) - len(portions[mine]))
+        blank = [BatchPart()] * (max(map(len, parts)) - len(parts[mine]))
         with places.phase(places.EVALUATING):
-            logits = self._logits([*portions[mine], *blank])
+            logits = self._logits([*parts[mine], *blank])
             if logits is not None and counts[mine]:
                 own = self._choose(logits, picks[mine], most)
                 if mesh.coordinate("tp") == 0:
@@ -187,7 +192,7 @@ class Generator:
         all_reduce_(found, self._world)
         return found.cpu()
 
-    def _logits(self, portions: Sequence[Portion]) -> Tensor | None:
+    def _logits(self, portions: Sequence[BatchPart]) -> Tensor | None:
         """[r, Vp/t] of what is wanted of the micro-batches, on the ranks of the last stage; None elsewhere."""
         engine = self._engine
         multiple = engine.batches.part.parts
@@ -203,12 +208,9 @@ class Generator:
         return choose(whole[:, : self._engine.config.model.vocab_size], picks, most)
 
     def _events(
-        self, portions: Sequence[Sequence[Portion]], found: list[list[float]]
+        self, picked: Iterable[tuple[Text, Pick]], found: list[list[float]]
     ) -> list[Event]:
         """Add the tokens to their texts."""
-        picked = [
-            each for parts in portions for part in parts for each in part.picks
-        ]
         events = []
         for (text, pick), row in zip(picked, found, strict=True):
             if pick.given is None:
@@ -219,6 +221,10 @@ class Generator:
             scores = self._prompt_scores.setdefault(text.number, [first])
             scores.append(_token(row, pick))
         return events
+
+
+def _picks(parts: Sequence[BatchPart]) -> Picked:
+    return [each for part in parts for each in part.picks]
 
 
 class _WantedLogits(NamedTuple):
@@ -242,7 +248,7 @@ def _forward(engine: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
 def _token(
     row: Sequence[float], pick: Pick, finish: str | None = None
 ) -> GeneratedToken:
-    """Of a row of `choose`."""
+    """The token of a row of `choose`."""
     token = int(row[0])
     if pick.alternatives is None:
         return GeneratedToken(token, finish=finish)

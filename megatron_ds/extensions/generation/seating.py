@@ -1,6 +1,6 @@
 """`Seating`: which requests are under way, and in which row of keys of which data-parallel rank.
 
-All ranks keep the same one, from the same orders: so none needs to be told what the next batch is.
+All ranks keep the same one, from the same orders: each so knows the next batch without a message.
 """
 
 from collections import deque

@@ -16,7 +16,10 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stops: Sequence[str] = (),
     ):
         self._decode = tokenizer.decode
         self._stops = tuple(stop for stop in stops if stop)
@@ -65,15 +68,11 @@ class TextStream:
         """Characters at the end with which a stop string may begin."""
         if self.is_stopped:
             return 0
-        return max(
-            (
-                count
-                for stop in self._stops
-                for count in range(1, len(stop))
-                if self._text.endswith(stop[:count])
-            ),
-            default=0,
-        )
+        held = 0
+        for stop in self._stops:
+            begun = (n for n in range(1, len(stop)) if self._text.endswith(stop[:n]))
+            held = max(held, *begun, 0)
+        return held
 
     def _give(self, stop: int) -> str:
         text = self._text[self._given : stop]

@@ -17,7 +17,7 @@ from .seating import Text
 
 
 @dataclass(frozen=True)
-class Portion:
+class BatchPart:
     """Texts of a micro-batch, in rows of keys from `first` on. is_new: their prompts are read."""
 
     texts: tuple[Text, ...] = ()
@@ -37,45 +37,56 @@ class Portion:
 
 def plan(
     texts: Sequence[Text], new: Sequence[Text], parts: int, most: int
-) -> list[Portion]:
+) -> list[BatchPart]:
     """The micro-batches of a rank: those of prompts, then those of the texts before them.
 
     texts  all texts of the rank, by row; the new ones are the last
     parts  number of micro-batches of texts, at most: as many as there are pipeline stages
     most   tokens of a micro-batch of prompts, unless one prompt has more
     """
-    portions = []
-    row = len(texts) - len(new)
-    group: list[Text] = []
-    for text in new:
-        if group and sum(len(t.request.tokens) for t in (*group, text)) > most:
-            portions.append(Portion(tuple(group), row))
-            row += len(group)
-            group = []
-        group.append(text)
-    if group:
-        portions.append(Portion(tuple(group), row))
-    # The texts in nearly equal parts.
+    made = []
     old = len(texts) - len(new)
+    row = old
+    for group in _groups(new, most):
+        made.append(BatchPart(tuple(group), row))
+        row += len(group)
+    # The texts in nearly equal parts.
     parts = min(parts, old)
     for part in range(parts):
         first = old * part // parts
         stop = old * (part + 1) // parts
-        portions.append(Portion(tuple(texts[first:stop]), first, is_new=False))
-    return portions
+        made.append(BatchPart(tuple(texts[first:stop]), first, is_new=False))
+    return made
+
+
+def _groups(texts: Sequence[Text], most: int) -> list[list[Text]]:
+    """Consecutive texts whose prompts have no more tokens together, or a text alone."""
+    groups: list[list[Text]] = []
+    room = 0
+    for text in texts:
+        length = len(text.request.tokens)
+        if not groups or length > room:
+            groups.append([])
+            room = most
+        groups[-1].append(text)
+        room -= length
+    return groups
 
 
 def make_batch(
-    portion: Portion, cached: CachedKeys, multiple: int, device: torch.device
+    part: BatchPart, cached: CachedKeys, multiple: int, device: torch.device
 ) -> Batch:
     """The micro-batch, on the device. multiple: its number of tokens is one of this number."""
-    row = _row_of(portion, cached)
-    count = len(row.tokens)
-    is_apart = portion.is_new and len(portion.texts) > 1
+    row = _row_of(part, cached)
     # Tokens that belong to no text fill it up.
+    count = len(row.tokens)
     missing = -count % multiple if count else multiple
     for _ in range(missing):
-        row.add(0, 0, cached.spare, len(portion.texts))
+        row.add(0, 0, cached.spare, len(part.texts))
+    # Prompts do not see each other.
+    documents = None
+    if part.is_new and row.documents[-1] > 0:
+        documents = torch.tensor(row.documents)[None]
     ids = torch.tensor(row.tokens)[None]
     batch = Batch(
         ids,
@@ -84,10 +95,8 @@ def make_batch(
         torch.tensor(row.positions)[None],
         sample_ids=(0,),
         training=False,
-        document_ids=torch.tensor(row.documents)[None]
-        if is_apart or portion.is_new and missing
-        else None,
-        past=_past(portion, cached, row, device),
+        document_ids=documents,
+        past=_past(part, cached, row, device),
     )
     return batch if device.type == "cpu" else batch.pin().to(device)
 
@@ -108,35 +117,35 @@ class _Row:
         self.documents.append(document)
 
 
-def _row_of(portion: Portion, cached: CachedKeys) -> _Row:
+def _row_of(part: BatchPart, cached: CachedKeys) -> _Row:
     row = _Row()
-    for number, text in enumerate(portion.texts):
-        tokens = text.request.tokens if portion.is_new else text.new[-1:]
-        first = 0 if portion.is_new else text.cached
+    for number, text in enumerate(part.texts):
+        tokens = text.request.tokens if part.is_new else text.new[-1:]
+        first = 0 if part.is_new else text.cached
         for position, token in enumerate(tokens, first):
-            place = cached.place(portion.first + number, position)
+            place = cached.place(part.first + number, position)
             row.add(token, position, place, number)
     return row
 
 
 def _past(
-    portion: Portion, cached: CachedKeys, row: _Row, device: torch.device
+    part: BatchPart, cached: CachedKeys, row: _Row, device: torch.device
 ) -> PromptPast | TextPast:
     on = lambda numbers: on_device(torch.tensor(numbers, dtype=torch.int64), device)
     places = on(row.places)
-    if portion.is_new:
-        return PromptPast(cached, places, on(_wanted(portion)))
-    count = len(portion.texts)
+    if part.is_new:
+        return PromptPast(cached, places, on(_wanted(part)))
+    count = len(part.texts)
     last = row.positions[:count]
     rows = KeyRows(on(last)[:, None], max(last) + 1, min(last) == max(last))
-    return TextPast(cached, places, on([*range(count)]), portion.first, rows)
+    return TextPast(cached, places, on([*range(count)]), part.first, rows)
 
 
-def _wanted(portion: Portion) -> list[int]:
+def _wanted(part: BatchPart) -> list[int]:
     """Positions in a micro-batch of prompts whose logits are wanted."""
     found: list[int] = []
     end = 0
-    for text in portion.texts:
+    for text in part.texts:
         first = end
         end += len(text.request.tokens)
         found += range(first if text.request.scores_prompt else end - 1, end)
@@ -161,6 +170,6 @@ def _next_pick(text: Text) -> Pick:
         request.sampling,
         step=len(text.new),
         forbidden=text.forbidden,
-        seen=text.tokens if penalizes else (),
+        seen=frozenset(text.tokens if penalizes else ()),
         alternatives=request.alternatives,
     )
