@@ -56,7 +56,7 @@ class ToyGenerator:
         self.check(request)
         number = next(self._numbers)
         self.running[number] = (request, [])
-        if request.scores_prompt:
+        if request.scores_prompt and len(request.tokens) > 1:
             self._scores[number] = self._prompt_scores(request)
         return number
 
@@ -172,6 +172,18 @@ class Served:
         return content
 
 
+def model_over(generator, vocab_size, tokenizer=None, template=None):
+    """What endpoints know of a generator."""
+    return ServedModel(
+        "toy",
+        tokenizer or ByteTokenizer(),
+        generator.max_length,
+        vocab_size,
+        generator.check,
+        template and ChatTemplate(template),
+    )
+
+
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -182,15 +194,7 @@ TEMPLATE = (
 def serving(generator=None, tokenizer=None, template=TEMPLATE, most=64):
     """A server in threads of this process, until the end of the block."""
     generator = generator or ToyGenerator()
-    words = tokenizer or ByteTokenizer()
-    model = ServedModel(
-        "toy",
-        words,
-        generator.max_length,
-        generator.vocab_size,
-        generator.check,
-        template and ChatTemplate(template),
-    )
+    model = model_over(generator, generator.vocab_size, tokenizer, template)
     served = Served(generator, HttpService("127.0.0.1", 0), model, threading.Event())
     loop = GenerationLoop(generator, most, served.stop.is_set)
 
