@@ -59,7 +59,9 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
             template = on_one_rank(
                 mesh.group("world"), lambda: template_of(model, args.chat_template)
             )
-            generator = Generator(model.engine, requests=args.batch_size)
+            generator = Generator(
+                model.engine, requests=args.batch_size, length=args.max_length
+            )
             with StopRequest() as stop:
                 stop.defer()
                 if service is None:
@@ -102,6 +104,13 @@ def _parser() -> Arguments:
         help="texts that are generated at once on each data-parallel rank; others wait (default 16)",
     )
     add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens of a text, prompt included; memory for --batch-size texts of this length is kept "
+        "(default: as many as the model has positions)",
+    )
+    add(
         "--max-requests",
         type=int,
         default=256,
@@ -122,10 +131,10 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--port {args.port}: a port is 0 to 65535. Use 0 for any free one."
         )
-    for name in ("batch_size", "max_requests"):
-        if getattr(args, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {getattr(args, name)}: use 1 or more.")
+    for name in ("batch_size", "max_requests", "max_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: use 1 or more.")
 
 
 def template_of(model: LoadedModel, path: str | None) -> ChatTemplate | None:

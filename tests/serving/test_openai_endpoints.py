@@ -235,6 +235,7 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop", "list of strings"),
+        (COMPLETIONS, {"prompt": "a", "stop": "s" * 257}, "stop", "257 characters"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "0 to 20"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias", "not"),
         (COMPLETIONS, {"prompt": "a", "top_q": 1}, "top_q", "did you mean 'top_"),
@@ -280,6 +281,6 @@ def test_log_probs_are_numbers_of_json(served):
     """An impossible token has a finite one."""
     from megatron_ds.extensions.serving.served_tokens import entry_of
 
-    entry = entry_of(WORDS, "a", 97, -math.inf, ((98, 0.0), (99, -math.inf)))
+    entry = entry_of(WORDS, "a", 97, -math.inf, ((98, 0.0), (99, math.nan)))
     json.dumps(entry.alternatives, allow_nan=False)
     assert entry.log_prob == -9999.0

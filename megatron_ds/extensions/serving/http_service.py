@@ -22,7 +22,7 @@ from ...version import __version__
 from .continuation import grow
 from .refused_request import BROKEN, RefusedRequest
 from .request_fields import read_json
-from .routes import ENDPOINTS, JSON_TYPE, PAGES, Serving, Reply
+from .routes import ENDPOINTS, JSON_TYPE, PAGES, Reply, Serving
 
 MOST_CONNECTIONS = 512
 MOST_BODY = 16 << 20  # bytes

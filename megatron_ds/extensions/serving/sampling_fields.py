@@ -12,6 +12,7 @@ from .request_fields import IGNORED, RequestField
 MOST_PARALLEL = 128  # texts of a request, as in OpenAI's API
 MOST_TOKENS = 1 << 24  # in numbers of requests; models have fewer positions
 SEEDS = 1 << 31
+LONGEST_STOP = 256  # characters
 PENALTY = "Use repetition_penalty, which divides or multiplies the logits of tokens that occurred."
 
 # OpenAI's, then those that vLLM has besides.
@@ -58,9 +59,17 @@ def sampling_of(values: Mapping[str, Any], seed: int) -> Sampling:
 
 
 def stops_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that end a continuation. An empty one ends nothing."""
+    """The texts that end a continuation. An empty one ends nothing. Raises RefusedRequest for long ones: each
+    new token is compared with all their beginnings."""
     stop = values["stop"]
-    return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
+    stops = [stop] if isinstance(stop, str) else stop
+    longest = max(map(len, stops), default=0)
+    if longest > LONGEST_STOP:
+        raise RefusedRequest(
+            f"stop has a text of {longest:,} characters; at most {LONGEST_STOP} are compared.",
+            "stop",
+        )
+    return tuple(filter(None, stops))
 
 
 def stop_tokens_of(values: Mapping[str, Any], usual: frozenset[int]) -> frozenset[int]:

@@ -9,7 +9,7 @@ from ...data.tokenizers import Tokenizer
 Alternatives = Sequence[tuple[int, float]]
 LEAST_LOG_PROB = (
     -9999.0
-)  # JSON has no infinity; OpenAI's number for an impossible token
+)  # JSON has no infinity and no NaN; OpenAI's number for an impossible token
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,15 @@ def entry_of(
     """The entry of a token whose text is `text`."""
     if log_prob is None:
         return TokenEntry(text, None, None)
-    own = max(log_prob, LEAST_LOG_PROB)
-    shown = [(words.decode([i]), max(p, LEAST_LOG_PROB)) for i, p in alternatives]
+    own = _finite(log_prob)
+    shown = [(words.decode([i]), _finite(other)) for i, other in alternatives]
     if all(i != token for i, _ in alternatives):
         shown.append((text, own))
     return TokenEntry(text, own, tuple(shown))
+
+
+def _finite(log_prob: float) -> float:
+    return log_prob if log_prob > LEAST_LOG_PROB else LEAST_LOG_PROB
 
 
 def completion_log_probs(

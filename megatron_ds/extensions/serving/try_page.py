@@ -11,16 +11,17 @@ h1 { font-size: 1.3rem; overflow-wrap: anywhere; margin: .4rem 0; }
 p { margin: .4rem 0; color: #444; }
 textarea { font: inherit; width: 100%; box-sizing: border-box; padding: 8px; border: 1px solid #888;
   border-radius: 4px; resize: vertical; }
-fieldset { border: 0; padding: 0; margin: 10px 0; display: flex; flex-wrap: wrap; gap: 8px 16px; }
+fieldset { border: 0; padding: 0; margin: 10px 0; display: flex; flex-wrap: wrap; gap: 8px 16px; align-items: end; }
 label { display: block; } fieldset label { flex: 1 1 130px; }
 fieldset input, select { font: inherit; width: 100%; box-sizing: border-box; padding: 6px 8px;
-  border: 1px solid #888; border-radius: 4px; background: #fff; }
+  border: 1px solid #888; border-radius: 4px; background: #fff; height: 2.4em; }
 button { font: inherit; padding: 8px 20px; border: 1px solid #1558a6; border-radius: 4px; background: #1558a6;
   color: #fff; cursor: pointer; margin-right: 8px; }
 button:disabled { background: #fff; color: #767676; border-color: #aaa; cursor: default; }
 :focus-visible { outline: 3px solid #7db3ef; outline-offset: 1px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f4f5f7; border-radius: 4px; padding: 12px;
   min-height: 3em; font: 15px/1.5 ui-monospace, monospace; }
+pre:empty { display: none; }
 #state { min-height: 1.5em; } .error { color: #a11; }
 """
 SCRIPT = """
@@ -77,10 +78,10 @@ form.addEventListener("submit", async event => {
 });
 stop.addEventListener("click", () => running.abort());
 """
-CHAT = '<option value="chat">answer to a message</option>'
+CHAT = '<option value="chat">chat</option>'
 NUMBERS = (
     ("max_tokens", "New tokens", 'value="64" min="1" step="1" required'),
-    ("temperature", "Temperature (0: greedy)", 'value="1" min="0" step="any" required'),
+    ("temperature", "Temperature", 'value="1" min="0" step="any" required'),
     ("top_p", "Top p", 'value="1" min="0.01" max="1" step="any" required'),
     ("seed", "Seed (optional)", 'step="1"'),
 )
@@ -100,8 +101,8 @@ def page(model: ServedModel) -> bytes:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><link rel="icon" href="data:,"><style>{CSS}</style></head><body>
 <h1>{name}</h1>
-<p>Up to {model.max_length:,} tokens in a text. Programs use the API: <code>/v1/completions</code>,
-<code>/v1/chat/completions</code>, <code>/v1/models</code>, <code>PUT /api</code>.</p>
+<p>Up to {model.max_length:,} tokens in a text; temperature 0 is greedy. Programs use the API: <code>/v1/completions</code>,
+<code>/v1/chat/completions</code>, <code>/v1/models</code>, <code>/api</code>.</p>
 <form><label>Text<textarea name="prompt" rows="5" required autofocus></textarea></label>
 <fieldset><label>Kind<select name="kind">{kinds}</select></label>{inputs}</fieldset>
 <button id="start">Generate</button><button id="stop" type="button" disabled>Stop</button></form>
