@@ -1,284 +1,327 @@
-"""Continue a text with a trained model, from a checkpoint of any layout.
+"""Continue texts with a trained model, from a checkpoint of any layout, or chat with it.
 
-megatron-ds generate --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
-torchrun --nproc-per-node 2 megatron-ds generate --load … --prompt … --tensor-model-parallel-size 2
+  megatron-ds generate --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
+  megatron-ds generate --load runs/chats --chat
+  torchrun --nproc-per-node 4 -m megatron_ds generate --load … --prompts-file prompts.jsonl --json \\
+      --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+--load takes the folder of a run (its --save), or of another program's checkpoint. All flags of a layout and of
+memory are those of training, without any the layers are divided over all processes (--tensor-model-parallel-size);
+the model and the tokenizer are the checkpoint's.
 """
 
 import argparse
+import json
+import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-import torch
-
-from megatron_ds.checkpoint.folder import is_ours
-from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.checkpoint.place import place_of
-from megatron_ds.checkpoint.run_file import require, require_whole_model
-from megatron_ds.checkpoint.tokenizer_files import FIELDS, tokenizer_of
 from megatron_ds.cli import Arguments
-from megatron_ds.config import RunConfig
-from megatron_ds.config.sources.config_text import from_dict
+from megatron_ds.console import set_up_logging
+from megatron_ds.data.chat.template import TemplateRefusal, load_template
 from megatron_ds.data.tokenizers import Tokenizer
-from megatron_ds.errors import CheckpointError, ConfigError
-from megatron_ds.models import MODELS, build_stage
-from megatron_ds.models.generation import Ending, Sampling, generate
-from megatron_ds.moe.balance import StepState
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.evaluation.checkpoint_model import (
+    LoadedModel,
+    evaluation_config,
+    load_model,
+)
+from megatron_ds.extensions.generation.chat_turns import ChatTurns
+from megatron_ds.extensions.generation.continuation import (
+    Continuation,
+    TextGenerator,
+    TextRequest,
+)
+from megatron_ds.extensions.generation.generator import Generator
+from megatron_ds.extensions.generation.requests import (
+    GeneratedToken,
+    GenerationRequest,
+    Sampling,
+)
+from megatron_ds.extensions.generation.saved_flags import saved_flags
 from megatron_ds.mpu import launch as launching
-from megatron_ds.mpu.context import ParallelContext
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.launch import connect_torch
-from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.planning.run_model import DTYPES
+from megatron_ds.mpu.agree import on_one_rank
+from megatron_ds.training.distributed import joined
+
+LIMITS = {
+    "--max-new-tokens": (int, 64, "generate at most this many tokens"),
+    "--min-new-tokens": (int, 0, "generate at least this many tokens"),
+    "--temperature": (float, 1.0, "divides the logits; 0 is greedy"),
+    "--top-k": (int, 0, "sample from the k most likely tokens only; 0: no limit"),
+    "--top-p": (float, 1.0, "sample from the most likely tokens with this probability"),
+    "--min-p": (float, 0.0, "least share of the most likely token's probability"),
+    "--repetition-penalty": (float, 1.0, "above 1: tokens of the text are less likely"),
+    "--seed": (int, 0, "the same seed gives the same text at every layout"),
+    "--requests": (int, 16, "texts at once on each data-parallel rank"),
+}
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the command. Raises ConfigError."""
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+    """(the flags of the command, those of the run). Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     # The checkpoint and the prompts.
-    add(
-        "--load",
-        type=place_of,
-        required=True,
-        help="checkpoint folder of a run (its --save)",
-    )
+    add("--load", type=place_of, required=True, help="folder of a checkpoint")
+    add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
     add(
         "--prompt",
         action="append",
-        required=True,
+        default=[],
         help="text to continue; may be given several times",
     )
     add(
-        "--iteration",
-        type=int,
-        help="step of the checkpoint to load (default: the latest)",
-    )
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=64,
-        help="generate at most this many tokens (default 64)",
-    )
-    add(
-        "--min-new-tokens",
-        type=int,
-        default=0,
-        help="generate at least this many tokens (default 0)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="divides the logits; lower values give more likely text, 0 is greedy (default 1)",
-    )
-    add(
-        "--greedy",
-        action="store_true",
-        help="always select the most likely token; the same as --temperature 0",
-    )
-    add(
-        "--top-k",
-        type=int,
-        default=0,
-        help="sample from the k most likely tokens only (default 0: no limit)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens whose probabilities sum to this (default 1: no limit)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="the same seed gives the same text at every tensor-parallel size (default 0)",
-    )
-    add(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="read the tokenizer here instead of the copy beside the checkpoints; it must be the same one",
-    )
-    add(
-        "--vocab-file",
+        "--prompts-file",
+        type=Path,
         metavar="FILE",
-        help="the same, for tokenizers with a vocabulary file",
+        help='a prompt on each line; of a .jsonl file the text under "prompt"',
     )
-    add("--merge-file", metavar="FILE", help="the same, for GPT2BPETokenizer")
+    add("--chat", action="store_true", help="answer what is typed, line by line")
+    add("--system", metavar="TEXT", help="system message of --chat")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of --chat; default: that of the tokenizer",
+    )
+    # The text.
+    for flag, (kind, default, meaning) in LIMITS.items():
+        add(flag, type=kind, default=default, help=f"{meaning} (default {default})")
+    add("--greedy", action="store_true", help="the same as --temperature 0")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
     add(
         "--ignore-eod",
         action="store_true",
         help="continue after the end-of-document token",
     )
+    # What is printed.
+    add("--json", action="store_true", help="print a line of JSON for each prompt")
     add(
-        "--tensor-model-parallel-size",
+        "--logprobs",
         type=int,
-        default=None,
-        help="default: the number of processes",
+        metavar="N",
+        help="with --json: log-probability of each token, and the N most likely ones",
     )
     add(
-        "--context-parallel-size",
-        type=int,
-        default=1,
-        help="only 1: each rank holds whole sequences",
+        "--prompt-logprobs",
+        action="store_true",
+        help="with --logprobs: those of the prompt's tokens, too",
     )
-    return parser.parse_args(argv)
+    return parser.parse_known_args(argv)
 
 
-def main(args: argparse.Namespace, launch: launching.Launch) -> int:
+def run_tool(argv: Sequence[str] | None = None) -> int:
     """Load the model, and print the text that continues each prompt."""
-    with launching.reported_to_others(launch):
-        config, tokenizer, step = prepare(args, launch)
-    sampling = Sampling(
-        0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed
-    )
-    # From here on all ranks work together.
-    device = launching.start(launch)
-    try:
-        mesh = Mesh(Grid(tp=launch.world_size), launch.rank, connect_torch, device)
-        modules = load_model(config, mesh, args.load, step)
-        for prompt in args.prompt:
-            show(prompt, tokenizer, modules, config, mesh, sampling, args)
-    finally:
-        launching.stop()
+    with launching.reported_to_others():
+        args, rest = parse_arguments(argv)
+        check(args, rest)
+        launch = launching.read_launch(os.environ)
+        set_up_logging(logging.WARNING, stream=sys.stderr)
+        flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
+        config = evaluation_config(flags, launch)
+    with joined(config, launch) as mesh:
+        model = load_model(config, mesh, args.iteration)
+        generator = Generator(model.engine, requests=args.requests)
+        world = mesh.group("world")
+
+        def lead() -> None:
+            try:
+                (chat if args.chat else show)(args, model, generator)
+            finally:
+                generator.close()
+
+        generator.follow()
+        on_one_rank(world, lead)
     return 0
 
 
-def prepare(
-    args: argparse.Namespace, launch: launching.Launch
-) -> tuple[RunConfig, Tokenizer, int]:
-    """The configuration of the saved run, its tokenizer, and the iteration to load.
-
-    Raises ConfigError for sizes that generation cannot use, and CheckpointError where there is no checkpoint.
-    """
+def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raises ConfigError for flags that contradict each other, before anything is loaded."""
     if args.max_new_tokens < 1:
         raise ConfigError(
             f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
         )
-    if args.context_parallel_size != 1:
+    given = [bool(args.prompt), args.prompts_file is not None, args.chat]
+    if sum(given) != 1:
         raise ConfigError(
-            f"--context-parallel-size {args.context_parallel_size}: a key-value cache holds "
-            "whole sequences on each rank. Use 1; checkpoints of every size load."
+            f"{sum(given)} of --prompt, --prompts-file and --chat are given. Use one of them."
         )
-    tp_size = args.tensor_model_parallel_size or launch.world_size
-    if tp_size != launch.world_size:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): "
-            f"generation splits the model over all processes. Start {tp_size} with torchrun "
-            f"--nproc-per-node {tp_size}."
-        )
-    # The model of the checkpoint, with its own tokenizer unless another is given.
-    step = find_step(args.load, args.iteration)
-    run = read_run(args.load, step)
-    require(run, args.load, "config")
-    require_whole_model(run, args.load)
-    config = from_dict(run["config"])
-    given = {field: getattr(args, field) for field in FIELDS if getattr(args, field)}
-    tokenizer = tokenizer_of(args.load, run, config, given)
-    config = replace(
-        config, model=replace(config.model, vocab_size=tokenizer.vocab_size)
+    if args.logprobs is not None and not args.json:
+        raise ConfigError("--logprobs is printed with --json. Add it.")
+    if args.prompt_logprobs and args.logprobs is None:
+        raise ConfigError("--prompt-logprobs needs --logprobs N. Use 0 or more.")
+    if args.chat and args.json:
+        raise ConfigError("--json prints no chat. Use --prompt or --prompts-file.")
+    if "--context-parallel-size" in rest:
+        size = rest[rest.index("--context-parallel-size") + 1 :][:1]
+        if size != ["1"]:
+            raise ConfigError(
+                f"--context-parallel-size {''.join(size)}: each rank keeps the keys of whole texts. Use 1; "
+                "checkpoints of every size load."
+            )
+    sampling_of(args)
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Raises ConfigError for impossible values."""
+    return Sampling(
+        0.0 if args.greedy else args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.repetition_penalty,
+        args.seed,
     )
-    return config, tokenizer, step
 
 
-def find_step(directory: Path, iteration: int | None) -> int:
-    """The iteration to load.
-
-    Raises CheckpointError where there is none, or where the folder is itself a checkpoint.
-    """
-    if is_ours(directory):
-        number = directory.resolve().name.removeprefix("iter_").lstrip("0") or "0"
-        raise CheckpointError(
-            f"--load {directory} is a checkpoint, and --load takes the folder that holds "
-            "it. Use --load "
-            f"{directory.resolve().parent}{f' --iteration {number}' * number.isdecimal()}."
-        )
-    step = iteration if iteration is not None else latest(directory)
-    if step is None:
-        what = (
-            "contains no complete checkpoint"
-            if directory.is_dir()
-            else "does not exist"
-        )
-        raise CheckpointError(
-            f"--load {directory} {what}. Give the folder that was --save in training."
-        )
-    return step
-
-
-def load_model(
-    config: RunConfig, mesh: Mesh, directory: Path, step: int
-) -> torch.nn.ModuleList:
-    """The whole model on this tensor-parallel rank, weights and bias of experts from the checkpoint."""
-    ctx = ParallelContext(
-        mesh,
-        dtype=DTYPES[config.optimizer.params_dtype],
-        device=mesh.device,
-        seed=config.train.seed,
-    )
-    modules = build_stage(MODELS[config.model.model](config.model, ctx))
-    state = StepState(modules, solo(), mesh.device)
-    load_weights(
-        directory,
-        step,
-        list(modules.parameters()),
-        tp=mesh.group("tp"),
-        remembered=state.pieces(),
-    )
-    return modules
-
-
-def show(
-    prompt: str,
-    tokenizer: Tokenizer,
-    modules: torch.nn.ModuleList,
-    config: RunConfig,
-    mesh: Mesh,
-    sampling: Sampling,
+def request_of(
     args: argparse.Namespace,
-) -> None:
-    """Print the text that continues one prompt, as it is generated."""
-    # The text continues up to the last position of the model.
-    ids = tokenizer.encode(prompt)
-    room = config.model.positions - len(ids)
+    tokens: Sequence[int],
+    stop_tokens: frozenset[int],
+    max_length: int,
+) -> GenerationRequest:
+    """A request by the flags, up to the last position of the model. Raises ConfigError without room."""
+    room = max_length - len(tokens)
     if room < 1:
         raise ConfigError(
-            f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions. "
-            "Shorten it."
+            f"--prompt of {len(tokens)} tokens fills all {max_length} positions. Shorten it."
         )
-    stop = (
-        (lambda token: False)
-        if args.ignore_eod
-        else (lambda token: token == tokenizer.eod)
+    most = min(args.max_new_tokens, room)
+    return GenerationRequest(
+        tuple(tokens),
+        sampling_of(args),
+        most,
+        min(args.min_new_tokens, most),
+        stop_tokens,
+        args.logprobs,
+        args.prompt_logprobs,
     )
-    ending = Ending(
-        min(args.max_new_tokens, room), args.min_new_tokens, stop, tokenizer.eod
-    )
-    # All ranks generate the same tokens; one prints them.
-    tokens = list(
-        generate(
-            modules,
-            ids,
-            ending=ending,
-            sampling=sampling,
-            tp=mesh.group("tp"),
-            vocab_size=config.model.vocab_size,
-        )
-    )
-    if mesh.rank == 0:
-        if tokens and stop(tokens[-1]):
-            tokens.pop()
-        print(tokenizer.decode(ids + tokens), flush=True)
-        if len(args.prompt) > 1:
+
+
+def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:
+    """Print the text of each prompt, in their order, as soon as it is complete."""
+    tokenizer = model.tokenizer
+    prompts = args.prompt or read_prompts(args.prompts_file)
+    ends = frozenset() if args.ignore_eod else frozenset([tokenizer.eod])
+    requests = []
+    for prompt in prompts:
+        request = request_of(args, tokenizer.encode(prompt), ends, generator.max_length)
+        requests.append(TextRequest(request, tuple(args.stop)))
+    # Texts end in any order.
+    found = [Continuation() for _ in prompts]
+    printed = 0
+    for _ in TextGenerator(generator, tokenizer).stream(requests, found):
+        while printed < len(found) and found[printed].finish is not None:
+            asked = requests[printed].request
+            print_text(args, tokenizer, asked, found[printed], len(found) > 1)
+            printed += 1
+
+
+def print_text(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    asked: GenerationRequest,
+    found: Continuation,
+    is_one_of_many: bool,
+) -> None:
+    """Print a complete text, or its JSON."""
+    prompt = tokenizer.decode(asked.tokens)
+    if not args.json:
+        print(prompt + found.text, flush=True)
+        if is_one_of_many:
             print("-" * 80, flush=True)
+        return
+    record = {"prompt": prompt, "text": found.text, "finish": found.finish}
+    record["tokens"] = [token.token for token in found.tokens]
+    if args.logprobs is not None:
+        record["logprobs"] = list(map(scores_of, found.tokens))
+    if args.prompt_logprobs:
+        record["prompt_tokens"] = list(asked.tokens)
+        record["prompt_logprobs"] = list(map(scores_of, found.prompt_scores))
+    print(json.dumps(record, ensure_ascii=False), flush=True)
 
 
-def run_tool(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its errors are raised."""
-    with launching.reported_to_others():
-        args = parse_arguments(argv)
-        launch = launching.read_launch(os.environ)
-    return main(args, launch)
+def scores_of(token: GeneratedToken) -> dict:
+    """The log-probability of a token, and of the most likely ones in its place."""
+    return {"logprob": token.log_prob, "likeliest": list(token.alternatives)}
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file. Raises DataError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if line.strip()]
+        if path.suffix == ".jsonl":
+            lines = [json.loads(line)["prompt"] for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"--prompts-file {path} cannot be read: {type(error).__name__}: {error}. Use UTF-8 text with a prompt on "
+            'each line, or .jsonl with {"prompt": "…"}.'
+        ) from None
+    if not lines or not all(isinstance(line, str) for line in lines):
+        raise DataError(
+            f"--prompts-file {path} has no prompts. Write one on each line."
+        )
+    return lines
+
+
+def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:
+    """Answer each line of standard input, until its end. Earlier lines and answers are part of the prompt."""
+    path = model.engine.config.data.tokenizer_model
+    if path is None:
+        raise ConfigError(
+            "--chat needs the chat template of a tokenizer with files, and this model has none. Use --prompt."
+        )
+    turns = ChatTurns(
+        load_template(path, args.chat_template, {}),
+        model.tokenizer,
+    )
+    texts = TextGenerator(generator, model.tokenizer)
+    messages = []
+    if args.system:
+        messages.append({"role": "system", "content": args.system})
+    for line in typed_lines(generator):
+        messages.append({"role": "user", "content": line})
+        try:
+            tokens = turns.prompt(messages)
+        except TemplateRefusal as error:
+            raise DataError(
+                f"the chat template refuses the messages: {error}."
+            ) from None
+        request = request_of(args, tokens, turns.stop_tokens, generator.max_length)
+        asked = TextRequest(request, (*turns.stops, *args.stop))
+        answer = Continuation()
+        for _, text in texts.stream([asked], [answer]):
+            print(text, end="", flush=True)
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+def typed_lines(generator: Generator) -> Iterator[str]:
+    """Lines of standard input that are not empty. While none is typed, the other ranks see that rank 0 is alive."""
+    with ThreadPoolExecutor(1) as pool:
+        while True:
+            line = pool.submit(_ask)
+            while wait([line], timeout=1.0).not_done:
+                generator.step()
+            if line.result() is None:
+                return
+            if line.result().strip():
+                yield line.result()
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

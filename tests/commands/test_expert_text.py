@@ -1,17 +1,16 @@
 """Checkpoints with experts are read by the tool that generates text, the memories of their routers too."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from megatron_ds.checkpoint.load import read_run
-from megatron_ds.commands.generate_text import load_model
-from megatron_ds.config.sources.config_text import from_dict
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.launch import connect_torch
+from megatron_ds.extensions.evaluation.checkpoint_model import (
+    evaluation_config,
+    load_model,
+)
+from megatron_ds.extensions.generation.saved_flags import saved_flags
+from megatron_ds.mpu.launch import Launch, connect_torch
 from megatron_ds.mpu.mesh import Mesh
-from tests.harness.pretraining import MOCK, STEPS, VOCAB, train
+from tests.harness.pretraining import MOCK, STEPS, train
 
 pytestmark = pytest.mark.processes
 
@@ -23,12 +22,10 @@ SIGMOID = (
 
 def test_text_is_generated_with_the_bias_of_each_expert_that_training_saved(tmp_path):
     train(2, [*MOCK, *SIGMOID, "--save", tmp_path])
-    config = from_dict(read_run(tmp_path, STEPS)["config"])
-    config = replace(
-        config, model=replace(config.model, vocab_size=VOCAB + 1)
-    )  # and the end of a document
-    mesh = Mesh(Grid(), 0, connect_torch, torch.device("cpu"))
-    modules = load_model(config, mesh, tmp_path, STEPS)
+    flags = saved_flags(tmp_path, STEPS, [], 1)
+    config = evaluation_config(flags, Launch(world_size=1))
+    mesh = Mesh(config.grid(1), 0, connect_torch, torch.device("cpu"))
+    modules = load_model(config, mesh).engine.modules
     biases = [
         block.mlp.router.balance.bias for block in modules if hasattr(block, "mlp")
     ]

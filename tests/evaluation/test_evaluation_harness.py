@@ -43,6 +43,7 @@ SIZES = dict(
     eos_token_id=END,
 )
 MODELS = {
+    "gpt2": ("GPT2", SIZES),
     "llama": ("Llama", SIZES),
     "mixtral": ("Mixtral", SIZES | dict(num_local_experts=4, sliding_window=None)),
 }
@@ -87,7 +88,7 @@ def folder_of(name):
     folder = Path(tempfile.mkdtemp(prefix="harness-"))
     torch.manual_seed(3)
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 

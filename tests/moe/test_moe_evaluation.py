@@ -1,23 +1,16 @@
-"""Experts in evaluation and generation: a capacity of its own, no noise, no counting, text as of whole
-forwards."""
+"""Experts in evaluation: a capacity of its own, no noise, no counting."""
 
 import pytest
 import torch
 
-from megatron_ds.batch.batch import Batch
-from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
-from megatron_ds.models import MODELS, build_stage, run_layers
-from megatron_ds.models.generation import Ending, Sampling, generate
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import evaluate, train_step
 from tests.harness.layout_comparison import mock_samples, open_loader, parse_layout
 from tests.harness.layout_runs import GLOBAL_BATCH
-from tests.harness.model_runs import context_of
-from tests.harness.moe_runs import job_of, model_of
+from tests.harness.moe_runs import job_of
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -104,49 +97,3 @@ def test_evaluation_has_no_noise():
         evaluated(job_of(*flags), "mbs=1", steps=1)[0].loss for flags in (NOISE, quiet)
     )
     assert noisy != plain, "training has noise"
-
-
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
-@torch.no_grad()
-def test_greedy_text_with_a_cache_is_the_argmax_of_whole_forwards(style):
-    """In evaluation experts take all tokens, so a token alone is routed as within its text."""
-    config = model_of(
-        job_of(*NOISE, "--moe-shared-expert-intermediate-size", "16", style=style)
-    )
-    prompt, count = [3, 1, 36, 1, 5], 9
-
-    def main(rank, world):
-        tp = world.group("tp", tuple(range(world.size)), rank)
-        model = build_stage(MODELS["gpt"](config, context_of(tp)))
-        initialize(model.parameters(), 3, {"tp": (tp.rank, tp.size)})
-        return list(
-            generate(
-                model,
-                prompt,
-                ending=Ending(count),
-                sampling=Sampling(temperature=0),
-                tp=tp,
-                vocab_size=config.vocab_size,
-            )
-        ), model
-
-    ((cached, model),) = run_ranks(1, main)
-    text = list(prompt)
-    for _ in range(count):
-        logits = run_layers(model, None, whole_batch(text))[-1, 0, : config.vocab_size]
-        text.append(int(logits.argmax()))
-    assert cached == text[len(prompt) :] and len(set(cached)) > 2
-    assert [tokens for tokens, _ in run_ranks(2, main)] == [cached] * 2
-
-
-def whole_batch(text):
-    ids = torch.tensor([text])
-    return Batch(
-        ids,
-        ids,
-        torch.ones(ids.shape),
-        torch.arange(len(text))[None],
-        sample_ids=(0,),
-        training=False,
-        ledger=DISCARDING,
-    )

@@ -53,29 +53,35 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
     ) -> str:
         """The text of a conversation. Raises TemplateRefusal."""
-        return self._render(messages, tools, False)[0]
+        return self._render(messages, tools)[0]
+
+    def render_prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict] | None = None
+    ) -> str:
+        """The text of a conversation, and the beginning of the next answer. Raises TemplateRefusal."""
+        return self._render(messages, tools, add_generation_prompt=True)[0]
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
     ) -> tuple[str, list[Span]]:
         """The text, and the spans of it that the template marks as answers. Raises TemplateRefusal."""
-        return self._render(messages, tools, True)
+        return self._render(messages, tools, return_assistant_tokens_mask=True)
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[dict] | None, marks: bool
+        self, messages: Sequence[Message], tools: Sequence[dict] | None, **wanted: bool
     ) -> tuple[str, list[Span]]:
         try:
             texts, spans = _renderer()(
                 [list(messages)],
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
-                return_assistant_tokens_mask=marks,
+                **wanted,
                 **self.values,
             )
         except Exception as error:  # a template can fail in any way that a program can
             reason = f"{type(error).__name__}: {error}".strip(": ")
             raise TemplateRefusal(reason) from None
-        return texts[0], spans[0] if marks else []
+        return texts[0], next(iter(spans), [])
 
 
 @cache

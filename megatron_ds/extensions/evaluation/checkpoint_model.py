@@ -1,13 +1,14 @@
-"""The model of a checkpoint, at the layout of the flags, for evaluation: weights without an optimizer."""
+"""The model of a checkpoint, at the layout of the flags, that does not train: weights without an optimizer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...checkpoint.load import read_run
 from ...config import RunConfig, parse
 from ...config.sources.flags import read_flags
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
-from ...mpu.agree import on_all_ranks
+from ...mpu.agree import on_all_ranks, on_one_rank
 from ...mpu.launch import Launch
 from ...mpu.mesh import Mesh
 from ...planning.replica_plan import plan_replica
@@ -57,7 +58,7 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
     folder = given.get(LOAD)
     if folder is None:
         raise ConfigError(
-            "evaluation needs a model: give the folder of a checkpoint with --load."
+            "there is no model: give the folder of a checkpoint with --load."
         )
     # Options of a checkpoint that cannot be read are an error here.
     foreign = foreign_checkpoints().defaults(argv)
@@ -76,13 +77,19 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
     )
 
 
-def load_model(as_given: RunConfig, mesh: Mesh) -> LoadedModel:
+def load_model(
+    as_given: RunConfig, mesh: Mesh, iteration: int | None = None
+) -> LoadedModel:
     """Build the model and load its weights. Collective over the world.
 
-    as_given: of `evaluation_config`. Raises CheckpointError and ConfigError on all ranks.
+    as_given: of `evaluation_config`. iteration: of the checkpoint in the folder of a run; None: the latest. Raises
+    CheckpointError and ConfigError on all ranks.
     """
     world = mesh.group("world")
     start = find_start(as_given.checkpoint, world)
+    if iteration is not None and start.foreign is None:
+        run = on_one_rank(world, lambda: read_run(as_given.checkpoint.load, iteration))
+        start = replace(start, step=iteration, run=run)
     config, tokenizer = on_all_ranks(world, lambda: with_tokenizer(as_given))
     described = describe_run(config, as_given, tokenizer, start.run_id)
     if start.step is not None:

@@ -1,0 +1,49 @@
+"""`ChatTurns`: a conversation as the prompt of its next answer, and where that answer ends."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from ...data.chat.conversation import Message
+from ...data.chat.template import ChatTemplate
+from ...data.tokenizers import Tokenizer
+
+PROBE = "probe"  # an answer that shows what the template writes behind one
+
+
+class ChatTurns:
+    """Prompts by the chat template of a model."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
+        self._template = template
+        self._tokenizer = tokenizer
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens that the model continues with its answer. Raises `template.TemplateRefusal`."""
+        text = self._template.render_prompt(messages)
+        return tuple(self._tokenizer.encode(text))
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer: the end of a document, and a special token behind an answer."""
+        return frozenset([self._tokenizer.eod, *self._special_end])
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer, where its end is no special token."""
+        end = self._end.strip()
+        return (end,) if end and not self._special_end else ()
+
+    @cached_property
+    def _end(self) -> str:
+        """What the template writes behind an answer."""
+        chat = [
+            {"role": "user", "content": PROBE},
+            {"role": "assistant", "content": PROBE},
+        ]
+        return self._template.render(chat).rpartition(PROBE)[2]
+
+    @property
+    def _special_end(self) -> tuple[int, ...]:
+        special = getattr(self._tokenizer, "special_ids", frozenset())
+        first = self._tokenizer.encode(self._end)[:1]
+        return tuple(token for token in first if token in special)
