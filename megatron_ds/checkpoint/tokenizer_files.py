@@ -26,10 +26,12 @@ FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
 # have the end-of-document token
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
+CHAT = "chat_template.jinja"  # of conversations
 OF_A_FOLDER = (
     "tokenizer.json",
     CONFIG,
     MAP,
+    CHAT,
     "added_tokens.json",
     "chat_template.jinja",
     "vocab.json",
@@ -162,7 +164,7 @@ def _files_at(path: Path) -> list[Path]:
         path,
         *(
             beside
-            for name in (CONFIG, MAP)
+            for name in (CONFIG, MAP, CHAT)
             if (beside := path.with_name(name)).is_file() and path.name != name
         ),
     ]

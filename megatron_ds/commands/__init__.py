@@ -65,6 +65,9 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(
         "generate_text", "continue text with a trained model", "run_tool"
     ),
+    "serve": Command(
+        "serve", "answer requests for text over HTTP with a trained model", "run_tool"
+    ),
     "evaluate": Command(
         "evaluate", "measure a checkpoint on texts and benchmarks", "run_tool"
     ),

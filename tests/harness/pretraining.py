@@ -74,12 +74,13 @@ def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
 
 def _rank(rank, world, port, argv, spoil, command="train") -> Ended:
     from megatron_ds.cli import main_guard
-    from megatron_ds.commands import evaluate
+    from megatron_ds.commands import evaluate, serve
     from megatron_ds.training.pretrain import pretrain
 
     programs = {
         "train": pretrain,
         "evaluate": lambda argv: main_guard(lambda: evaluate.run_tool(argv)),
+        "serve": lambda argv: main_guard(lambda: serve.run_tool(argv)),
     }
 
     names = (

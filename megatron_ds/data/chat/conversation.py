@@ -98,6 +98,12 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
     return Conversation(tuple(messages), _tools(record.get("tools")), trained)
 
 
+def messages_of(value: object) -> list[Message]:
+    """The messages of a chat that waits for an answer. Raises ValueError with what is wrong."""
+    messages = enumerate(_list(value, "messages"))
+    return [_message(raw, number) for number, raw in messages]
+
+
 def _openai(record: Mapping[str, Any]) -> list[Message]:
     return _list(record["messages"], "messages")
 

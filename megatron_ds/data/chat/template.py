@@ -101,10 +101,23 @@ def _renderer() -> Callable:
 def load_template(
     tokenizer: str, path: str | None, arguments: Mapping[str, Any]
 ) -> ChatTemplate:
-    """The template in the file `path`, else the one beside a tokenizer.
+    """`find_template`. Raises DataError without a template."""
+    found = find_template(tokenizer, path, arguments)
+    if found is None:
+        raise DataError(
+            f"--tokenizer-model {tokenizer} has no chat template: neither {FILE} nor chat_template "
+            f"in {CONFIG}. Give one with --chat-template FILE."
+        )
+    return found
+
+
+def find_template(
+    tokenizer: str, path: str | None, arguments: Mapping[str, Any]
+) -> ChatTemplate | None:
+    """The template in the file `path`, else the one beside a tokenizer, None if that has none.
 
     tokenizer: --tokenizer-model, a file or a folder. Its files name the special tokens.
-    arguments: values that the template takes besides.  Raises DataError without a template.
+    arguments: values that the template takes besides.  Raises DataError for a file that cannot be read.
     """
     folder = Path(tokenizer)
     if not folder.is_dir():
@@ -116,10 +129,7 @@ def load_template(
     else:
         source = _in_config(folder / CONFIG)
     if source is None:
-        raise DataError(
-            f"--tokenizer-model {tokenizer} has no chat template: neither {FILE} nor chat_template "
-            f"in {CONFIG}. Give one with --chat-template FILE."
-        )
+        return None
     return ChatTemplate(source, {**special_tokens(folder), **arguments})
 
 

@@ -1,0 +1,238 @@
+"""`GenerationLoop`: one thread that owns the generator, and the requests that other threads give it.
+
+    threads of requests                     the thread of `run`
+    job = loop.submit(requests)    →        generator.add, step, step, …
+    for index, token in job.tokens()   ←    a token of each running request
+    job.close()                    →        generator.cancel
+
+A client that reads slowly never delays a step: tokens wait in a queue of its job, which is no longer than the
+requested text. An error of the generator ends the loop, and every job has it.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from ...errors import ConfigError
+from ..generation.generator import Generator
+from ..generation.requests import GeneratedToken, GenerationRequest
+from .refused_request import BROKEN, BUSY, RefusedRequest, closing
+
+POLL_SECONDS = 0.2  # between two looks at a stop request, or at a client
+IDLE_SECONDS = (
+    30.0  # between two steps without requests, so that other ranks do not time out
+)
+SHUTTING_DOWN = "the server is shutting down."
+Event = tuple[int, GeneratedToken] | RefusedRequest
+
+
+class TextJob:
+    """The requests of one client. Used by one thread, and closed at the end.
+
+    prompt_scores  of each request that asks for them, there before its first token is
+    """
+
+    def __init__(self, loop: "GenerationLoop", requests: Sequence[GenerationRequest]):
+        self.requests = tuple(requests)
+        self.prompt_scores: dict[int, list] = {}
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._loop = loop
+        self._open = set(range(len(requests)))
+
+    def __enter__(self) -> "TextJob":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for index in sorted(self._open):
+            self.cancel(index)
+
+    def tokens(
+        self, is_gone: Callable[[], bool]
+    ) -> Iterator[tuple[int, GeneratedToken]]:
+        """(number of the request, token) in the order in which they come, until all requests are complete.
+
+        is_gone: whether the client has left, which ends the job. Raises RefusedRequest where the generator
+        fails.
+        """
+        while self._open:
+            try:
+                event = self.events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if is_gone():
+                    return
+                continue
+            if isinstance(event, RefusedRequest):
+                raise event
+            index, token = event
+            if index not in self._open:  # cancelled while this token was on its way
+                continue
+            if token.finish is not None:
+                self._open.discard(index)
+            yield index, token
+
+    def cancel(self, index: int) -> None:
+        """End a request; it yields no further token."""
+        if index in self._open:
+            self._open.discard(index)
+            self._loop.cancel(self, index)
+
+
+class GenerationLoop:
+    """most: requests that may be unfinished at a time; more are refused.
+
+    is_stopping: whether a stop is requested. Then no request is taken, and those that there are complete.
+    """
+
+    def __init__(
+        self, generator: Generator, most: int, is_stopping: Callable[[], bool]
+    ):
+        self._generator = generator
+        self._most = most
+        self._is_stopping = is_stopping
+        self._changed = threading.Condition()
+        # All of these are read and written under the lock.
+        self._new: deque[tuple[TextJob, int]] = deque()
+        self._cancelled: list[tuple[TextJob, int]] = []
+        self._unfinished: set[tuple[TextJob, int]] = set()
+        self._refusal: RefusedRequest | None = None
+        # Requests of the generator by its numbers; of the thread of `run` alone.
+        self._running: dict[int, tuple[TextJob, int]] = {}
+        self._unscored: set[int] = (
+            set()
+        )  # those of which no token has come, and the scores of a prompt are due
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> TextJob:
+        """Start the requests. Raises RefusedRequest where there are too many, or the loop has ended."""
+        job = TextJob(self, requests)
+        parts = [(job, index) for index in range(len(requests))]
+        self.require_open()
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal
+            if len(self._unfinished) + len(parts) > self._most:
+                raise self._too_many(len(parts))
+            self._unfinished.update(parts)
+            self._new.extend(parts)
+            self._changed.notify()
+        return job
+
+    def require_open(self) -> None:
+        """Raises RefusedRequest where requests are no longer taken."""
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal
+        if self._is_stopping():
+            raise closing(SHUTTING_DOWN)
+
+    def _too_many(self, count: int) -> RefusedRequest:
+        if count > self._most:
+            return RefusedRequest(
+                f"the request asks for {count} texts at once, and this server takes {self._most} (--max-requests). "
+                "Ask for fewer."
+            )
+        return RefusedRequest(
+            f"{len(self._unfinished)} texts are being generated or wait, and this server takes {self._most} at a "
+            "time (--max-requests). Try again later.",
+            status=BUSY,
+            headers={"Retry-After": "1"},
+        )
+
+    def cancel(self, job: TextJob, index: int) -> None:
+        """End one request of a job."""
+        with self._changed:
+            if (job, index) in self._unfinished:
+                self._cancelled.append((job, index))
+                self._changed.notify()
+
+    def run(self) -> None:
+        """Generate until a stop is requested and no request is left. Errors of the generator are raised, after all
+        jobs have them."""
+        try:
+            while self._wait():
+                self._drop_cancelled()
+                self._add_new()
+                for number, token in self._generator.step():
+                    self._deliver(number, token)
+            reason = closing(SHUTTING_DOWN)
+        except BaseException as error:
+            text = f"generation failed, and the server ends: {error or type(error).__name__}"
+            reason = RefusedRequest(text, status=BROKEN, code="generation_failed")
+            raise
+        finally:
+            self._refuse(reason)
+
+    def _wait(self) -> bool:
+        """Wait for work, at most IDLE_SECONDS; returns False once none is left after a stop request."""
+        waited = 0.0
+        with self._changed:
+            while not self._unfinished:
+                if self._is_stopping():
+                    self._refusal = closing(SHUTTING_DOWN)
+                    return False
+                if waited >= IDLE_SECONDS:
+                    break
+                self._changed.wait(POLL_SECONDS)
+                waited += POLL_SECONDS
+        return True
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone = set(self._cancelled)
+            self._cancelled.clear()
+            self._new = deque(part for part in self._new if part not in gone)
+            self._unfinished -= gone
+        for number, part in list(self._running.items()):
+            if part in gone:
+                del self._running[number]
+                self._unscored.discard(number)
+                self._generator.cancel(number)
+
+    def _add_new(self) -> None:
+        with self._changed:
+            parts = list(self._new)
+            self._new.clear()
+        for job, index in parts:
+            try:
+                number = self._generator.add(job.requests[index])
+            except ConfigError as error:  # this request alone is wrong
+                job.events.put(RefusedRequest(str(error)))
+                self._finish((job, index))
+                continue
+            self._running[number] = (job, index)
+            if job.requests[index].scores_prompt:
+                self._unscored.add(number)
+
+    def _deliver(self, number: int, token: GeneratedToken) -> None:
+        part = self._running.get(number)
+        if part is None:
+            return
+        job, index = part
+        if number in self._unscored:
+            self._unscored.discard(number)
+            job.prompt_scores[index] = self._prompt_scores(number, job.requests[index])
+        job.events.put((index, token))
+        if token.finish is not None:
+            del self._running[number]
+            self._finish(part)
+
+    def _prompt_scores(
+        self, number: int, request: GenerationRequest
+    ) -> list[GeneratedToken]:
+        """The scores of a prompt. The generator has none of a single token, which nothing comes before."""
+        if len(request.tokens) == 1:
+            return [GeneratedToken(request.tokens[0])]
+        return self._generator.prompt_scores(number)
+
+    def _finish(self, part: tuple[TextJob, int]) -> None:
+        with self._changed:
+            self._unfinished.discard(part)
+
+    def _refuse(self, reason: RefusedRequest) -> None:
+        """Give all jobs the reason for which there will be no further token."""
+        with self._changed:
+            self._refusal = reason
+            jobs = {job for job, _ in self._unfinished}
+            self._unfinished.clear()
+        for job in jobs:
+            job.events.put(reason)

@@ -1,0 +1,353 @@
+"""`HttpService`: the HTTP server. A thread of each connection reads requests, waits for their tokens, and answers.
+
+What a client may cost is bounded: connections at a time, the size of a body, the seconds until a request has
+arrived, and those until a part of an answer has left. The generator waits for none of this.
+"""
+
+import io
+import json
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from ...console import shortened
+from ...errors import ConfigError
+from ...version import __version__
+from .continuation import grow
+from .refused_request import BROKEN, RefusedRequest
+from .request_fields import read_json
+from .routes import ENDPOINTS, JSON_TYPE, PAGES, Reply, Serving
+
+MOST_CONNECTIONS = 512
+MOST_BODY = 16 << 20  # bytes
+ARRIVAL_SECONDS = (
+    60.0  # from the answer before, or from the connection, to the whole request
+)
+SEND_SECONDS = 30.0  # of one write
+POLL_SECONDS = 0.1  # between two looks at whether to end
+logger = logging.getLogger(__name__)
+
+
+class HttpService(ThreadingHTTPServer):
+    """Bound to an address when it is made, and answering after `start`.
+
+    Raises ConfigError where the address cannot be bound.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    serving: Serving
+
+    def __init__(self, host: str, port: int):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._answers = 0
+        self._changed = threading.Condition()
+        super().__init__((host, port), Handler, bind_and_activate=False)
+        try:
+            self.server_bind()
+        except OSError as error:
+            self.server_close()
+            raise ConfigError(
+                f"--host {host} --port {port} cannot be used: {error.strerror or error}. Choose an address of this "
+                "machine, and a free port; --port 0 takes any."
+            ) from None
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server, as HTTPServer would."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the service."""
+        host = self.server_name
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self.server_port}"
+
+    def start(self, serving: Serving) -> None:
+        """Answer requests in threads, until `finish`."""
+        self.serving = serving
+        self.server_activate()
+        threading.Thread(
+            target=self.serve_forever, args=(POLL_SECONDS,), daemon=True
+        ).start()
+
+    def finish(self, seconds: float) -> None:
+        """Take no further connection, and wait until answers under way have been sent."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._answers and time.monotonic() < deadline:
+                self._changed.wait(max(deadline - time.monotonic(), 0))
+        self.shutdown()
+        self.server_close()
+
+    def answering(self) -> "_Answering":
+        """A context in which an answer is under way."""
+        return _Answering(self)
+
+    def count(self, change: int) -> None:
+        """Count answers under way."""
+        with self._changed:
+            self._answers += change
+            self._changed.notify_all()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection; without room for it, refuse it."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        request.setblocking(False)
+        try:
+            request.send(_TOO_MANY)
+        except OSError:
+            pass  # the client has left
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle a connection, and make room for another."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a defect. Clients that leave or stall are none; they are handled where they are noticed."""
+        logger.exception("a connection of %s failed", client_address)
+
+
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
+
+
+class _Answering:
+    def __init__(self, service: HttpService):
+        self._service = service
+
+    def __enter__(self) -> None:
+        self._service.count(1)
+
+    def __exit__(self, *error: object) -> None:
+        self._service.count(-1)
+
+
+class _TimedInput(io.RawIOBase):
+    """Reads of a connection, all before one deadline: a client that sends a byte now and then is cut off, too."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self.deadline = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(SEND_SECONDS)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The requests of one connection, one after the other."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = f"megatron_ds/{__version__}"
+    sys_version = ""
+    server: HttpService
+
+    def setup(self) -> None:
+        """Read with a deadline, and write with a timeout."""
+        super().setup()
+        self._input = _TimedInput(self.connection)
+        self.rfile = io.BufferedReader(self._input)
+        self.connection.settimeout(SEND_SECONDS)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._has_begun = False
+
+    def handle_one_request(self) -> None:
+        """Read and answer a request. A client that leaves or stalls ends the connection alone."""
+        self._input.deadline = time.monotonic() + ARRIVAL_SECONDS
+        self._has_begun = False
+        try:
+            super().handle_one_request()
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log at the level of debugging, one line."""
+        logger.debug("%s %s", self.address_string(), shortened(format % args))
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Refuse what is not HTTP, or has a method without a function here."""
+        self.close_connection = True
+        self._refuse(RefusedRequest(message or HTTPStatus(code).phrase, status=code))
+
+    def _answer(self) -> None:
+        """Answer by the table of routes."""
+        path = self.path.partition("?")[0]
+        with self.server.answering():
+            try:
+                body = self._body()
+                self._route(path, body)
+            except RefusedRequest as refusal:
+                self._refuse(refusal)
+            except (ConnectionError, TimeoutError):
+                raise
+            except Exception as error:  # a defect: the server goes on, and logs it
+                logger.exception("%s %s failed", self.command, path)
+                text = f"{type(error).__name__}: {error}"
+                self._refuse(RefusedRequest(text, status=BROKEN))
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_PATCH = _answer
+
+    def _route(self, path: str, body: bytes) -> None:
+        methods = {method for method, known in (*PAGES, *ENDPOINTS) if known == path}
+        method = "GET" if self.command == "HEAD" else self.command
+        if not methods:
+            raise RefusedRequest(
+                f"there is nothing at {path[:200]}. Known: {', '.join(sorted({p for _, p in ENDPOINTS}))}.",
+                status=404,
+            )
+        if method not in methods:
+            raise RefusedRequest(
+                f"{path} takes {' or '.join(sorted(methods))}, not {self.command}.",
+                status=405,
+                headers={"Allow": ", ".join(sorted(methods))},
+            )
+        serving = self.server.serving
+        if (method, path) in PAGES:
+            kind, content_of = PAGES[method, path]
+            self._send(200, kind, content_of(serving))
+            return
+        self._generate(ENDPOINTS[method, path](read_json(body), serving.model))
+
+    def _body(self) -> bytes:
+        """The bytes of the body. Raises RefusedRequest; what is not read closes the connection."""
+        keeps = self.close_connection
+        self.close_connection = True
+        if "Transfer-Encoding" in self.headers:
+            raise RefusedRequest(
+                "Transfer-Encoding is not supported; send a Content-Length.",
+                status=411,
+            )
+        text = self.headers.get("Content-Length", "0").strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise RefusedRequest(f"Content-Length {text[:40]!r} is not a number.")
+        if int(text) > MOST_BODY:
+            raise RefusedRequest(
+                f"the body has {int(text):,} bytes; at most {MOST_BODY:,} are read.",
+                status=413,
+            )
+        body = self.rfile.read(int(text))
+        if len(body) < int(text):
+            raise ConnectionError("the client left before its request was complete")
+        self.close_connection = keeps
+        return body
+
+    def _generate(self, reply: Reply) -> None:
+        """Generate, and send the answer whole or as it comes."""
+        requests = [part.request for part in reply.parts]
+        with self.server.serving.loop.submit(requests) as job:
+            grown = grow(job, [part.text for part in reply.parts], self._is_gone)
+            if reply.streams:
+                self._stream(reply, grown)
+                return
+            for _ in grown:
+                pass
+        if not self._is_gone():
+            self._send_json(200, reply.whole())
+
+    def _stream(self, reply: Any, grown: Iterator[int]) -> None:
+        """Server-sent events, one JSON object each; behind the first, an error is an event, too."""
+        self._begin(200, "text/event-stream", {"Cache-Control": "no-store"})
+        if self.request_version == "HTTP/1.0":
+            self.close_connection = True
+        try:
+            for chunk in reply.opening():
+                self._event(chunk)
+            for index in grown:
+                for chunk in reply.chunk(index):
+                    self._event(chunk)
+            for chunk in reply.ending():
+                self._event(chunk)
+        except RefusedRequest as refusal:
+            self._event(refusal.as_json())
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+
+    def _event(self, content: Mapping[str, Any]) -> None:
+        self._chunk(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+    def _chunk(self, data: bytes) -> None:
+        """A part of an answer of unknown length; an empty one ends it. HTTP/1.0 ends it with the connection."""
+        if self.request_version != "HTTP/1.0":
+            data = b"%x\r\n%s\r\n" % (len(data), data)
+        self.wfile.write(data)
+
+    def _refuse(self, refusal: RefusedRequest) -> None:
+        """Answer with an error, unless an answer has begun."""
+        if self._has_begun:
+            self.close_connection = True
+            return
+        self._send_json(refusal.status, refusal.as_json(), refusal.headers)
+
+    def _send_json(
+        self, status: int, content: Any, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._send(status, JSON_TYPE, json.dumps(content).encode() + b"\n", headers)
+
+    def _send(
+        self,
+        status: int,
+        kind: str,
+        content: bytes,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """A whole answer."""
+        self._begin(
+            status, kind, {"Content-Length": str(len(content)), **(headers or {})}
+        )
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _begin(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+        self._has_begun = True
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in headers and self.request_version != "HTTP/1.0":
+            self.send_header("Transfer-Encoding", "chunked")
+        if self.close_connection and "Connection" not in headers:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def _is_gone(self) -> bool:
+        """Whether the client has closed its connection. One that sends a next request has not."""
+        connection = self.connection
+        try:
+            connection.setblocking(False)
+            return not connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            connection.settimeout(SEND_SECONDS)

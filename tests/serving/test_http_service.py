@@ -1,0 +1,270 @@
+"""Clients that misbehave cost the server nothing, and its errors and its end are answers, too."""
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from megatron_ds.errors import CommunicationError, ConfigError
+from megatron_ds.extensions.serving import http_service
+from megatron_ds.extensions.serving.http_service import HttpService
+from tests.harness.request_fuzz import fuzz
+from tests.harness.toy_generator import ToyGenerator, serving
+
+pytestmark = pytest.mark.threads
+
+PATH = "/v1/completions"
+LONG = {"prompt": "a", "max_tokens": 50, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving() as running:
+        yield running
+
+
+def until(condition):
+    """Wait for a condition of another thread."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def raw(served, data):
+    """All that the server sends for some bytes, up to the end of the connection."""
+    with socket.create_connection(served.address, timeout=60) as client:
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := client.recv(1 << 16):
+            found += part
+    return found
+
+
+def test_random_requests_break_nothing(served, caplog):
+    before = served.complete(prompt="as before", max_tokens=9, temperature=0)
+    with caplog.at_level(logging.WARNING):
+        found = fuzz(served.address, 400, seed=1)
+    assert not caplog.records
+    assert found.keys() <= {
+        *("left", "closed", "odd", "100"),
+        *("200", "400", "404", "405", "408", "411", "413", "414", "431", "501", "505"),
+    }
+    assert found["200"] > 40 and found["400"] > 100
+    after = served.complete(prompt="as before", max_tokens=9, temperature=0)
+    assert after["choices"] == before["choices"]
+    until(lambda: not served.generator.running)
+
+
+@pytest.mark.parametrize(
+    "data, status, words",
+    [
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\n{a}",
+            400,
+            "not JSON",
+        ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n[]",
+            400,
+            "a JSON list",
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400, "number"),
+        (b"POST /api HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "at most"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            411,
+            "a Content-Length",
+        ),
+        (b"GET /v1/completions HTTP/1.1\r\n\r\n", 405, "takes POST"),
+        (b"POST /v1/embeddings HTTP/1.1\r\n\r\n", 404, "/v1/completions"),
+        (b"BREW /api HTTP/1.1\r\n\r\n", 501, "BREW"),
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * 70000 + b"\r\n\r\n", 431, "Line too long"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_answered_in_json(served, data, status, words):
+    head, _, content = raw(served, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    error = json.loads(content)
+    assert words in error["error"]["message"] == error["message"]
+
+
+def test_a_connection_serves_several_requests(served):
+    connection = http.client.HTTPConnection(*served.address, timeout=60)
+    for body in ({"prompt": "a", "max_tokens": 2}, {"prompt": 1}, LONG):
+        connection.request("POST", PATH, json.dumps(body))
+        answer = connection.getresponse()
+        assert answer.status == (400 if body["prompt"] == 1 else 200)
+        answer.read()
+    connection.close()
+
+
+def test_a_body_is_read_before_an_error_so_that_a_connection_goes_on(served):
+    connection = http.client.HTTPConnection(*served.address, timeout=60)
+    for path, status in (("/absent", 404), (PATH, 200)):
+        connection.request("POST", path, json.dumps(LONG))
+        answer = connection.getresponse()
+        assert answer.status == status
+        answer.read()
+    connection.close()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_ends_its_texts(streams):
+    with serving() as served:
+        served.generator.gate.clear()
+        body = json.dumps({**LONG, "n": 3, "stream": streams}).encode()
+        with socket.create_connection(served.address) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n"
+            client.sendall(head % len(body) + body)
+            until(lambda: len(served.generator.running) == 3)
+        until(lambda: not served.generator.running)
+        assert sorted(served.generator.cancelled) == [0, 1, 2]
+
+
+def test_a_client_that_does_not_read_delays_no_other(served):
+    body = json.dumps(
+        {"prompt": "b" * 20, "echo": True, "logprobs": 20, "max_tokens": 40, "n": 32}
+    ).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.connect(served.address)
+        idle.sendall(head % len(body) + body)
+        for _ in range(3):
+            assert served.complete(prompt="a", max_tokens=3)["choices"]
+
+
+def test_a_request_that_does_not_arrive_is_given_up(served, monkeypatch):
+    monkeypatch.setattr(http_service, "ARRIVAL_SECONDS", 0.3)
+    with socket.create_connection(served.address, timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
+        assert client.recv(100) == b""
+
+
+def test_more_texts_than_there_is_room_for_are_refused_until_there_is():
+    with serving(most=4) as served:
+        served.generator.gate.clear()
+        done = []
+        first = threading.Thread(
+            target=lambda: done.append(served.complete(**LONG, n=3))
+        )
+        first.start()
+        until(lambda: len(served.generator.running) == 3)
+        status, content, headers = served.ask("POST", PATH, {**LONG, "n": 2})
+        assert status == 429 and headers["Retry-After"] == "1"
+        assert content["error"]["type"] == "rate_limit_error"
+        served.generator.gate.set()
+        first.join(60)
+        assert len(done[0]["choices"]) == 3
+        assert served.complete(**LONG, n=2)["choices"]
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr(http_service, "MOST_CONNECTIONS", 2)
+    with serving() as served:
+        held = [socket.create_connection(served.address) for _ in range(2)]
+        with socket.create_connection(served.address, timeout=60) as third:
+            assert third.recv(100).startswith(b"HTTP/1.1 503 ")
+        for each in held:
+            each.close()
+
+        def answers():
+            try:
+                return served.ask("GET", "/v1/models")[0] == 200
+            except (OSError, http.client.HTTPException, KeyError):
+                return False
+
+        until(answers)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_error_of_the_generator_reaches_all_clients_and_ends_the_loop(streams):
+    with serving() as served:
+        served.generator.gate.clear()
+        found = []
+        ask = lambda: found.append(
+            served.ask("POST", PATH, {**LONG, "stream": streams})
+        )
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(served.generator.running) == 3)
+        failure = CommunicationError("rank 1 exited")
+        served.generator.failure = failure
+        for thread in threads:
+            thread.join(60)
+        for status, content, _ in found:
+            text = content if streams else json.dumps(content)
+            assert status == (200 if streams else 500)
+            assert "generation failed" in text and "rank 1 exited" in text
+        until(lambda: served.error is failure)
+        status, content, _ = served.ask("POST", PATH, LONG)
+        assert status == 500 and "rank 1 exited" in content["message"]
+        assert served.ask("GET", "/health")[0] == 500
+
+
+def test_a_stop_request_finishes_the_texts_under_way_and_takes_no_more():
+    with serving() as served:
+        served.generator.gate.clear()
+        done = []
+        first = threading.Thread(target=lambda: done.append(served.complete(**LONG)))
+        first.start()
+        until(lambda: served.generator.running)
+        served.stop.set()
+        status, content, headers = served.ask("POST", PATH, LONG)
+        assert status == 503 and "shutting down" in content["error"]["message"]
+        assert headers["Retry-After"] and headers["Connection"] == "close"
+        assert served.ask("GET", "/health")[0] == 503
+        served.generator.gate.set()
+        first.join(60)
+        assert done[0]["usage"]["completion_tokens"] == 50
+
+
+def test_an_idle_server_steps_now_and_then_so_that_other_ranks_do_not_time_out(
+    monkeypatch,
+):
+    from megatron_ds.extensions.serving import generation_loop
+
+    monkeypatch.setattr(generation_loop, "IDLE_SECONDS", 0.0)
+    steps = []
+
+    class Counting(ToyGenerator):
+        def step(self):
+            steps.append(len(self.running))
+            return super().step()
+
+    with serving(Counting(pause=0.01)):
+        until(lambda: len(steps) > 2)
+
+
+def test_an_address_that_is_taken_is_an_error():
+    with HttpService("127.0.0.1", 0) as first:
+        first.server_activate()
+        port = first.server_port
+        with pytest.raises(ConfigError, match=f"--port {port} cannot be used"):
+            HttpService("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="--host nowhere.invalid"):
+        HttpService("nowhere.invalid", 0)
+
+
+def test_the_page_has_no_references_and_escapes_the_name():
+    from dataclasses import replace
+
+    from megatron_ds.extensions.serving.try_page import page
+
+    with serving() as served:
+        status, content, _ = served.ask("GET", "/")
+        assert status == 200 and 'value="chat"' in content
+        assert "http" not in content and " src=" not in content
+        named = page(replace(served.model, name="<b>", template=None)).decode()
+        assert (
+            "&lt;b&gt;" in named
+            and "<b>" not in named
+            and "chat" not in named.split("<script>")[0].replace("/v1/chat", "")
+        )

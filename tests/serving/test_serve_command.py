@@ -1,0 +1,68 @@
+"""`megatron-ds serve` of a trained checkpoint: it answers, and a signal ends it well."""
+
+import json
+import re
+import signal
+import subprocess
+import urllib.request
+
+import pytest
+
+from tests.harness.pretraining import MOCK, run_pretrain, train
+from tests.harness.warm import warm_python
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "small"
+    train(1, [*MOCK, "--save", folder])
+    return folder
+
+
+def test_a_checkpoint_is_served_until_a_signal(checkpoint):
+    words = ["serve", "--load", checkpoint, "--port", "0"]
+    command = [warm_python(), "-m", "megatron_ds", *map(str, words)]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = server.stdout.readline()
+        url = re.fullmatch(r"serving small at (http://127\.0\.0\.1:\d+)\n", line)[1]
+        body = {"prompt": "1 2 3", "max_tokens": 4, "temperature": 0, "logprobs": 0}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode()
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            (choice,) = json.load(answer)["choices"]
+        # Text after "1 2 3" begins with what separates the ids.
+        tokens = choice["logprobs"]["tokens"]
+        assert len(tokens) == 4 and choice["text"] == "".join(tokens)
+        assert choice["text"].startswith(" ")
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0, errors
+    assert "Traceback" not in errors and "stopped by SIGTERM" in errors
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ([], "with --load"),
+        (["--load", "absent"], "--load absent holds no checkpoint"),
+        (["--load", "x", "--port", "70000"], "a port is 0 to 65535"),
+        (["--load", "x", "--batch-size", "0"], "--batch-size 0: use 1 or more"),
+        (["--load", "x", "--max-requests", "-1"], "--max-requests -1: use 1"),
+    ],
+)
+def test_what_cannot_be_served_is_named(flags, error):
+    (ended,) = run_pretrain(1, flags, command="serve")
+    assert ended.code == 2 and error in ended.err
+
+
+def test_a_template_that_cannot_be_read_is_an_error(checkpoint):
+    flags = ["--load", checkpoint, "--port", 0, "--chat-template", "absent.jinja"]
+    (ended,) = run_pretrain(1, flags, command="serve")
+    assert ended.code == 2 and "absent.jinja cannot be read" in ended.err
