@@ -247,20 +247,13 @@ def _with_experts(
     output_std: float,
 ) -> MixtureOfExperts:
     dense = None
-    width = dense_width(config)
+    width = config.dense_width
     if width:
         part = "mlp" if config.mlp_type == "residual" else "shared_experts"
         dense = MLP(config, f"{name}.{part}", ctx, output_std=output_std, width=width)
     return MixtureOfExperts(
         config, experts, name, ctx, output_std=output_std, dense=dense
     )
-
-
-def dense_width(config: ModelConfig) -> int:
-    """Width of the feed-forward that all tokens of a layer with experts pass; 0 for none."""
-    if config.mlp_type == "residual":
-        return config.ffn_size
-    return config.moe_shared_expert_intermediate_size or 0
 
 
 class MLP(nn.Module):
@@ -350,7 +343,7 @@ def block_flops(
     keys_values = 2 * config.query_groups * config.head_dim
     projections = 6 * (h * (queries + keys_values) + queries * h)
     width = (
-        config.moe_router_topk * config.expert_ffn_size + dense_width(config)
+        config.moe_router_topk * config.expert_ffn_size + config.dense_width
         if experts
         else config.ffn_size
     )

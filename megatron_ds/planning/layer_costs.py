@@ -29,7 +29,6 @@ from ..batch.ledger import DISCARDING
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..models import MODELS, Layer
-from ..models.block import dense_width
 from ..mpu.agree import on_one_rank
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
@@ -360,7 +359,7 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             m.moe_router_topk,
             m.moe_expert_capacity_factor,
             m.moe_pad_expert_input_to_capacity,
-            dense_width(m),
+            m.dense_width,
             config.grid().ep,
         ],
         "dropout": [m.hidden_dropout, m.attention_dropout],

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ...config.options.model_options import ModelConfig
-from ...models.block import dense_width
 from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
 from ...mpu.context import ParallelContext
@@ -82,7 +81,7 @@ def adapted_channels(model: ModelConfig, experts: int, targets: Sequence[str]) -
     widths = [model.ffn_size]
     if experts:
         widths = [model.expert_ffn_size] * model.moe_router_topk
-        widths += [width for width in (dense_width(model),) if width]
+        widths += [width for width in (model.dense_width,) if width]
     total = 0
     for name in targets:
         if name in of_attention:

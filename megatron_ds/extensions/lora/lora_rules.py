@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from ...config.options.adapter_choice import FROZEN_BLOCK
 from ...config.options.model_options import ModelConfig
 from ...config.run import RunConfig
-from ...models.block import dense_width
 from .lora_targets import TARGETS
 
 
@@ -93,8 +92,8 @@ def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
         yield "linear_fc2", model.ffn_size // ranks
     if any(model.experts):
         yield "the linear_fc2 of experts", model.expert_ffn_size // ranks
-        if dense_width(model):
-            yield "the dense linear_fc2 beside experts", dense_width(model) // ranks
+        if model.dense_width:
+            yield "the dense linear_fc2 beside experts", model.dense_width // ranks
 
 
 LORA_RULES = (targets, dropout, frozen_weights)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...data.chat.conversation import Message, messages_of
-from .continuation import Continuation, Delta
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
 from .request_fields import IGNORED, RequestField, Values, read_fields
@@ -17,6 +16,7 @@ from .sampling_fields import (
     stops_of,
 )
 from .served_model import ServedModel
+from .served_text import Delta, ServedText
 from .served_tokens import chat_log_probs
 
 MOST_ALTERNATIVES = 20
@@ -121,5 +121,5 @@ def _parts_of(
             alternatives=(values["top_logprobs"] or 0) if values["logprobs"] else None,
         )
         yield ReplyPart(
-            request, Continuation(model.tokenizer, tokens, stops_of(values), most)
+            request, ServedText(model.tokenizer, tokens, stops_of(values), most)
         )
