@@ -65,8 +65,9 @@ def _layer_words(block: Mapping[str, Any]) -> Words:
 
     # One switch leaves out the biases of all linear layers, another those of attention.
     if block.get("use_bias_in_attn_linear") is False:
-        of_all = block.get("use_bias_in_mlp") is False
-        flag = "--disable-bias-linear" if of_all else "--disable-bias-in-attn-linear"
+        flag = "--disable-bias-in-attn-linear"
+        if block.get("use_bias_in_mlp") is False:
+            flag = "--disable-bias-linear"
         yield "use_bias_in_attn_linear", [flag]
 
 
@@ -74,9 +75,12 @@ def _norm_words(block: Mapping[str, Any]) -> Words:
     """The kind of norm, and its epsilon, whose key and default depend on the kind."""
     key = "layernorm_epsilon"
     default = 1e-5
-    has_own_bias = block.get("norm", "layernorm") == "layernorm"
-    if has_own_bias and block.get("use_bias_in_norms") is False:
-        yield "use_bias_in_norms", ["--disable-bias-in-norms"]
+    kind = block.get("norm", "layernorm")
+    if kind == "layernorm" and block.get("use_bias_in_norms") is False:
+        # RMSNorm has none in any case.
+        flag = "--disable-bias-in-norms"
+        words = [flag]
+        yield "use_bias_in_norms", words
     if block.get("norm") == "rmsnorm":
         yield "norm", ["--normalization", "RMSNorm"]
         key = "rms_norm_epsilon"
