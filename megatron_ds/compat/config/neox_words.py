@@ -76,11 +76,12 @@ def _norm_words(block: Mapping[str, Any]) -> Words:
     key = "layernorm_epsilon"
     default = 1e-5
     kind = block.get("norm", "layernorm")
-    has_bias = block.get("use_bias_in_norms", True)
-    if kind == "layernorm" and has_bias is False:
+    if kind == "layernorm" and block.get("use_bias_in_norms") is False:
+        # RMSNorm has none in any case.
         flag = "--disable-bias-in-norms"
-        yield "use_bias_in_norms", [flag]
-    if kind == "rmsnorm":
+        words = [flag]
+        yield "use_bias_in_norms", words
+    if block.get("norm") == "rmsnorm":
         yield "norm", ["--normalization", "RMSNorm"]
         key = "rms_norm_epsilon"
         default = 1e-8
