@@ -147,6 +147,7 @@ class SetMaker:
             return WholeParameters(
                 parameters, plan.layout, ranks, sharded, self.device, self.draw
             )
+        # In codes: those of frozen weights alone, or beside what an update writes.
         if plan.encoded:
             alone = plan.policy.parameter is None
             return EncodedParameters(
