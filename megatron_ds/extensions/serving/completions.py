@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .continuation import Continuation, Delta
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
 from .request_fields import RequestField, Values, is_integers, read_fields
@@ -16,6 +15,7 @@ from .sampling_fields import (
     stops_of,
 )
 from .served_model import ServedModel
+from .served_text import Delta, ServedText
 from .served_tokens import completion_log_probs
 
 MOST_ALTERNATIVES = 20
@@ -104,7 +104,7 @@ def _parts_of(
             alternatives=values["logprobs"],
             scores_prompt=values["echo"] and values["logprobs"] is not None,
         )
-        text = Continuation(model.tokenizer, tokens, stops_of(values), most)
+        text = ServedText(model.tokenizer, tokens, stops_of(values), most)
         if values["echo"]:
             text.echo(prompt if isinstance(prompt, str) else None)
         yield ReplyPart(request, text)

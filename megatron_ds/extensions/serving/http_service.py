@@ -19,10 +19,10 @@ from typing import Any
 from ...console import shortened
 from ...errors import ConfigError
 from ...version import __version__
-from .continuation import grow
 from .refused_request import BROKEN, RefusedRequest
 from .request_fields import read_json
 from .routes import ENDPOINTS, JSON_TYPE, PAGES, Reply, Serving
+from .served_text import grow
 
 MOST_CONNECTIONS = 512
 MOST_BODY = 16 << 20  # bytes

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..generation.requests import GeneratedToken, Sampling
-from .continuation import Continuation
 from .openai_reply import ReplyPart
 from .refused_request import RefusedRequest
 from .request_fields import IGNORED, RequestField, Values, read_fields
 from .sampling_fields import MOST_TOKENS, SEEDS
 from .served_model import ServedModel
+from .served_text import ServedText
 
 MOST_PROMPTS = 128
 NO_BEAMS = "Texts are sampled or greedy here: remove it, or set top_k to 1."
@@ -114,7 +114,7 @@ def _part(
         scores_prompt=values["logprobs"],
     )
     stops = [text for name, text in STOPS.items() if values[name]]
-    text = Continuation(model.tokenizer, tokens, stops, most)
+    text = ServedText(model.tokenizer, tokens, stops, most)
     text.echo(prompt)
     if not values["logprobs"]:
         text.add_prompt([GeneratedToken(token) for token in tokens])

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..generation.requests import GenerationRequest
-from .continuation import Continuation, Delta
 from .request_fields import Values
 from .sampling_fields import wants_usage
 from .served_model import ServedModel
+from .served_text import Delta, ServedText
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ class ReplyPart:
     """A request to the generator, and the text that comes of it."""
 
     request: GenerationRequest
-    text: Continuation
+    text: ServedText
 
 
 class OpenAIReply:

@@ -101,8 +101,8 @@ def page(model: ServedModel) -> bytes:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><link rel="icon" href="data:,"><style>{CSS}</style></head><body>
 <h1>{name}</h1>
-<p>Up to {model.max_length:,} tokens in a text; temperature 0 is greedy. Programs use the API: <code>/v1/completions</code>,
-<code>/v1/chat/completions</code>, <code>/v1/models</code>, <code>/api</code>.</p>
+<p>Up to {model.max_length:,} tokens in a text; temperature 0 is greedy. Programs use the API:
+<code>/v1/completions</code>, <code>/v1/chat/completions</code>, <code>/v1/models</code>, <code>/api</code>.</p>
 <form><label>Text<textarea name="prompt" rows="5" required autofocus></textarea></label>
 <fieldset><label>Kind<select name="kind">{kinds}</select></label>{inputs}</fieldset>
 <button id="start">Generate</button><button id="stop" type="button" disabled>Stop</button></form>

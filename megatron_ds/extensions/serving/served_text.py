@@ -1,4 +1,4 @@
-"""`Continuation`: the text of one request, which grows as its tokens come."""
+"""`ServedText`: the text of one request, which grows as its tokens come."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Delta(NamedTuple):
     finish: str | None
 
 
-class Continuation:
+class ServedText:
     """The text after a prompt, up to the first of `stops` or a stop token, which are not part of it.
 
     most    tokens that are kept; 0 for a prompt that is only scored
@@ -107,7 +107,7 @@ class Continuation:
 
 
 def grow(
-    job: TextJob, texts: Sequence[Continuation], is_gone: Callable[[], bool]
+    job: TextJob, texts: Sequence[ServedText], is_gone: Callable[[], bool]
 ) -> Iterator[int]:
     """Add the tokens of a job to its texts; the number of a text after each of its tokens.
 
