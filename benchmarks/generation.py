@@ -1,9 +1,9 @@
-"""Tokens per second of generated text in fp32 and bf16, one process.
+"""Tokens per second of generated text, one process, by dtype and number of texts at once.
 
     OMP_NUM_THREADS=2 python benchmarks/generation.py                   # workloads S and M, in turns
 
-The models have random weights; each turn continues a prompt greedily through the key-value cache, as
-tools/generate_text.py does. The median of the turns with its spread, and the ratio of adjacent turns.
+The models have random weights; each turn continues prompts greedily, as megatron-ds generate does. The median of the
+turns with its spread, and the ratios of adjacent turns to the first of them.
 """
 
 import argparse
@@ -18,15 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads import WORKLOADS, Workload
 from megatron_ds.config import parse
+from megatron_ds.extensions.generation.generator import Generator
+from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.host.allocator import set_allocator
-from megatron_ds.models import MODELS, build_stage
-from megatron_ds.models.generation import Ending, Sampling, generate
-from megatron_ds.mpu.context import ParallelContext
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.training.build import Replica, build_engine
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": [], "bf16": ["--bf16"]}
 
 
 def main() -> None:
@@ -35,6 +33,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["S", "M"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
+    parser.add_argument("--texts", nargs="+", type=int, default=[1, 8], help="at once")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompt")
     parser.add_argument(
         "--tokens", type=int, default=200, help="tokens to generate in a turn"
@@ -49,56 +49,47 @@ def main() -> None:
 
 def measure(workload: Workload, args: argparse.Namespace) -> None:
     """The lines of a workload."""
-    models = {name: model_of(workload, dtype) for name, dtype in DTYPES.items()}
-    speeds = {name: [] for name in DTYPES}
+    models = {name: model_of(workload, DTYPES[name]) for name in args.dtypes}
+    speeds = {(name, texts): [] for name in models for texts in args.texts}
     for _ in range(args.turns + 1):
-        for name, model in models.items():
-            speeds[name].append(tokens_per_second(model, workload, args))
-    for name in DTYPES:
-        speeds[name].pop(0)  # memory is allocated, kernels are made
-        median = statistics.median(speeds[name])
-        low = min(speeds[name])
-        high = max(speeds[name])
-        print(f"{workload.name} {name}: {median:.0f} tokens/s ({low:.0f}–{high:.0f})")
-    ratios = [bf16 / fp32 for fp32, bf16 in zip(*speeds.values(), strict=True)]
-    print(
-        f"{workload.name} bf16 / fp32: {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f}–{max(ratios):.2f})"
-    )
+        for name, texts in speeds:
+            speeds[name, texts].append(
+                tokens_per_second(models[name], workload, texts, args)
+            )
+    first = [*speeds.values()][0]
+    for (name, texts), found in speeds.items():
+        ratios = [here / there for here, there in zip(found, first, strict=True)][1:]
+        found = found[1:]  # memory is allocated, kernels are made
+        print(
+            f"{workload.name} {name} {texts:3d} texts: {statistics.median(found):.0f} tokens/s "
+            f"({min(found):.0f}–{max(found):.0f}), × {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}–{max(ratios):.2f})"
+        )
 
 
-def model_of(workload: Workload, dtype: torch.dtype) -> torch.nn.ModuleList:
-    """A whole GPT of that size."""
+def model_of(workload: Workload, flags: list[str]) -> Replica:
+    """A whole GPT of that size, without an optimizer."""
     w = workload
-    flags = (
+    given = (
         f"--num-layers {w.layers} --hidden-size {w.hidden} --num-attention-heads {w.heads} "
         f"--seq-length {w.seq} --max-position-embeddings {w.seq} --vocab-size {w.vocab} "
         "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
     )
-    config = parse(flags.split())
-    mesh = Mesh(Grid(), 0, lambda *_: None, torch.device("cpu"))
-    ctx = ParallelContext(mesh, dtype=dtype, device=mesh.device, seed=config.train.seed)
-    return build_stage(MODELS[config.model.model](config.model, ctx))
+    config = parse([*given.split(), *flags])
+    mesh = Mesh(config.grid(1), 0, lambda *_: None, torch.device("cpu"))
+    return build_engine(config, mesh, trains=False)
 
 
 def tokens_per_second(
-    model: torch.nn.ModuleList, workload: Workload, args: argparse.Namespace
+    model: Replica, workload: Workload, texts: int, args: argparse.Namespace
 ) -> float:
-    """Generated tokens per second of one turn; its time includes the prompt."""
-    prompt = [*range(1, args.prompt + 1)]
-    ending = Ending(args.tokens)
+    """Generated tokens per second of one turn; its time includes the prompts."""
+    prompt = tuple(range(1, args.prompt + 1))
+    request = GenerationRequest(prompt, Sampling(0.0), args.tokens)
     start = time.perf_counter()
-    # The most probable token each time.
-    made = generate(
-        model,
-        prompt,
-        ending=ending,
-        sampling=Sampling(0.0),
-        tp=solo(),
-        vocab_size=workload.vocab,
-    )
-    count = len([*made])
-    return count / (time.perf_counter() - start)
+    generator = Generator(model, requests=texts, length=args.prompt + args.tokens)
+    made = generator.run([request] * texts)
+    return sum(map(len, made)) / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -410,6 +410,8 @@ class CoreAttention(nn.Module):
     ) -> torch.Tensor:
         """q [1, b, n/t, d], k and v [length, b, g/t, d] → [1, b, n/t * d]: a token of each text that is
         generated."""
+        if self.is_simple and rows.is_alike:
+            return self.simple_attention(q, k, v)
         heads = self.heads(q)
         alibi = None
         if self.alibi_heads:

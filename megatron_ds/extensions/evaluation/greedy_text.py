@@ -1,12 +1,15 @@
-"""Greedy continuations by scores alone, so under any layout: each step scores one token behind every text.
+"""Greedy continuations of texts, by a generator.
 
-Each token costs a forward over the whole text, as there is no cache of keys and values.
+Under context parallelism no rank keeps the keys of whole texts. There each step scores one token behind every text,
+which costs a forward over the whole text for each token.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...data.tokenizers import Tokenizer
+from ..generation.continuation import TextGenerator, TextRequest
+from ..generation.requests import GenerationRequest, Sampling
 from .leading_rank import Score
 from .score_plan import ScoreRequest
 
@@ -24,7 +27,17 @@ def continue_greedily(
     score: Score, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: int
 ) -> list[str]:
     """The continuation of each prompt, which ends also at the end of a document, and after `max_length` tokens
-    in all. Calls `score` once for each token of the longest continuation."""
+    in all."""
+    if score.generates:
+        stops = frozenset([tokenizer.eod])
+        asked = []
+        for prompt in prompts:
+            request = GenerationRequest(
+                prompt.tokens, Sampling(0.0), prompt.max_new_tokens, stop_tokens=stops
+            )
+            asked.append(TextRequest(request, prompt.until))
+        found = score.with_generator(lambda g: TextGenerator(g, tokenizer).run(asked))
+        return [continuation.text for continuation in found]
     texts = [_Text(prompt, tokenizer, max_length) for prompt in prompts]
     while growing := [text for text in texts if not text.is_complete]:
         found = score([text.request for text in growing])

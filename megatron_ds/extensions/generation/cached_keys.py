@@ -23,6 +23,7 @@ class CachedKeys:
         self.rows = rows
         self.length = length
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+        self._flat: dict[str, tuple[Tensor, ...]] = {}  # the same, one place a row
 
     def place(self, row: int, position: int) -> int:
         """The number of a token's place among those of all rows."""
@@ -38,22 +39,20 @@ class CachedKeys:
     ) -> tuple[Tensor, Tensor]:
         """Write k and v [s, 1, g, d] of a layer to places [s]; return those of all rows, [rows + 1, length, g, d]."""
         if name not in self._layers:
-            shape = ((self.rows + 1) * self.length, *k.shape[2:])
             # Hidden values count 0 times, which must be numbers.
+            shape = (self.rows + 1, self.length, *k.shape[2:])
             self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
-        keys, values = self._layers[name]
+            self._flat[name] = tuple(t.flatten(0, 1) for t in self._layers[name])
+        keys, values = self._flat[name]
         keys.index_copy_(0, places, k[:, 0])
         values.index_copy_(0, places, v[:, 0])
-        shape = self.rows + 1, self.length
-        return keys.unflatten(0, shape), values.unflatten(0, shape)
+        return self._layers[name]
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` tokens of a row to another row."""
-        first = self.place(source, 0)
-        to = self.place(target, 0)
         for tensors in self._layers.values():
             for tensor in tensors:
-                tensor[to : to + count] = tensor[first : first + count]
+                tensor[target, :count] = tensor[source, :count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,4 +105,6 @@ class TextPast:
             for t in self.cached.write(name, k, v, self.places)
         )
         out = core.of_rows(q[:count].transpose(0, 1), keys, values, self.rows)
-        return F.pad(out.transpose(0, 1), (0, 0, 0, 0, 0, len(q) - count))
+        out = out.transpose(0, 1)
+        missing = len(q) - count
+        return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out

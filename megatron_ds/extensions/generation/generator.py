@@ -68,6 +68,7 @@ class Generator:
         # Blocks of keys are counted from the beginning of a row, so prompts of sparse attention stand alone.
         is_sparse = attention_layouts().block_length(config.model) > 1
         self._prompt_tokens = 0 if is_sparse else min(PROMPT_TOKENS, positions)
+        self._trains = any(p.requires_grad for p in engine.parameters)
         # Orders of the leader, and what it has for callers.
         self._numbers = itertools.count()
         self._added: deque[tuple[int, GenerationRequest]] = deque()
@@ -192,14 +193,16 @@ class Generator:
         all_reduce_(found, self._world)
         return found.cpu()
 
-    def _logits(self, portions: Sequence[BatchPart]) -> Tensor | None:
+    def _logits(self, parts: Sequence[BatchPart]) -> Tensor | None:
         """[r, Vp/t] of what is wanted of the micro-batches, on the ranks of the last stage; None elsewhere."""
         engine = self._engine
         multiple = engine.batches.part.parts
-        batches = [
-            make_batch(p, self._cached, multiple, engine.mesh.device) for p in portions
-        ]
-        outputs = _forward(engine, batches)
+        device = engine.mesh.device
+        # Tensors that later batches share with a training are made by prompts alone.
+        is_apart = not self._trains and not any(part.is_new for part in parts)
+        with torch.inference_mode(is_apart):
+            batches = [make_batch(p, self._cached, multiple, device) for p in parts]
+            outputs = _forward(engine, batches)
         return torch.cat([o.objective for o in outputs]) if outputs else None
 
     def _choose(self, logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
