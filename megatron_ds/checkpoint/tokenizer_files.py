@@ -33,7 +33,6 @@ OF_A_FOLDER = (
     MAP,
     CHAT,
     "added_tokens.json",
-    "chat_template.jinja",
     "vocab.json",
     "merges.txt",
     "vocab.txt",

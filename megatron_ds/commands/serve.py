@@ -7,7 +7,8 @@
 
 Endpoints: OpenAI's /v1/completions, /v1/chat/completions and /v1/models, Megatron's PUT /api, /health, and a page
 for browsers at /. --load takes the folder of a run (its --save), or of another program's checkpoint. All flags of a
-layout are those of training; the model and the tokenizer are the checkpoint's. There is no authentication: keep the
+layout are those of training, without any the layers are divided over all processes (--tensor-model-parallel-size);
+the model and the tokenizer are the checkpoint's. There is no authentication: keep the
 server on this machine, or behind a proxy that has some.
 """
 
@@ -17,8 +18,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments, StopRequest
 from megatron_ds.console import set_up_logging
 from megatron_ds.data.chat.template import ChatTemplate, find_template
@@ -29,6 +30,7 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
     load_model,
 )
 from megatron_ds.extensions.generation.generator import Generator
+from megatron_ds.extensions.generation.saved_flags import saved_flags
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.http_service import HttpService
 from megatron_ds.extensions.serving.routes import Serving
@@ -50,12 +52,13 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         launch = launching.read_launch(os.environ)
         level = logging.WARNING if launch.rank else logging.INFO
         set_up_logging(level, stream=sys.stderr)
-        config = evaluation_config(rest, launch)
+        flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
+        config = evaluation_config(flags, launch)
         # An address that is taken is an error before the model is loaded.
         service = None if launch.rank else HttpService(args.host, args.port)
     try:
         with joined(config, launch) as mesh:
-            model = load_model(config, mesh)
+            model = load_model(config, mesh, args.iteration)
             template = on_one_rank(
                 mesh.group("world"), lambda: template_of(model, args.chat_template)
             )
@@ -78,6 +81,8 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
+    add("--load", type=place_of, required=True, help="folder of a checkpoint")
+    add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
     # Where it listens, and under which name.
     add(
         "--host",
@@ -154,7 +159,7 @@ def served_model(
     """What endpoints know of the model."""
     config = model.engine.config
     return ServedModel(
-        args.served_name or Path(str(config.checkpoint.load)).resolve().name,
+        args.served_name or args.load.resolve().name,
         model.tokenizer,
         generator.max_length,
         config.model.vocab_size,
@@ -172,7 +177,7 @@ def serve(
     stop: StopRequest,
 ) -> None:
     """Answer requests until a signal; those under way are answered first. The other ranks follow."""
-    _ = model.turn_ends  # imports what renders templates, which takes seconds
+    _ = model.answer_ends  # imports what renders templates, which takes seconds
     loop = GenerationLoop(generator, most, lambda: stop.received is not None)
     service.start(Serving(model, loop))
     print(f"serving {model.name} at {service.url}", flush=True)

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint):
 @pytest.mark.parametrize(
     "flags, error",
     [
-        ([], "with --load"),
+        ([], "required: --load"),
         (["--load", "absent"], "--load absent holds no checkpoint"),
         (["--load", "x", "--port", "70000"], "a port is 0 to 65535"),
         (["--load", "x", "--batch-size", "0"], "--batch-size 0: use 1 or more"),

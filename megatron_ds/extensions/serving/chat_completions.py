@@ -110,6 +110,8 @@ def _parts_of(
     given = values["max_completion_tokens"] or values["max_tokens"]
     most = given or max(model.room(tokens), 1)
     seed = seed_of(values)
+    end_tokens, ends = model.answer_ends
+    stops = (*stops_of(values), *ends)
     for number in range(values["n"]):
         request = model.request(
             "messages",
@@ -117,9 +119,7 @@ def _parts_of(
             sampling=sampling_of(values, seed + number),
             max_new_tokens=most,
             min_new_tokens=min(values["min_tokens"], most),
-            stop_tokens=stop_tokens_of(values, model.turn_ends),
+            stop_tokens=stop_tokens_of(values, end_tokens),
             alternatives=(values["top_logprobs"] or 0) if values["logprobs"] else None,
         )
-        yield ReplyPart(
-            request, ServedText(model.tokenizer, tokens, stops_of(values), most)
-        )
+        yield ReplyPart(request, ServedText(model.tokenizer, tokens, stops, most))

@@ -1,15 +1,15 @@
 """`ServedModel`: what endpoints need of a model to read a request: names, tokens, lengths."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ...data.chat.conversation import Message
-from ...data.chat.loss_masks import turn_end_of
 from ...data.chat.template import ChatTemplate, TemplateRefusal
 from ...data.tokenizers import Tokenizer
 from ...errors import MegatronDSError
+from ..generation.chat_turns import ChatTurns
 from ..generation.requests import GenerationRequest
 from .refused_request import RefusedRequest
 
@@ -75,20 +75,22 @@ class ServedModel:
             )
 
     def render(
-        self, messages: Sequence[Message], values: dict[str, Any]
+        self, messages: Sequence[Message], values: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """The tokens of a conversation with the opening of an answer. Raises RefusedRequest."""
+        """The tokens of a conversation with the beginning of an answer. values: names for the template. Raises
+        RefusedRequest."""
         if self.template is None:
             raise RefusedRequest(NO_TEMPLATE)
-        given = {**self.template.values, **values, "add_generation_prompt": True}
+        given = {**self.template.values, **values}
+        turns = ChatTurns(ChatTemplate(self.template.source, given), self.tokenizer)
         try:
-            text = ChatTemplate(self.template.source, given).render(messages)
+            return turns.prompt(messages)
         except TemplateRefusal as error:
             raise RefusedRequest(
                 f"the chat template does not take these messages: {error}", "messages"
             ) from None
-        # The template writes what begins a text.
-        return tuple(self._encoded(text, "messages"))
+        except MegatronDSError as error:
+            raise RefusedRequest(f"messages: {error}", "messages") from None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -96,13 +98,17 @@ class ServedModel:
         return frozenset((self.tokenizer.eod,))
 
     @cached_property
-    def turn_ends(self) -> frozenset[int]:
-        """Tokens that end an answer: those that end a text, and the one that the template writes behind it."""
-        special = getattr(self.tokenizer, "special_ids", frozenset())
-        if self.template is None or not special:
-            return self.end_tokens
-        end = self.tokenizer.encode(turn_end_of(self.template, self.tokenizer))
-        return self.end_tokens | (special & set(end[-1:]))
+    def answer_ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """Tokens that end an answer, and strings where the template ends it with no special token."""
+        if self.template is None:
+            return self.end_tokens, ()
+        turns = ChatTurns(self.template, self.tokenizer)
+        try:
+            return turns.stop_tokens, turns.stops
+        except (
+            TemplateRefusal
+        ):  # it takes other conversations than a question and an answer
+            return self.end_tokens, ()
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many tokens can follow these."""
