@@ -252,6 +252,7 @@ def _read_quant(value: Any, values: dict, problems: list[str]) -> None:
             f'init_inference: "quant" is {value!r}: write {{"weight": {{"num_bits": 8, "q_groups": 64}}}}.'
         )
         return
+    # What is asked for beside the weights, then the weights.
     weight = value.get("weight") or {}
     activation = value.get("activation") or {}
     if activation and activation.get("enabled", True):

@@ -121,11 +121,10 @@ def _plan_of_policy(
             for at, layer in model.named_modules()
             if isinstance(layer, kind)
         ]
-        found = [
-            row
-            for at, layer in layers
-            for row in _add_layer(plan, at, layer, tuple(n.strip(".") for n in names))
-        ]
+        found = []
+        ends = tuple(name.strip(".") for name in names)
+        for at, layer in layers:
+            found += _add_layer(plan, at, layer, ends)
         for name in names:
             if not any(_ends_with(row, name.strip(".")) for row in found):
                 raise ConfigError(
@@ -153,11 +152,9 @@ def _plan_of_patterns(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
 
 def _plan_of_names(model: nn.Module) -> dict[str, str]:
     plan: dict[str, str] = {}
-    rows = [
-        row
-        for at, layer in repeated_layers(model)
-        for row in _add_layer(plan, at, layer, ROWS)
-    ]
+    rows = []
+    for at, layer in repeated_layers(model):
+        rows += _add_layer(plan, at, layer, ROWS)
     if not rows:
         raise ConfigError(
             f"{type(model).__name__} has no tensor-parallel plan, and no repeated layer of it has a linear layer "
