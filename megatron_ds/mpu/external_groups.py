@@ -169,6 +169,28 @@ def join_world(mpu: Any = None) -> DataParallelWorld:
     return _of_functions(mpu)
 
 
+def tensor_parallel_group(size: int) -> Group:
+    """The group of this rank among tensor-parallel groups of `size`, made where there are none. Collective over
+    all ranks.
+
+    Raises ConfigError where `size` does not divide the ranks, or the mesh has groups of another size.
+    """
+    import torch.distributed as dist
+
+    if not model_parallel_is_initialized():
+        if not dist.is_initialized():
+            launching.start(launching.read_launch())
+            atexit.register(launching.stop)
+        initialize_model_parallel(tensor_model_parallel_size=size)
+    mesh = get_mesh()
+    if mesh.size("tp") != size:
+        raise ConfigError(
+            f"The mesh is {mesh.grid}, whose tensor-parallel groups are not of {size} ranks. Give its "
+            "size, or no mesh before."
+        )
+    return mesh.group("tp")
+
+
 def adopted_mpu() -> Any | None:
     """The object with DeepSpeed's functions that `join_world` was given last, None if there was none."""
     return _adopted.get("mpu")

@@ -36,11 +36,10 @@ USED = """accelerator.get_accelerator accelerator.real_accelerator.get_accelerat
     ops.adagrad.DeepSpeedCPUAdagrad compat.deepspeed.moe_layer.MoE moe.utils.is_moe_param
     moe.utils.split_params_into_different_moe_groups_for_optimizer comm.get_rank comm.comm.barrier
     sequence.layer.DistributedAttention checkpoint.utils.clone_tensors_for_torch_save OnDevice
+    init_inference InferenceEngine default_inference_config inference.engine.InferenceEngine
     utils.init_on_device.OnDevice runtime.config.DeepSpeedConfigError monitor.monitor.MonitorMaster"""
 ADVISED = """PipelineModule pipe.PipelineModule pipe.LayerSpec pipe.TiedLayerSpec PipelineEngine
-    init_inference
     runtime.pipe.module.PipelineModule runtime.pipe.topology.PipelineParallelGrid zero.MiCS_Init
-    InferenceEngine
     runtime.zero.mics.MiCS_Init ops.op_builder.CPUAdamBuilder compression.compress.init_compression
     module_inject.replace_policy.HFBertLayerPolicy tp_model_init
     inference.config.DeepSpeedInferenceConfig ops.transformer.DeepSpeedTransformerLayer"""
@@ -128,7 +127,6 @@ def test_the_page_lists_each_package_and_name_that_gives_advice():
         name
         for name in (
             "PipelineModule",
-            "init_inference",
             "PipelineParallelGrid",
             "tp_model_init",
         )

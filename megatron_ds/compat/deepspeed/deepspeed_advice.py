@@ -13,8 +13,9 @@ PIPELINE = (
 )
 SCHEDULE = "the schedules of this package are in megatron_ds.pipeline (docs/design/pipeline.md)."
 INFERENCE = (
-    "this package trains. Export the weights with engine.save_safetensors(folder) and load them "
-    "with transformers or an inference server."
+    "give init_inference its keys as a dict or as arguments (docs/use/inference_engine.md). For many "
+    "requests at a time, export the weights with engine.save_safetensors(folder) and load them into an "
+    "inference server."
 )
 HYBRID = "generate inside of `with engine.gathered_parameters():` with engine.module.generate(…)."
 COMPRESSION = "compression of models (quantization, pruning, distillation of layers) is not part of it."
@@ -69,7 +70,7 @@ SWAP = (
 ADVICE: Mapping[str, Mapping[str, str]] = {
     "": {
         "PipelineModule PipelineEngine DualPipeVModule DualPipeVEngine": PIPELINE,
-        "InferenceEngine DeepSpeedInferenceConfig init_inference default_inference_config": INFERENCE,
+        "DeepSpeedInferenceConfig": INFERENCE,
         "DeepSpeedHybridEngine": HYBRID,
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer "
         "revert_transformer_layer": KERNELS,

@@ -25,6 +25,7 @@ _ELASTICITY = "compat.deepspeed.elasticity:"
 _ENGINE = "compat.engine:"
 _OPTIMIZER = "compat.engine.engine_optimizer:"
 _LOADER = "compat.engine.engine_loader:"
+_INFERENCE = "compat.inference.inference_engine:"
 
 
 def _each(prefix: str, names: str) -> dict[str, str]:
@@ -112,6 +113,7 @@ SPARSE = _each(
     "compat.deepspeed.sparse_attention:", "SparseSelfAttention BertSparseSelfAttention"
 )
 SPARSE_UTILS = _each("compat.deepspeed.sparse_attention_utils:", "SparseAttentionUtils")
+INFERENCE = _each(_INFERENCE, "InferenceEngine init_inference default_inference_config")
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
@@ -122,6 +124,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
         **ENGINE,
         **CONFIG,
         **OPTIMIZER_NAMES,
+        **INFERENCE,
         "get_accelerator": _ACCELERATOR + "get_accelerator",
         "OnDevice": _FUNCTIONS + "OnDevice",
         **_each(_UTILS, "log_dist logger"),
@@ -134,6 +137,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedAccelerator": _ACCELERATOR + "Accelerator",
         **_each(_FUNCTIONS, "set_accelerator is_current_accelerator_supported"),
     },
+    "inference.engine": {"InferenceEngine": INFERENCE["InferenceEngine"]},
+    "inference": {"InferenceEngine": INFERENCE["InferenceEngine"]},
     "checkpoint": {"DeepSpeedCheckpoint": _CLASSES + "DeepSpeedCheckpoint"},
     "checkpoint.constants": _texts(
         "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "

@@ -1,0 +1,71 @@
+"""The comparison of a divided model with the whole one, on the small inputs that transformers' models have.
+
+A plan may miss something that only the model's code shows: a fused layer, a norm over all heads, a bias for each
+head. So the model computes its `dummy_inputs` (15 tokens) before and after it is divided, and a model whose
+results differ is refused. Modules without `dummy_inputs` are not compared.
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import CommunicationError, ConfigError
+
+# Largest difference by rounding, as a part of the largest result.
+BOUNDS = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+ADVICE = (
+    'Give injection_policy={LayerClass: names} for its layers, tensor_parallel={"tp_size": 1}, or use ZeRO stage '
+    "3 (docs/use/inference_engine.md)."
+)
+
+
+@torch.no_grad()
+def results_of(model: nn.Module) -> torch.Tensor | None:
+    """The first result of `model` for its dummy inputs, on the CPU; None if it has none."""
+    given = getattr(model, "dummy_inputs", None)
+    if not isinstance(given, Mapping):
+        return None
+    if getattr(model, "main_input_name", "input_ids") not in given:
+        raise ConfigError(
+            f"{type(model).__name__} is a model of transformers without small inputs ({model.main_input_name}), so "
+            'what it computes cannot be compared after its division. Give tensor_parallel={"tp_size": 1}.'
+        )
+    where = next(model.parameters()).device
+    inputs = {name: value.to(where) for name, value in given.items()}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs.setdefault("decoder_input_ids", inputs.get("input_ids"))
+    output = model(**inputs)
+    return output[0].float().cpu()
+
+
+def require_same_results(model: nn.Module, whole: torch.Tensor | None) -> None:
+    """Raises ConfigError unless the divided model has the results of the whole one. Collective."""
+    if whole is None:
+        return
+    kind = type(model).__name__
+    with _shapes_reported(kind):
+        found = results_of(model)
+    most = whole.abs().max()
+    difference = (found - whole).abs().max() / most.clamp(min=1e-30)
+    bound = BOUNDS[next(model.parameters()).dtype]
+    if not difference <= bound:
+        raise ConfigError(
+            f"{kind} computes something else after its layers were divided over tensor-parallel ranks: the "
+            f"results differ by {difference:.2g} of the largest one, and rounding explains {bound:g}. {ADVICE}"
+        )
+
+
+@contextmanager
+def _shapes_reported(kind: str) -> Any:
+    """Errors of a forward with divided layers, as a ConfigError."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{kind} cannot compute with layers divided over tensor-parallel ranks: {error}. {ADVICE}"
+        ) from error
