@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from ...config.options.adapter_choice import FROZEN_BLOCK
 from ...config.options.model_options import ModelConfig
 from ...config.run import RunConfig
-from ...models.block import dense_width
 from .lora_targets import TARGETS
 
 
@@ -89,12 +88,12 @@ def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
     """(layer, columns of its weight that a rank has), of the linear layers of a block."""
     yield "linear_qkv and linear_fc1", model.hidden_size
     yield "linear_proj", model.num_attention_heads * model.head_dim // ranks
-    if not all(model.experts):
+    if not all(model.experts) or model.mlp_type == "residual":
         yield "linear_fc2", model.ffn_size // ranks
     if any(model.experts):
         yield "the linear_fc2 of experts", model.expert_ffn_size // ranks
-        if dense_width(model):
-            yield "the dense linear_fc2 beside experts", dense_width(model) // ranks
+        if shared := model.moe_shared_expert_intermediate_size:
+            yield "the linear_fc2 of shared experts", shared // ranks
 
 
 LORA_RULES = (targets, dropout, frozen_weights)
