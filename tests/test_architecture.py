@@ -348,6 +348,9 @@ CACHES_WITH_TENSORS = {
     "batch.documents._foreign",
     "batch.documents._bias",
     "ops.gpu.flex_attention._of_batch",
+    # Weights are encoded and decoded in runs alone.
+    "ops.normal_float._borders",
+    "ops.normal_float._pairs",
     # Keyed by the device, which is "meta" in plans for GPUs.
     "ops.gpu.flex_attention._of_pattern",
     "ops.gpu.flex_attention._pattern_tiles",
