@@ -286,6 +286,7 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
         load_template(path, args.chat_template, {}),
         model.tokenizer,
     )
+    # The conversation grows by each line and its answer.
     texts = TextGenerator(generator, model.tokenizer)
     messages = []
     if args.system:
@@ -298,6 +299,7 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
             raise DataError(
                 f"the chat template refuses the messages: {error}."
             ) from None
+        # The answer appears while it is generated.
         request = request_of(args, tokens, turns.stop_tokens, generator.max_length)
         asked = TextRequest(request, (*turns.stops, *args.stop))
         answer = Continuation()

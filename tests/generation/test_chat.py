@@ -47,7 +47,7 @@ def test_earlier_lines_and_answers_are_part_of_the_prompt(
     tmp_path, monkeypatch, capsys
 ):
     template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE.replace("end", "'<end>'"))
+    template.write_text(TEMPLATE.replace("{{ end }}", "<end>"))
     given = ["--load", "x", "--chat", "--greedy", "--max-new-tokens", "6"]
     args, _ = generate_text.parse_arguments(
         [*given, "--chat-template", str(template), "--system", "s"]

@@ -87,7 +87,12 @@ def load_model(
     """
     world = mesh.group("world")
     start = find_start(as_given.checkpoint, world)
-    if iteration is not None and start.foreign is None:
+    if iteration is not None and start.foreign is not None:
+        raise ConfigError(
+            f"--iteration {iteration} chooses among the checkpoints of a run, and --load {as_given.checkpoint.load} is "
+            "another program's. Remove it."
+        )
+    if iteration is not None:
         run = on_one_rank(world, lambda: read_run(as_given.checkpoint.load, iteration))
         start = replace(start, step=iteration, run=run)
     config, tokenizer = on_all_ranks(world, lambda: with_tokenizer(as_given))

@@ -148,6 +148,7 @@ class Generator:
 
     def _advance(self, orders: Orders) -> list[Event]:
         """One step of all ranks, which have the same seating and get the same tokens."""
+        # Texts that are over leave, and others take their rows.
         seating = self._seating
         seating.follow(orders)
         mine = self._engine.mesh.samples.rank
@@ -156,6 +157,7 @@ class Generator:
                 if rank == mine:
                     self._cached.move(*move)
         new = seating.admit()
+        # Every rank knows the micro-batches of all, and so the order of what is found.
         stages = self._engine.mesh.size("pp")
         parts = [
             plan(texts, fresh, stages, self._prompt_tokens)
@@ -174,6 +176,7 @@ class Generator:
         """fp64 [r, 2 + 2n] on the CPU, rows of `choose` for what all data-parallel ranks pick, in order."""
         mesh = self._engine.mesh
         mine = mesh.samples.rank
+        # Where the numbers of this rank stand.
         counts = [len(of_rank) for of_rank in picked]
         picks = [[pick for _, pick in of_rank] for of_rank in picked]
         most = max(p.alternatives or 0 for of_rank in picks for p in of_rank)
@@ -214,12 +217,14 @@ class Generator:
         self, picked: Iterable[tuple[Text, Pick]], found: list[list[float]]
     ) -> list[Event]:
         """Add the tokens to their texts."""
+        # A token that was given is one of a prompt, any other is new.
         events = []
         for (text, pick), row in zip(picked, found, strict=True):
             if pick.given is None:
                 finish = text.add(int(row[0]))
                 events.append((text.number, _token(row, pick, finish)))
                 continue
+            # The first token of a prompt has no probability.
             first = GeneratedToken(text.request.tokens[0])
             scores = self._prompt_scores.setdefault(text.number, [first])
             scores.append(_token(row, pick))
