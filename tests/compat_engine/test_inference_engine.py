@@ -11,6 +11,7 @@ from megatron_ds.compat.inference import split_layers
 from megatron_ds.errors import CallError, CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from tests.harness.engine_runs import on_ranks
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 
@@ -288,3 +289,32 @@ def test_times_of_forwards_are_measured_when_asked_for():
     engine.profile_model_time()
     engine(IDS)
     assert len(engine.model_times()) == 1 and engine.model_times() == []
+
+
+# ------------------------------------------------------------------------------------ stage 3 without an optimizer
+@pytest.mark.threads
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_weights_that_ranks_share_generate_the_same_texts(device):
+    """ZeRO-Inference: each rank keeps a part of the weights, and layers gather theirs while they compute."""
+    plain = make("LlamaForCausalLM")
+    inputs = inputs_of(plain)
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+    tokens = plain.generate(IDS, **GREEDY)
+    zero = {"stage": 3, "offload_param": {"device": device}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+
+    def main(engine, rank):
+        engine.eval()
+        with torch.no_grad():
+            assert torch.equal(engine(**inputs).logits, expected)
+        assert torch.equal(engine.module.generate(IDS, **GREEDY), tokens)
+        kept = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in engine.module.parameters()
+        }
+        return sum(kept.values())
+
+    whole = sum(p.nbytes for p in plain.parameters())
+    for kept in on_ranks(2, main, lambda: make("LlamaForCausalLM"), config):
+        assert kept < 0.7 * whole
