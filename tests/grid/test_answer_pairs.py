@@ -5,9 +5,13 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.data.chat.mask_file import LossMasks
 from megatron_ds.data.text.indexed import IndexedDataset
 from megatron_ds.data.tokenizers.base import NullTokenizer
-from megatron_ds.extensions.preference.answer_pairs import PREFERENCE_DATA
+from megatron_ds.extensions.preference.answer_pairs import (
+    PREFERENCE_DATA,
+    PairDataset,
+)
 from megatron_ds.extensions.preference.reference_scores import score_pairs
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.answer_pairs import write_pairs
@@ -20,6 +24,7 @@ from tests.harness.layout_comparison import (
 )
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
+from tests.planning.test_rank_plan import check
 
 pytestmark = [pytest.mark.threads, pytest.mark.parts(4)]
 
@@ -117,3 +122,11 @@ def test_pairs_train_like_in_one_process(prefix, one_process, style, layout, mor
         )
     assert found.losses[0] == pytest.approx(np.log(2), rel=1e-5)
     assert found.losses[-1] != pytest.approx(np.log(2), rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["cp=2,pp=2", "tp=2,dp=2,zero=3"])
+def test_every_rank_sends_and_holds_what_was_planned(prefix, layout):
+    masks = LossMasks(IndexedDataset(prefix))
+    dataset = PairDataset(masks, range(PAIRS), SEQ_LENGTH, 100, 1)
+    dataset.reference.fill(-10.0)
+    check(flags("llama", LORA), layout, dataset)

@@ -115,7 +115,8 @@ def with_finetuning(config: RunConfig) -> RunConfig:
 
     A row of --dpo holds the two answers of a pair.
     """
-    if config.preference.is_on and "data.pack_documents" not in config.sources:
+    is_given = config.data.mock_data or "data.pack_documents" in config.sources
+    if config.preference.is_on and not is_given:
         return _derived(config, "data.pack_documents", True, "--dpo")
     if not config.data.sft:
         return config
