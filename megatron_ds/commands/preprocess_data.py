@@ -67,7 +67,8 @@ from megatron_ds.data.tokenizers.backend import BACKENDS
 from megatron_ds.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-CHAT_KEY = "chat"  # names the output of --chat, as a key of JSON lines does
+# Records of messages → the key that names their output, as a key of JSON lines does.
+CHAT_KEYS = {"chat": "chat", "preference": "preference"}
 CHAT_TOKENIZERS = ("HuggingFaceTokenizer", "HFTokenizer")
 TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
@@ -132,6 +133,13 @@ def make_parser() -> Arguments:
         help="each JSON line is a conversation: messages (OpenAI), conversations (ShareGPT), instruction and "
         "output (Alpaca), or prompt and completion. Writes PREFIX_chat_document, with a mask of the answers "
         "in PREFIX_chat_document.mask.bin, for training with --sft",
+    )
+    add(
+        "--preference",
+        action="store_true",
+        help="each JSON line is a pair of answers: prompt, chosen and rejected, texts or lists of messages; or chosen "
+        "and rejected alone, two conversations that begin alike. Writes PREFIX_preference_document with masks, for "
+        "training with --dpo",
     )
     add(
         "--chat-template",
@@ -282,37 +290,45 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_chat(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that do not go together with --chat. Sets the key that names the output."""
-    if not args.chat:
+    """Raises ConfigError for flags that do not go together with --chat or --preference. Sets the key that names the
+    output."""
+    given = [name for name in CHAT_KEYS if getattr(args, name)]
+    if len(given) > 1:
+        raise ConfigError(
+            "--chat and --preference read records of different formats. Give one of them."
+        )
+    if not given:
         alone = ("chat_template", "chat_template_kwargs")
         given = [name for name in alone if getattr(args, name) is not None]
         if given:
             flag = given[0].replace("_", "-")
             raise ConfigError(
-                f"--{flag} is about conversations, and without --chat records are texts: add --chat."
+                f"--{flag} is about conversations, and without --chat or --preference records are texts: add one of "
+                "them."
             )
         return
     if args.split_sentences or args.json_keys != ["text"]:
         raise ConfigError(
-            "--chat reads whole records: --split-sentences and --json-keys are about texts. Remove them."
+            f"--{given[0]} reads whole records: --split-sentences and --json-keys are about texts. Remove them."
         )
     if args.tokenizer_type not in CHAT_TOKENIZERS:
         raise ConfigError(
-            f"--chat with --tokenizer-type {args.tokenizer_type}: only {CHAT_TOKENIZERS[0]} has chat "
+            f"--{given[0]} with --tokenizer-type {args.tokenizer_type}: only {CHAT_TOKENIZERS[0]} has chat "
             "templates, special tokens and the place of each token in the text. Use it."
         )
-    args.json_keys = [CHAT_KEY]
+    args.json_keys = [CHAT_KEYS[given[0]]]
 
 
 def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
-    """The template of --chat. Raises ConfigError, and DataError if there is none."""
-    if not args.chat:
+    """The template of conversations. Raises ConfigError, and DataError if there is none."""
+    kind = next((name for name in CHAT_KEYS if getattr(args, name)), None)
+    if kind is None:
         return None
     # Conversations are JSON lines.
     for path in args.input:
         if is_plain_text(path) or path.endswith(TABLES):
             raise ConfigError(
-                f"--chat reads JSON lines, and {path} is a file of another kind. Convert it: one JSON "
+                f"--{kind} reads JSON lines, and {path} is a file of another kind. Convert it: one JSON "
                 "object with the conversation in each line."
             )
     values = {}
@@ -327,7 +343,9 @@ def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
             """instance '{"enable_thinking": false}'."""
         )
     if not args.tokenizer_model:
-        raise ConfigError("--chat needs --tokenizer-model, the tokenizer of the model.")
+        raise ConfigError(
+            f"--{kind} needs --tokenizer-model, the tokenizer of the model."
+        )
     return load_template(args.tokenizer_model, args.chat_template, values)
 
 
@@ -376,6 +394,7 @@ def run(args: argparse.Namespace) -> None:
         splitter(args),
         cut_of(args),
         chat_template_of(args),
+        args.preference,
     )
     task = partial(preprocess, args.input, args.output_prefix, make, options)
     # A bar needs a terminal; a log file gets lines.

@@ -193,6 +193,7 @@ def check(
         *TRAINING_RULES,
         *DATA_RULES,
         *(plugged("data rules") or ()),
+        *(plugged("preference rules") or ()),
         *(plugged("optimizer rules") or ()),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]

@@ -18,6 +18,7 @@ from .options.logging_options import LoggingConfig
 from .options.model_options import ModelConfig
 from .options.option import Option, options_of, plugged_options
 from .options.parallel_options import ParallelConfig, ZeroConfig
+from .options.preference_choice import Preference
 from .options.profiler_options import ProfilerConfig
 from .options.sample_choice import Curriculum, TokenDropping
 from .options.training_options import (
@@ -68,6 +69,9 @@ class RunConfig:
     )
     adapters: Adapters = field(
         default_factory=plugged_options("adapter options", Adapters)
+    )
+    preference: Preference = field(
+        default_factory=plugged_options("preference options", Preference)
     )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -2,6 +2,7 @@
 
     data_efficiency/   curricula over lengths and over samples, random-LTD
     onebit/            optimizers whose data-parallel ranks exchange one bit for each element
+    preference/        training on pairs of answers
     sparse_layouts/    DeepSpeed's layouts of sparse attention
 
 The core asks for their options, rules and registrations by name (`plugins.py`). A module of this wing may be

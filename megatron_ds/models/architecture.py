@@ -60,18 +60,30 @@ def gpt_loss(
     weight. Label smoothing applies to training alone. The logits are overwritten. Collective over tp.
     """
     smoothing = label_smoothing if batch.training else 0.0
-    labels = batch.labels.t()
-    losses = (
-        logits.cross_entropy(labels, vocab_size, smoothing)
-        if isinstance(logits, LogitsInChunks)
-        else vocab_parallel_cross_entropy(logits, labels, tp, vocab_size, smoothing)
-    )  # [s, b]
+    losses = token_losses(logits, batch, tp, vocab_size, smoothing)
     mask = batch.loss_mask.t().to(losses.dtype)
     total = (losses * mask).sum()
     tokens = batch.counted_tokens
     return Loss(
         total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens
     )
+
+
+def token_losses(
+    logits: torch.Tensor | LogitsInChunks,
+    batch: Batch,
+    tp: Group,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """logits [s, b, Vp / t] → the cross entropy of each token with its label, fp32 [s, b], the same on every rank.
+
+    The logits are overwritten. Collective over tp.
+    """
+    labels = batch.labels.t()
+    if isinstance(logits, LogitsInChunks):
+        return logits.cross_entropy(labels, vocab_size, label_smoothing)
+    return vocab_parallel_cross_entropy(logits, labels, tp, vocab_size, label_smoothing)
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ class StageRunner:
             list(modules),
             is_first=index == 0,
             is_last=last,
-            loss=loss_function(self.config, self.mesh.group("tp")) if last else None,
+            loss=loss_function(self.config, self.mesh) if last else None,
             per_token=self.config.train.calculate_per_token_loss,
         )
 

@@ -11,9 +11,9 @@ from ..config import RunConfig
 from ..config.options.adapter_choice import Adapters
 from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_token_drop
+from ..data.kind import DataKind
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Recompute, SequenceSlice
-from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..plugins import plugged
 from .training_length import planned_steps
@@ -114,8 +114,8 @@ def blank_batch(
     step: int | None = None,
 ) -> Batch:
     """A full micro-batch without values, for plans and timings. step: of token dropping, if any."""
-    data = MODELS[config.model.model].data
-    batch = data.blank(config.train.micro_batch_size, config.model.seq_length, device)
+    blank = data_kind(config).blank
+    batch = blank(config.train.micro_batch_size, config.model.seq_length, device)
     return batch.keeping(None if step is None else make_token_drop(config), step).cut(
         part
     )
@@ -134,11 +134,23 @@ def last_step(config: RunConfig) -> int:
     return max(0, planned_steps(config) - 1)
 
 
-def loss_function(config: RunConfig, tp: Group) -> Callable:
-    """The model's loss: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp."""
+def data_kind(config: RunConfig) -> DataKind:
+    """The kind of the data of a run: that of the model, or pairs of answers."""
+    if config.preference.is_on:
+        return plugged("preference data")
+    return MODELS[config.model.model].data
+
+
+def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
+    """The loss of a run: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp.
+
+    It is the model's, or that of pairs of answers, which is collective over cp, too.
+    """
+    if config.preference.is_on:
+        return plugged("preference loss")(config, mesh)
     return partial(
         MODELS[config.model.model].loss,
-        tp=tp,
+        tp=mesh.group("tp"),
         vocab_size=config.model.vocab_size,
         label_smoothing=config.train.label_smoothing,
         per_token=config.train.calculate_per_token_loss,

@@ -206,7 +206,7 @@ def _build_stage(
         modules,
         is_first=index == 0,
         is_last=is_last,
-        loss=loss_function(config, mesh.group("tp")) if is_last else None,
+        loss=loss_function(config, mesh) if is_last else None,
         hooks=hooks,
         per_token=config.train.calculate_per_token_loss,
     )

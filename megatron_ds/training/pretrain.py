@@ -45,8 +45,10 @@ from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
 from ..planning.dry_run import dry_run, names_its_world
 from ..planning.replica_plan import plan_replica
+from ..planning.run_model import data_kind
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
+from ..plugins import plugged
 from ..progress.ramps import Progress
 from .base_weights import (
     check_same_base,
@@ -222,6 +224,9 @@ def train(
             progress = of_others.load(
                 engine, foreign, all_pieces(engine), config.checkpoint
             )
+        if config.preference.is_on:
+            fill = plugged("reference scores")
+            description |= fill(engine, loaders, start, description, progress)
         tasks = evaluation_tasks(engine, tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
@@ -337,7 +342,7 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
 def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
     """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective."""
     config, tokenizer = with_tokenizer(config)
-    kind = MODELS[config.model.model].data
+    kind = data_kind(config)
     config = fit_default_split(config, wanted_samples(config), kind)
     datasets = build_datasets(
         config,

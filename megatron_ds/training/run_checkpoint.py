@@ -40,7 +40,6 @@ from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
 from ..launch_env import run_in
-from ..models import MODELS
 from ..models.model_identity import (
     MOE_FIELDS,
     model_identity,
@@ -50,6 +49,7 @@ from ..models.model_identity import (
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
+from ..planning.run_model import data_kind
 from ..progress.ramps import Progress
 from ..zero.settings import ZeroSettings
 from .build import Replica
@@ -266,7 +266,7 @@ def _data_identity(config: RunConfig) -> dict:
     identity |= config.curriculum.identity()
     if data.fim_data:
         identity["fill_in_the_middle"] = data.fill_in_the_middle
-    return identity | MODELS[config.model.model].data.identity(config)
+    return identity | data_kind(config).identity(config)
 
 
 def save_run(engine: Replica, progress: Progress, description: dict) -> bool:

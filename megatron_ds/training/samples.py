@@ -14,15 +14,16 @@ import torch
 from ..batch.batch import Batch
 from ..config import RunConfig
 from ..config.options.data_options import DataConfig
+from ..data.kind import Collator, Dataset
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
 from ..data.tokenizers.base import Tokenizer
-from ..models import MODELS
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
+from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
 from ..plugins import plugged
 from .trainer import Loaders
@@ -89,7 +90,7 @@ def build_loaders(
 ) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     data = config.data
-    collate = MODELS[config.model.model].data.collator(config, tokenizer)
+    collate = data_kind(config).collator(config, tokenizer)
     if mesh.rank == 0:
         warn_without_ends(data, datasets.train, tokenizer.eod)
     tp = mesh.group("tp")
@@ -148,6 +149,16 @@ class SharedReader:
             for name, form in forms.items()
         }
         return replace(frame, **tensors)
+
+    @property
+    def dataset(self) -> Dataset:
+        """The samples that are read, of this rank."""
+        return self.loader.dataset
+
+    @property
+    def collate(self) -> Collator:
+        """The function that makes batches of them."""
+        return self.loader.collate
 
     def indices(self, first: int, size: int) -> list[int]:
         """Return the indices of the loader, which every rank has. Not collective."""

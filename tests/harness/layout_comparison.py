@@ -30,6 +30,7 @@ from megatron_ds.data.samples.gpt_data import GPT_DATA
 from megatron_ds.data.samples.packing import PackedDataset, build_packs
 from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, LayoutError
+from megatron_ds.extensions.preference.answer_pairs import PairDataset
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
@@ -225,7 +226,7 @@ def open_loader(config: RunConfig, samples: Sequence, mesh: Mesh) -> Loader:
     dataset that is packed already is read as it is.
     """
     words = NullTokenizer(config.model.vocab_size - 1)
-    if isinstance(samples, PackedDataset):
+    if isinstance(samples, PackedDataset | PairDataset):
         dataset = samples
     elif MODELS[config.model.model].data is not GPT_DATA:
         dataset = Cycle(samples)

@@ -97,7 +97,7 @@ def kept(
         list(modules),
         is_first=layers.start == 0,
         is_last=last,
-        loss=loss_function(config, mesh.group("tp")) if last else None,
+        loss=loss_function(config, mesh) if last else None,
     )
     batches, losses = [], []
     with AliveBytes() as alive:

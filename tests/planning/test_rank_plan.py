@@ -57,10 +57,10 @@ def parsed(job: list[str], layout: str):
     )
 
 
-def run(config):
-    """Per rank what its mesh counted, and its engine."""
+def run(config, samples=None):
+    """Per rank what its mesh counted, and its engine.  samples: random ones, unless they are given"""
     grid = config.grid()
-    samples = random_samples(
+    samples = samples or random_samples(
         4 * config.train.global_batch_size, config.model.seq_length, VOCAB, seed=1
     )
 
@@ -77,14 +77,14 @@ def run(config):
     return run_ranks(config.world_size, main)
 
 
-def check(job: list[str], layout: str) -> Traffic:
-    """Compare every rank; the planned traffic of rank 0."""
+def check(job: list[str], layout: str, samples=None) -> Traffic:
+    """Compare every rank; the planned traffic of rank 0.  samples: those of `run`"""
     config = parsed(job, layout)
     stages = config.grid().size(
         "tp", "cp"
     )  # ranks that hold the same stage in all plans
     worlds = [plan_world(config, rank, "cpu") for rank in range(stages)]
-    for rank, (traffic, engine) in enumerate(run(config)):
+    for rank, (traffic, engine) in enumerate(run(config, samples)):
         plan = worlds[rank % stages].rank_plan(rank)
         assert {
             key: STEPS * count for key, count in plan.traffic.bytes.items()

@@ -111,7 +111,13 @@ def with_activation(config: RunConfig) -> RunConfig:
 
 
 def with_finetuning(config: RunConfig) -> RunConfig:
-    """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike."""
+    """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike.
+
+    A row of --dpo holds the two answers of a pair.
+    """
+    is_given = config.data.mock_data or "data.pack_documents" in config.sources
+    if config.preference.is_on and not is_given:
+        return _derived(config, "data.pack_documents", True, "--dpo")
     if not config.data.sft:
         return config
     for path in ("data.pack_documents", "train.calculate_per_token_loss"):

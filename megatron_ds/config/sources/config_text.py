@@ -29,6 +29,7 @@ TITLES = {
     "curriculum": "Curriculum",
     "random_ltd": "Random-LTD",
     "adapters": "Adapters (LoRA)",
+    "preference": "Preferences (DPO)",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
     "profiler": "Measurements",

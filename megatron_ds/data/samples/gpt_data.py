@@ -238,6 +238,7 @@ def _open(
         open_packed_dataset if config.data.pack_documents else open_gpt_dataset
     )
     if config.data.sft:
+        _refuse_pairs(corpus)
         open_dataset = partial(open_packed_dataset, masks=LossMasks(corpus))
     return open_dataset(
         corpus,
@@ -248,6 +249,15 @@ def _open(
         seed=config.train.seed,
         cache=config.data.data_cache_path,
     )
+
+
+def _refuse_pairs(corpus: IndexedDataset) -> None:
+    """Raises DataError for a corpus whose documents are several conversations."""
+    if corpus.num_documents != len(corpus):
+        raise DataError(
+            f"{corpus.prefix} has documents of several conversations: pairs of answers, of which a run with --sft "
+            "would learn the rejected ones, too. Train with --dpo, or make the corpus with --chat."
+        )
 
 
 def blank_batch(

@@ -68,6 +68,8 @@ class PreprocessOptions:
     sentences        store each sentence as a sequence of its own, split by this
     cut              where plain text documents end
     chat             each record is a conversation, and becomes text by this template
+    preference       each record is a pair of conversations, a chosen and a rejected one, which are the sequences of a
+                     document
     """
 
     json_keys: Sequence[str] = ("text",)
@@ -76,6 +78,7 @@ class PreprocessOptions:
     sentences: Splitter | None = None
     cut: TextCut = TextCut()
     chat: ChatTemplate | None = None
+    preference: bool = False
 
 
 DEFAULTS = PreprocessOptions()
@@ -271,9 +274,8 @@ def encode_block(
 ) -> Encoded:
     """Tokenize a block.  eod: id to append to each document, or None.  Raises DataError naming the block."""
     if options.chat is not None:
-        chats = encode_chats(block, tokenizer, options.chat, eod)
-        ones = np.ones(len(chats.lengths), np.int64)
-        column = (chats.ids.astype(dtype), chats.lengths, ones)
+        chats = encode_chats(block, tokenizer, options.chat, eod, options.preference)
+        column = (chats.ids.astype(dtype), chats.lengths, chats.sequences)
         return Encoded([column], chats.bad, block.path, block.position, chats.mask)
     texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
     try:

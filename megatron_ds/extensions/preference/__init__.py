@@ -1,0 +1,1 @@
+"""Training on pairs of answers, of which people prefer one (DPO)."""

@@ -1,0 +1,158 @@
+"""Runs with --dpo are those of plain torch; they continue with the reference of their first step."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.functional import logsigmoid
+
+from megatron_ds.commands.convert_checkpoint import run_tool as convert
+from tests.harness.answer_pairs import write_pairs
+from tests.harness.pretraining import (
+    MOCK,
+    TINY,
+    VOCAB,
+    losses,
+    records,
+    run_pretrain,
+    train,
+)
+
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+
+ROOM = 32
+SIZE = 4
+RATE = 1e-3
+BETA = 0.3
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
+    f"--seq-length {ROOM} --max-position-embeddings {ROOM}"
+).split()
+PLAIN = (
+    f"--lr {RATE} --min-lr {RATE} --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --clip-grad 0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`base`, the weights of three steps; `hf`, the same for transformers; `pairs`, a corpus."""
+    folder = tmp_path_factory.mktemp("dpo")
+    base = str(folder / "base")
+    train(1, [*MOCK, *LLAMA, "--train-iters", "3", "--save", base])
+    convert(["--load", base, "--save", str(folder / "hf"), "--to", "huggingface"])
+    write_pairs(folder / "pairs", 10, VOCAB - 1, ROOM // 2)
+    return folder
+
+
+def job(folder, steps: int, *more) -> list[str]:
+    return [
+        *(*TINY, *LLAMA, *PLAIN, "--dpo", "--dpo-beta", str(BETA)),
+        *("--data-path", str(folder / "pairs"), "--split", "100,0,0"),
+        *("--pretrained-checkpoint", str(folder / "base")),
+        *("--train-iters", str(steps), *map(str, more)),
+    ]
+
+
+def order(count: int, samples: int) -> list[int]:
+    """The pairs of the first samples of a run."""
+    epochs = [
+        np.random.default_rng((1234, epoch)).permutation(count)
+        for epoch in range(-(-samples // count))
+    ]
+    return np.concatenate(epochs)[:samples].tolist()
+
+
+def log_prob(model, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    """Of the learned tokens of one sequence."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    found = model(ids[None, :-1]).logits[0].log_softmax(-1)
+    picked = found.gather(1, ids[1:, None]).squeeze(1)
+    return (picked * torch.from_numpy(mask[1:].astype(np.float32))).sum()
+
+
+def in_plain_torch(folder, steps: int, smoothing: float) -> list[float]:
+    """The losses of the steps."""
+    masks = write_pairs(folder / "again", 10, VOCAB - 1, ROOM // 2)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(folder / "hf")
+    frozen = read(folder / "hf").requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), RATE, eps=1e-8)
+    found = []
+    pairs = order(10, steps * SIZE)
+    for first in range(0, len(pairs), SIZE):
+        optimizer.zero_grad()
+        total = 0.0
+        for pair in pairs[first : first + SIZE]:
+            rewards = []
+            for number in (2 * pair, 2 * pair + 1):
+                sequence = masks.corpus.get(number), masks.get(number)
+                apart = log_prob(model, *sequence) - log_prob(frozen, *sequence)
+                rewards.append(BETA * apart)
+            margin = rewards[0] - rewards[1]
+            total = total - (1 - smoothing) * logsigmoid(margin)
+            total = total - smoothing * logsigmoid(-margin)
+        loss = total / SIZE
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, words, smoothing",
+    [
+        (1, "--micro-batch-size 2", 0.0),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel", 0.1),
+    ],
+)
+def test_a_run_has_the_losses_of_plain_torch(folder, tmp_path, ranks, words, smoothing):
+    save = tmp_path / "run"
+    more = ["--save", save, "--dpo-label-smoothing", smoothing, *words.split()]
+    train(ranks, job(folder, 4, *more))
+    expected = in_plain_torch(folder, 4, smoothing)
+    assert list(losses(save).values()) == pytest.approx(expected, rel=1e-5)
+    assert expected[0] == pytest.approx(np.log(2)) and expected[-1] < 0.9 * np.log(2)
+    last = records(save)[-1]
+    assert last["reward_margin"] > 0 and 0 < last["reward_accuracy"] <= 1
+    apart = last["reward_chosen"] - last["reward_rejected"]
+    assert apart == pytest.approx(last["reward_margin"], abs=1e-6)
+
+
+def test_a_run_continues_with_the_reference_of_its_first_step(folder, tmp_path):
+    whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    train(1, job(folder, 3, *cache, "--save", whole))
+    train(1, job(folder, 1, *cache, "--save", parts))
+    layout = ["--tensor-model-parallel-size", "2"]
+    train(2, job(folder, 3, *cache, *layout, "--load", parts, "--save", again))
+    expected = {step: losses(whole)[step] for step in (2, 3)}
+    assert losses(again) == pytest.approx(expected, rel=1e-5)
+    # Runs that begin with the same weights share the scores; without them none continues.
+    assert len(list((tmp_path / "cache").glob("*Preference*.npy"))) == 1
+    elsewhere = ["--data-cache-path", tmp_path / "other", "--load", parts]
+    [ended] = run_pretrain(1, job(folder, 3, *elsewhere))
+    assert ended.code == 2 and "no log-probabilities of the reference" in ended.err
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["--sft"], "one trains on pairs of answers"),
+        (["--calculate-per-token-loss"], "the loss is a mean over pairs"),
+        (["--seq-length", "4"], "Use a larger --seq-length"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder, words, problem):
+    [ended] = run_pretrain(1, job(folder, 1, *words))
+    assert ended.code == 2 and problem in ended.err, ended.err
+
+
+def test_answers_alone_are_not_trained_on_a_corpus_of_pairs(folder):
+    words = [
+        word
+        for word in job(folder, 1)
+        if word not in ("--dpo", "--dpo-beta", str(BETA))
+    ]
+    [ended] = run_pretrain(1, [*words, "--sft"])
+    assert ended.code == 2 and "pairs of answers" in ended.err, ended.err
