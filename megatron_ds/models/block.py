@@ -56,6 +56,7 @@ class Block(nn.Module):
         self.mlp = feed_forward
         self.post_mlp_layernorm = norm_after("post_mlp_layernorm")
         self.parallel_residual = config.use_parallel_residual
+        self.norms_outputs = config.norm_after_sublayer
         self.attention_dropout = HiddenDropout(
             config.hidden_dropout, f"{name}.self_attention", ctx
         )
@@ -79,11 +80,15 @@ class Block(nn.Module):
         norm = parts.get("pre_mlp_layernorm")
         if self.parallel_residual:
             normed = parts["input_layernorm"](x)
-            attended = self._attend(normed, batch)
+            attended = parts["self_attention"](normed, batch)
+            if self.norms_outputs:
+                attended = parts["post_self_attn_layernorm"](attended)
             fed = self._feed(normed if norm is None else norm(x), batch)
             total = self.attention_dropout.add(attended, x, batch)
             return self.mlp_dropout.add(fed, total, batch)
-        attended = self._attend(parts["input_layernorm"](x), batch)
+        attended = parts["self_attention"](parts["input_layernorm"](x), batch)
+        if self.norms_outputs:
+            attended = parts["post_self_attn_layernorm"](attended)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
         if self.attention_dropout.is_active(batch):
             x = self.attention_dropout.add(attended, x, batch)
@@ -91,19 +96,11 @@ class Block(nn.Module):
         normed, x = norm(attended, x)
         return x + self._feed(normed, batch)
 
-    def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Attention and the norm after it, if there is one."""
-        parts = self._modules
-        after = parts.get("post_self_attn_layernorm")
-        out = parts["self_attention"](x, batch)
-        return out if after is None else after(out)
-
     def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The feed-forward and the norm after it, if there is one."""
         parts = self._modules
-        after = parts.get("post_mlp_layernorm")
         out = parts["mlp"](x, batch)
-        return out if after is None else after(out)
+        return parts["post_mlp_layernorm"](out) if self.norms_outputs else out
 
 
 def _norm_after(

@@ -255,7 +255,16 @@ def _apply(
         from .outside_graphs import apply_outside_graphs
 
         return apply_outside_graphs(function, x, weight, bias, call)
+    if not torch.is_grad_enabled():
+        return function.forward(_NothingKept(), x, weight, bias, call)
     return function.direct(x, weight, bias, call)
+
+
+class _NothingKept:
+    """The context of a forward without a backward, for which autograd need not be asked."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep none."""
 
 
 class _ColumnLinear(torch.autograd.Function):
