@@ -9,21 +9,16 @@ from megatron_ds.checkpoint.index import read_index
 from megatron_ds.checkpoint.pieces import key, views, written_here
 from megatron_ds.commands import (
     checkpoint_to_safetensors,
-    generate_text,
     verify_checkpoint,
 )
 from megatron_ds.compat.deepspeed.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
 )
-from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.run_checkpoint import all_pieces
 from tests.compat_engine import test_engine_experts as engine_experts
 from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
-from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.threads
@@ -232,28 +227,6 @@ def test_the_export_has_every_expert_and_what_routers_remember(halfway, tmp_path
     )
     assert exported["decoder.layers.1.mlp.experts.linear_fc1.weight"].shape[0] == 4
     assert exported["decoder.layers.1.mlp.router.expert_bias"].any()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_text_is_generated_with_the_bias_of_experts(halfway, tp):
-    folder, config = (
-        halfway(EP4),
-        parse([*job(), "--micro-batch-size", "1"], world_size=1),
-    )
-    name = "decoder.layers.2.mlp.router.expert_bias"
-
-    def main(rank, world):
-        mesh = Mesh(Grid(tp=tp), rank, world.connect, torch.device("cpu"))
-        modules = generate_text.load_model(config, mesh, folder, HALF)
-        [router] = [
-            m
-            for m in modules.modules()
-            if f"{getattr(m, 'name', '')}.expert_bias" == name
-        ]
-        return router.balance.bias
-
-    saved = saved_state(folder, HALF)[f"weight/{name}"]
-    assert all(torch.equal(bias, saved) for bias in run_ranks(tp, main))
 
 
 def test_zero_to_fp32_has_every_expert_of_an_engine(tmp_path):

@@ -77,7 +77,7 @@ def test_calls_and_bytes_are_those_of_the_closed_form_and_of_the_traffic():
     }
     for rows, traffic in rows_of():
         assert rows == expected
-        for operation in RING_FACTOR:
+        for operation in {operation for operation, _ in expected}:
             found = sum(n * calls for (op, n), calls in rows.items() if op == operation)
             assert found == traffic[operation, "tp", RANKS]
 
@@ -189,7 +189,7 @@ def test_bandwidths_have_the_factors_of_rings():
     factors = {
         "all_reduce": 1.5,
         **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.75),
-        **dict.fromkeys(("all_to_all_v", "broadcast", "send"), 1.0),
+        **dict.fromkeys(("all_to_all_v", "broadcast", "reduce", "send"), 1.0),
     }
     assert set(factors) == set(RING_FACTOR) == set(COMMUNICATION)
     for operation, factor in factors.items():

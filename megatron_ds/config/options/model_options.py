@@ -323,13 +323,6 @@ class ModelConfig(
         )
 
     @property
-    def dense_width(self) -> int:
-        """Width of the feed-forward that all tokens of a layer with experts pass; 0 for none."""
-        if self.mlp_type == "residual":
-            return self.ffn_size
-        return self.moe_shared_expert_intermediate_size or 0
-
-    @property
     def positions(self) -> int:
         """Longest sequence that the model can process."""
         return self.max_position_embeddings or self.seq_length

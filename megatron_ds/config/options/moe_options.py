@@ -219,6 +219,13 @@ class MoEOptions:
     )
 
     @property
+    def dense_width(self) -> int:
+        """Width of the feed-forward that all tokens of a layer with experts pass; 0 for none."""
+        if self.mlp_type == "residual":
+            return self.ffn_size
+        return self.moe_shared_expert_intermediate_size or 0
+
+    @property
     def experts(self) -> tuple[int, ...]:
         """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
         return self.experts_of_layers(self.num_layers)
