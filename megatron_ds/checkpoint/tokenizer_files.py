@@ -12,11 +12,9 @@ folders may contain weights too. A tokenizer without files, such as a user-defin
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ..config import RunConfig
-from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError
 from .folder import local_copy, write_directory
 from .place import place_of
@@ -75,52 +73,6 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
     return {KEY: {field: f"{name}/{field}{end}" for field, end in ends.items()}}
 
 
-def tokenizer_of(
-    directory: str | os.PathLike,
-    run: Mapping,
-    config: RunConfig,
-    given: Mapping[str, str],
-) -> Tokenizer:
-    """The tokenizer of a checkpoint: of the `given` files, else of the copies, else of the original paths.
-
-    run: the content of run.json, config: the one in it; given: {field: path}. Raises CheckpointError when
-    files are missing, or when it is not the tokenizer of the run.
-    """
-    # The paths: given files come before copies, copies before those of the run.
-    copies = {} if given else _copies(place_of(directory), run)
-    paths = {**copies, **given}
-    data = replace(config.data, **paths)
-    missing = [
-        field
-        for field in FIELDS
-        if (path := getattr(data, field))
-        and not os.path.exists(path)
-        and field not in given
-    ]
-    if missing:
-        flags = [f"--{field.replace('_', '-')}" for field in missing]
-        named = " and ".join(
-            f"{flag} {getattr(data, field)}" for flag, field in zip(flags, missing)
-        )
-        raise CheckpointError(
-            f"run.json of {directory} names {named}, which does not exist here, and there "
-            "is no copy next to the checkpoints. Give the run's tokenizer with "
-            f"{' and '.join(flags)}."
-        )
-    # Other files at the same paths would give the ids another meaning.
-    tokenizer = build_tokenizer(data, config.model)
-    wanted = run["identity"]["tokenizer"]["fingerprint"]
-    if tokenizer.fingerprint != wanted:
-        named = (str(path) for field in FIELDS if (path := getattr(data, field)))
-        where = ", ".join(named) or "that type"
-        raise CheckpointError(
-            f"the tokenizer of {where} is {tokenizer.fingerprint}, and {directory} was "
-            f"trained with {wanted}: the same ids mean other text. Give the files of the "
-            "latter with --tokenizer-model, or with --vocab-file and --merge-file."
-        )
-    return tokenizer
-
-
 def named_copies(directory: Path, run: Mapping) -> dict[str, str]:
     """{field: path relative to the folder} of the copies that run.json names.
 
@@ -136,7 +88,7 @@ def named_copies(directory: Path, run: Mapping) -> dict[str, str]:
     return named
 
 
-def _copies(directory: Path, run: Mapping) -> dict[str, str]:
+def local_copies(directory: Path, run: Mapping) -> dict[str, str]:
     """{field: path} of the copies that run.json names; {} unless all exist. Those in a store are downloaded."""
     named = named_copies(directory, run)
     if not all((directory / path).exists() for path in named.values()):

@@ -4,10 +4,9 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ..checkpoint.load import latest, read_run
-from ..checkpoint.tokenizer_files import named_copies
+from ..checkpoint.tokenizer_files import FIELDS, local_copies
 from ..config import RunConfig, Source
 from ..config.sources.config_text import from_dict
 from ..config.sources.flags import read_flags
@@ -96,15 +95,11 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
 def _tokenizer(folder: str, run: Mapping, config: RunConfig) -> dict[str, str | None]:
     """The options of the tokenizer, with the copies beside the checkpoint for files that no longer exist."""
     found = {name: getattr(config.data, name) for name in TOKENIZER}
-    copies = {
-        name: str(Path(folder, path))
-        for name, path in named_copies(Path(folder), run).items()
-    }
-    return found | {
-        name: path
-        for name, path in copies.items()
-        if found.get(name) and not os.path.exists(found[name]) and os.path.exists(path)
-    }
+    named = [path for name in FIELDS if (path := found.get(name))]
+    if all(map(os.path.exists, named)):
+        return found
+    copies = local_copies(place_of(folder), run)
+    return found | {name: path for name, path in copies.items() if found.get(name)}
 
 
 def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:

@@ -4,11 +4,12 @@ gone."""
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.tokenizer_files import keep_tokenizer_files, tokenizer_of
+from megatron_ds.checkpoint.tokenizer_files import keep_tokenizer_files, local_copies
 from megatron_ds.cli import main_guard
 from megatron_ds.commands import generate_text
 from megatron_ds.config import parse
@@ -96,6 +97,12 @@ def test_text_is_generated_from_another_folder_after_the_tokenizer_is_gone(
     assert code == 2 and f"--tokenizer-model {here / 'tok'}: there is no such" in told
 
 
+def kept_tokenizer(run, config):
+    """The tokenizer of the copies that run.json names."""
+    copies = local_copies(Path("saved"), run)
+    return build_tokenizer(replace(config.data, **copies), config.model)
+
+
 def run_of(flags, tokenizer=None):
     """(config, what run.json would hold) of a run with these flags."""
     config = parse(
@@ -127,7 +134,7 @@ def test_the_copy_is_the_same_tokenizer_and_is_made_once(here, flags):
     )
     assert not list(copy.rglob("*.safetensors"))
     shutil.rmtree("tok")
-    kept = tokenizer_of("saved", run, config, {})
+    kept = kept_tokenizer(run, config)
     assert (kept.fingerprint, kept.eod, kept.vocab_size) == (
         original.fingerprint,
         original.eod,
@@ -147,21 +154,19 @@ def test_a_damaged_copy_is_written_again_and_another_tokenizer_gets_a_folder_of_
     other_config, other = run_of([*BPE, "other"])
     assert len(os.listdir("saved")) == 2
     assert (
-        tokenizer_of("saved", run, config, {}).fingerprint
-        != tokenizer_of("saved", other, other_config, {}).fingerprint
+        kept_tokenizer(run, config).fingerprint
+        != kept_tokenizer(other, other_config).fingerprint
     )
 
 
 def test_a_tokenizer_without_files_needs_none(here):
     config, run = run_of(["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"])
     assert "tokenizer_files" not in run and not Path("saved").exists()
-    assert tokenizer_of("saved", run, config, {}).vocab_size == 10
+    assert kept_tokenizer(run, config).vocab_size == 10
 
 
 @pytest.mark.parametrize("path", ["../tok", "/etc/passwd", "a/../../tok", 3])
 def test_a_run_file_cannot_name_files_outside_its_folder(here, path):
     config, run = run_of([*BPE, "tok"])
     with pytest.raises(CheckpointError, match="is not a table of paths in that folder"):
-        tokenizer_of(
-            "saved", run | {"tokenizer_files": {"tokenizer_model": path}}, config, {}
-        )
+        kept_tokenizer(run | {"tokenizer_files": {"tokenizer_model": path}}, config)
