@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ..checkpoint.load import latest, read_run
+from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import FIELDS, local_copies
 from ..config import RunConfig, Source
 from ..config.sources.config_text import from_dict
