@@ -12,6 +12,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.models import run_layers
+from megatron_ds.models.attention import SelfAttention
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.build import build_engine
 from tests.evaluation.test_evaluation_harness import at_layout, theirs
@@ -312,3 +313,26 @@ def test_what_cannot_run_is_refused_by_name():
             )
     with pytest.raises(ConfigError, match="context-parallel-size 2"):
         on_layout("cp=2", GPT, work)
+
+
+def test_the_score_of_a_prompt_of_one_token_is_that_token():
+    def work(generator, engine):
+        request = GenerationRequest(
+            (3,), Sampling(0.0), 2, alternatives=0, scores_prompt=True
+        )
+        generator.run([request])
+        return generator.prompt_scores(0)
+
+    [score] = on_layout("dp=1", GPT, work)
+    assert score.token == 3 and score.log_prob is None
+
+
+def test_a_model_whose_attention_keeps_no_keys_is_refused(monkeypatch):
+    """Its texts would be those of a model that sees one token."""
+
+    def forgets(self, x, batch):
+        return self.linear_proj(self.core_attention(*self.project(x, batch), batch))
+
+    monkeypatch.setattr(SelfAttention, "forward", forgets)
+    with pytest.raises(ConfigError, match="4 layers, and 0 of them keep their keys"):
+        on_layout("dp=1", GPT, lambda generator, _: texts_of(generator, sampled()))

@@ -34,6 +34,11 @@ class CachedKeys:
         """The place of tokens that belong to no text."""
         return self.place(self.rows, 0)
 
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers whose keys are here."""
+        return [*self._layers]
+
     def write(
         self, name: str, k: Tensor, v: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor]:

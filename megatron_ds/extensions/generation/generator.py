@@ -68,6 +68,7 @@ class Generator:
         # Blocks of keys are counted from the beginning of a row, so prompts of sparse attention stand alone.
         is_sparse = attention_layouts().block_length(config.model) > 1
         self._prompt_tokens = 0 if is_sparse else min(PROMPT_TOKENS, positions)
+        self._keeps_all_layers = False
         self._trains = any(p.requires_grad for p in engine.parameters)
         # Orders of the leader, and what it has for callers.
         self._numbers = itertools.count()
@@ -167,8 +168,24 @@ class Generator:
         if not any(picked):
             return []
         found = self._chosen(parts, picked)
+        if not self._keeps_all_layers:
+            self._check_layers()
         everything = itertools.chain.from_iterable(picked)
         return self._events(everything, found.tolist())
+
+    def _check_layers(self) -> None:
+        """Raises ConfigError on all ranks when a layer's attention does not keep its keys, which texts would lack
+        from the second token on. Collective over the world, after the first forward."""
+        names = all_gather_object(self._cached.layers, self._world)
+        kept = len(set().union(*names))
+        model = self._engine.config.model
+        if kept < model.num_layers:
+            raise ConfigError(
+                f"--model {model.model} has {model.num_layers} layers, and {kept} of them keep their keys and values "
+                "for generation. Let the attention of each layer call batch.past.attend where there is a batch.past, "
+                "as models/attention.py does."
+            )
+        self._keeps_all_layers = True
 
     def _chosen(
         self, parts: Sequence[Sequence[BatchPart]], picked: Sequence[Picked]
@@ -221,14 +238,18 @@ class Generator:
         events = []
         for (text, pick), row in zip(picked, found, strict=True):
             if pick.given is None:
+                if text.request.scores_prompt and not text.new:
+                    self._scores_of(text)
                 finish = text.add(int(row[0]))
                 events.append((text.number, _token(row, pick, finish)))
                 continue
-            # The first token of a prompt has no probability.
-            first = GeneratedToken(text.request.tokens[0])
-            scores = self._prompt_scores.setdefault(text.number, [first])
-            scores.append(_token(row, pick))
+            self._scores_of(text).append(_token(row, pick))
         return events
+
+    def _scores_of(self, text: Text) -> list[GeneratedToken]:
+        """Those of the prompt's tokens so far; the first of them has no probability."""
+        first = GeneratedToken(text.request.tokens[0])
+        return self._prompt_scores.setdefault(text.number, [first])
 
 
 def _picks(parts: Sequence[BatchPart]) -> Picked:

@@ -210,19 +210,11 @@ class GenerationLoop:
         job, index = part
         if number in self._unscored:
             self._unscored.discard(number)
-            job.prompt_scores[index] = self._prompt_scores(number, job.requests[index])
+            job.prompt_scores[index] = self._generator.prompt_scores(number)
         job.events.put((index, token))
         if token.finish is not None:
             del self._running[number]
             self._finish(part)
-
-    def _prompt_scores(
-        self, number: int, request: GenerationRequest
-    ) -> list[GeneratedToken]:
-        """The scores of a prompt. The generator has none of a single token, which nothing comes before."""
-        if len(request.tokens) == 1:
-            return [GeneratedToken(request.tokens[0])]
-        return self._generator.prompt_scores(number)
 
     def _finish(self, part: tuple[TextJob, int]) -> None:
         with self._changed:
