@@ -58,7 +58,7 @@ class RunningMeanBlock(nn.Module):
         self.mlp_norm = make_norm(config, f"{name}.mlp_norm", ctx)
         self.mlp = MLP(config, f"{name}.mlp", ctx, output_std=std)
 
-    def forward(self, x, batch, cache=None):
+    def forward(self, x, batch):
         gate, value = self.linear_in(self.mean_norm(x)).chunk(
             2, dim=-1
         )  # each [s, b, h/t]
@@ -112,7 +112,7 @@ def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
         list(modules),
         is_first=True,
         is_last=True,
-        loss=loss_function(config, mesh.group("tp")),
+        loss=loss_function(config, mesh),
     )
     batch = MODELS[NAME].data.blank(3, 23)
     with AliveBytes() as alive, WORKSPACE.apart() as workspace:

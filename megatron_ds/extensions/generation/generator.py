@@ -247,7 +247,7 @@ class Generator:
         return events
 
     def _scores_of(self, text: Text) -> list[GeneratedToken]:
-        """Those of the prompt's tokens so far; the first of them has no probability."""
+        """The scores of the prompt's tokens so far. The first token has no probability."""
         first = GeneratedToken(text.request.tokens[0])
         return self._prompt_scores.setdefault(text.number, [first])
 
