@@ -153,7 +153,7 @@ class ParallelBlock(nn.Module):
         self.granularity = granularity
         self.attention.recompute_core = granularity == "selective"
 
-    def forward(self, x, batch, cache=None):
+    def forward(self, x, batch):
         return (
             recompute(self.run, x, batch)
             if self.granularity == "full"

@@ -192,7 +192,7 @@ class PerToken(torch.nn.Module):
             HiddenDropout(0.4, "mlp", ctx),
         )
 
-    def forward(self, x, batch, cache=None):
+    def forward(self, x, batch):
         return x + self.drop(self.mlp(x, batch), batch)
 
 
