@@ -7,7 +7,7 @@ import torch
 from tests.harness.covering import Case
 
 from .axis import Axis, Shown
-from .optimizers import STEADY
+from .optimizers import STEADY, STEADY_ADAGRAD
 
 NORMED = {
     "--qk-layernorm": "",
@@ -76,7 +76,7 @@ def lora(options: dict) -> Callable[[Case], dict]:
     """
 
     def of_case(case: Case) -> dict:
-        steady = {} if case["optimizer"] == "adagrad" else STEADY
+        steady = STEADY_ADAGRAD if case["optimizer"] == "adagrad" else STEADY
         cut = {"--pipeline-cut": "uniform"} if case["pp"] > 2 else {}
         return options | steady | cut
 

@@ -15,6 +15,7 @@ LOOSE = Difference(loss=1e-5, grad_norm=1e-5, weights=1e-4)
 LOOSE_OPTIMIZERS = ("lamb", "muon")
 # Else an element whose gradient is rounding alone moves as far as others.
 STEADY = {"--adam-eps": 1e-4}
+STEADY_ADAGRAD = {"--adagrad-eps": 1e-4}
 LAMB = {
     "--optimizer": "lamb",
     "--lamb-min-coeff": 0,
