@@ -151,7 +151,7 @@ def test_other_frozen_weights_or_positions_have_a_reference_of_their_own(
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["--sft"], "one trains on pairs of answers"),
+        (["--sft"], "error: --dpo with --sft: one trains on pairs of answers"),
         (["--calculate-per-token-loss"], "the loss is a mean over pairs"),
         (["--seq-length", "4"], "Use a larger --seq-length"),
     ],
