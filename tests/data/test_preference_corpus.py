@@ -77,6 +77,8 @@ def test_inspect_shows_both_answers(folder, capsys):
         ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are equal"),
         ({"chosen": "QA", "rejected": "QB"}, "are conversations: lists of messages"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
+        ({"prompt": "Q", "chosen": "A", "rejected": 3}, "are str, str, int, and not"),
+        ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, "leave out 'prompt'"),
         ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION]}, "'completion' is not"),
     ],
 )

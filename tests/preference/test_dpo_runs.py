@@ -135,10 +135,23 @@ def test_a_run_continues_with_the_reference_of_its_first_step(folder, tmp_path):
     assert ended.code == 2 and "no log-probabilities of the reference" in ended.err
 
 
+def test_other_frozen_weights_or_positions_have_a_reference_of_their_own(
+    folder, tmp_path
+):
+    cache = ["--data-cache-path", tmp_path / "cache", "--lora-rank", "2"]
+    for number, words in enumerate(
+        ([], ["--lora-base-bits", "4"], ["--rotary-base", "100"])
+    ):
+        save = tmp_path / str(number)
+        train(1, job(folder, 1, *cache, *words, "--save", save))
+        assert losses(save)[1] == pytest.approx(np.log(2), rel=1e-6)
+    assert len(list((tmp_path / "cache").glob("*Preference*.npy"))) == 3
+
+
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["--sft"], "one trains on pairs of answers"),
+        (["--sft"], "error: --dpo with --sft: one trains on pairs of answers"),
         (["--calculate-per-token-loss"], "the loss is a mean over pairs"),
         (["--seq-length", "4"], "Use a larger --seq-length"),
     ],

@@ -113,7 +113,8 @@ def packing(config: RunConfig) -> Iterator[str]:
         return
     if data.sft and not data.pack_documents:
         yield "[pack_documents] with --sft: a row would hold parts of conversations. Remove it."
-    if data.sft and not config.train.calculate_per_token_loss:
+    is_alone = data.sft and not config.preference.is_on
+    if is_alone and not config.train.calculate_per_token_loss:
         yield (
             "[calculate_per_token_loss] with --sft: the tokens of short answers would have more weight than those "
             "of long ones. Remove it."

@@ -28,12 +28,25 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     if "prompt" in record:
         prompt = record["prompt"]
         answers = (chosen, rejected)
+        _check_kinds(prompt, *answers)
     else:
         prompt, *answers = _divided(chosen, rejected)
     of = lambda answer: conversation_of(
         {"prompt": prompt, "completion": answer, **others}
     )
     return of(answers[0]), of(answers[1])
+
+
+def _check_kinds(*parts: object) -> None:
+    """Raises ValueError if prompt and answers are not of one kind."""
+    for kind in (str, list):
+        if all(isinstance(part, kind) for part in parts):
+            return
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise ValueError(
+        f"'prompt', 'chosen' and 'rejected' are {kinds}, and not three texts or three lists of messages. Where both "
+        "answers are whole conversations, leave out 'prompt'"
+    )
 
 
 def _divided(chosen: object, rejected: object) -> tuple[list, list, list]:

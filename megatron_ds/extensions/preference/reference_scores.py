@@ -2,7 +2,7 @@
 
 They are computed once, before the first step, by the program that evaluates, and stored beside the corpus: eight bytes
 a pair. So the reference takes no memory and no time in a step, needs no second model, and is the same at every layout
-and with every kind of state. With adapters it is the model without them, since they begin at zero.
+and with every kind of state. With new adapters, which begin at zero, it is the model without them.
 
     first start      computed, unless another run that began with the same weights has stored them
     later starts     read; these weights are no longer in memory
@@ -25,6 +25,7 @@ from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache
 from ...data.loading.loader import Loader
 from ...errors import CheckpointError
 from ...host import places
+from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
 from ...progress.ramps import Progress
@@ -51,7 +52,9 @@ def fill_references(
     and its scores are not found.
     """
     is_new = progress.step == 0
-    weights = _first_weights(start, description) if is_new else start.run.get(TITLE)
+    weights = start.run.get(TITLE)
+    if is_new:
+        weights = _first_weights(start, description, engine.config.adapters.base_bits)
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is None:
             continue
@@ -127,12 +130,17 @@ class _InOrder:
         return self.dataset.pair(min(i, len(self.dataset.pairs) - 1))
 
 
-def _first_weights(start: Start, description: dict) -> dict[str, Any]:
-    """The identity of the weights with which a run begins: checkpoints, or the run itself if a name is not enough."""
+def _first_weights(
+    start: Start, description: dict, base_bits: int | None
+) -> dict[str, Any]:
+    """The identity of the weights with which a run begins: checkpoints, or the run itself if a name is not enough.
+
+    base_bits: of frozen weights; encoded ones differ from those of their checkpoint
+    """
     loaded = None if start.step is None else [run_id_of(start.run), start.step]
     base = description.get("base", {})
     below = [base["run_id"], base["step"]] if "step" in base else None
-    known = {"loaded": loaded, "base": below}
+    known = {"loaded": loaded, "base": below, "base_bits": base_bits}
     # Initial weights, and those of other programs, have no name that identifies them.
     is_named = (
         loaded is not None and (below or not base) or (below and not start.foreign)
@@ -154,7 +162,13 @@ def _stored_or_scored(
     dtype = engine.config.optimizer.params_dtype
     prefix = dataset.corpus.prefix
     folder = Path(data.data_cache_path or default_cache(prefix))
-    key = {"class": TITLE, **dataset.key, "weights": weights, "dtype": dtype}
+    key = {
+        "class": TITLE,
+        **dataset.key,
+        "weights": weights,
+        "model": model_identity(engine.config.model),
+        "dtype": dtype,
+    }
     entry = CacheEntry(folder, TITLE, key, ("scores",))
     # Stored, or else computed with the weights that are loaded.
     stored = on_one_rank(world, lambda: _read(entry))
