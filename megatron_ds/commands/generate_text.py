@@ -15,8 +15,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.checkpoint.place import place_of
@@ -43,6 +42,7 @@ from megatron_ds.extensions.generation.requests import (
     Sampling,
 )
 from megatron_ds.extensions.generation.saved_flags import saved_flags
+from megatron_ds.extensions.generation.typed_lines import typed_lines
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.agree import on_one_rank
 from megatron_ds.training.distributed import joined
@@ -194,7 +194,8 @@ def request_of(
     room = max_length - len(tokens)
     if room < 1:
         raise ConfigError(
-            f"--prompt of {len(tokens)} tokens fills all {max_length} positions. Shorten it."
+            f"the prompt, or the conversation so far, of {len(tokens)} tokens fills all {max_length} positions. "
+            "Shorten the prompt, or begin another conversation."
         )
     most = min(args.max_new_tokens, room)
     return GenerationRequest(
@@ -291,7 +292,8 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     messages = []
     if args.system:
         messages.append({"role": "system", "content": args.system})
-    for line in typed_lines(generator):
+    # While no line is typed, the other ranks see that rank 0 is alive.
+    for line in typed_lines(sys.stdin.fileno(), ask, generator.step):
         messages.append({"role": "user", "content": line})
         try:
             tokens = turns.prompt(messages)
@@ -309,21 +311,7 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
         messages.append({"role": "assistant", "content": answer.text})
 
 
-def typed_lines(generator: Generator) -> Iterator[str]:
-    """Lines of standard input that are not empty. While none is typed, the other ranks see that rank 0 is alive."""
-    with ThreadPoolExecutor(1) as pool:
-        while True:
-            line = pool.submit(_ask)
-            while wait([line], timeout=1.0).not_done:
-                generator.step()
-            if line.result() is None:
-                return
-            if line.result().strip():
-                yield line.result()
-
-
-def _ask() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
+def ask() -> None:
+    """Print what invites a person to type."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)

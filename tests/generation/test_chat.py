@@ -1,6 +1,6 @@
 """Chats in the terminal: earlier lines are part of the prompt, and answers end where the template ends one."""
 
-import io
+import os
 import sys
 
 import pytest
@@ -12,6 +12,7 @@ from megatron_ds.commands import generate_text
 from megatron_ds.data.chat.template import ChatTemplate
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.generation.chat_turns import ChatTurns
+from megatron_ds.extensions.generation.typed_lines import typed_lines
 from tests.evaluation.test_evaluation_harness import at_layout
 from tests.generation.test_generator import led
 from tests.harness.byte_tokenizer import END
@@ -53,7 +54,9 @@ def test_earlier_lines_and_answers_are_part_of_the_prompt(
         [*given, "--chat-template", str(template), "--system", "s"]
     )
     asked = []
-    monkeypatch.setattr(sys, "stdin", io.StringIO(LINES))
+    typed = tmp_path / "typed"
+    typed.write_text(LINES)
+    monkeypatch.setattr(sys, "stdin", typed.open())
 
     def chatting(model):
         def work(generator, _):
@@ -90,3 +93,20 @@ def test_flags_that_contradict_each_other_are_refused(flags, message):
     args, rest = generate_text.parse_arguments(["--load", "x", *flags])
     with pytest.raises(ConfigError, match=message):
         generate_text.check(args, rest)
+
+
+def test_lines_come_from_a_pipe_while_something_else_happens():
+    reading, writing = os.pipe()
+    pieces = [b"fi", b"rst\n\n  second \nthi", b"rd"]
+
+    def wait():
+        if not pieces:
+            os.close(writing)
+        else:
+            os.write(writing, pieces.pop(0))
+
+    asked = []
+    lines = typed_lines(reading, lambda: asked.append(1), wait)
+    assert list(lines) == ["first", "second", "third"]
+    assert len(asked) == 4
+    os.close(reading)

@@ -107,7 +107,9 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode(list(map(int, ids)))
+        # A model may have more rows than the tokenizer has pieces, and generate one of them.
+        pieces = range(self._processor.get_piece_size())
+        return self._processor.decode([i for i in map(int, ids) if i in pieces])
 
 
 @TOKENIZERS.register("Llama2Tokenizer")

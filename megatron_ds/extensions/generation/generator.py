@@ -140,7 +140,7 @@ class Generator:
             return
         while (orders := all_gather_object(None, self._world)[0]) is not None:
             self._advance(orders)
-        self._prompt_scores.clear()
+            self._prompt_scores.clear()  # rank 0 alone is asked for them
 
     def close(self) -> None:
         """Let the other ranks return from `follow`. Rank 0."""
