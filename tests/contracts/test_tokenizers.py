@@ -120,6 +120,14 @@ def test_text_comes_back_and_ids_are_in_range(name, tokenizer_files):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS.names())
+def test_an_id_of_a_larger_model_is_decoded_without_an_error(name, tokenizer_files):
+    """A model may have more rows than its tokenizer has entries, and generate one of them."""
+    tokenizer = make_tokenizer(name, **tokenizer_files[name])
+    ids = tokenizer.encode("7" if name == "NullTokenizer" else "the fox")
+    assert isinstance(tokenizer.decode([*ids, tokenizer.vocab_size + 1000]), str)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS.names())
 def test_fingerprint_is_the_same_again_and_its_own(name, tokenizer_files):
     prints = [
         make_tokenizer(n, **tokenizer_files[n]).fingerprint

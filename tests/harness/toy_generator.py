@@ -56,7 +56,7 @@ class ToyGenerator:
         self.check(request)
         number = next(self._numbers)
         self.running[number] = (request, [])
-        if request.scores_prompt and len(request.tokens) > 1:
+        if request.scores_prompt:
             self._scores[number] = self._prompt_scores(request)
         return number
 
