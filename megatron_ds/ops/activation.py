@@ -132,7 +132,7 @@ ACTIVATIONS = {
 }
 
 
-for _activation in (gelu, squared_relu, swiglu):
+for _activation in (gelu, squared_relu, swiglu, geglu, clamped_swiglu):
     _activation.example(
         lambda rows, width, dtype, device: random_tensors(
             dtype, device, (rows, 2 * width)
