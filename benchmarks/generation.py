@@ -58,13 +58,19 @@ def measure(workload: Workload, args: argparse.Namespace) -> None:
             )
     first = [*speeds.values()][0]
     for (name, texts), found in speeds.items():
-        ratios = [here / there for here, there in zip(found, first, strict=True)][1:]
-        found = found[1:]  # memory is allocated, kernels are made
-        print(
-            f"{workload.name} {name} {texts:3d} texts: {statistics.median(found):.0f} tokens/s "
-            f"({min(found):.0f}–{max(found):.0f}), × {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f}–{max(ratios):.2f})"
-        )
+        ratios = [here / there for here, there in zip(found, first, strict=True)]
+        # In the first turn memory is allocated, and kernels are made.
+        speed = with_spread(found[1:], ".0f")
+        ratio = with_spread(ratios[1:], ".2f")
+        print(f"{workload.name} {name} {texts:3d} texts: {speed} tokens/s, × {ratio}")
+
+
+def with_spread(values: list[float], form: str) -> str:
+    """The median, and the smallest and the largest value in parentheses."""
+    least = format(min(values), form)
+    most = format(max(values), form)
+    median = format(statistics.median(values), form)
+    return f"{median} ({least}–{most})"
 
 
 def model_of(workload: Workload, flags: list[str]) -> Replica:

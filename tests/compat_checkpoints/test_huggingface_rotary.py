@@ -227,7 +227,9 @@ def rotary_of_transformers(model_type, settings):
 def test_every_pair_of_tables_is_read_in_the_order_of_transformers_or_refused(
     model_type,
 ):
-    defaults, refused, compared = DEFAULTS.get(model_type, {}), 0, 0
+    defaults = DEFAULTS.get(model_type, {})
+    refused = 0
+    compared = 0
     for tables, beside in product(product(TABLES, TABLES), BESIDE):
         settings = settings_of(tables, beside)
         expected = rotary_of_transformers(model_type, copy.deepcopy(settings))

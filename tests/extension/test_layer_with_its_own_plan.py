@@ -125,11 +125,9 @@ def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
 def test_a_plan_counts_its_messages_its_flops_and_its_parameters():
     flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     plan = plan_world(parse([*JOB, *flags], world_size=4), device="cuda")
-    rank, h, passes = (
-        plan.rank_plan(0),
-        64,
-        4,
-    )  # two linears and their backward, twice a block
+    rank = plan.rank_plan(0)
+    h = 64
+    passes = 4  # two linears and their backward, twice a block
     blocks = [layer.is_block for layer in plan.stages[0].layers]
     hidden = 23 * 3 * h * 4
     assert rank.traffic.bytes["all_reduce", "tp", 2] == plan.microbatches * hidden * (

@@ -184,13 +184,14 @@ def train_layout(
     engine = build_engine(config, mesh)
     if watch is not None:
         watch(engine)
-    rates, weight_decay, batch_size = (
-        make_learning_rates(config),
-        make_weight_decay(config),
-        make_batch_size(config),
-    )
+    rates = make_learning_rates(config)
+    weight_decay = make_weight_decay(config)
+    batch_size = make_batch_size(config)
     beta1 = make_beta1(config)
-    progress, losses, norms, metrics = Progress(), [], [], []
+    progress = Progress()
+    losses = []
+    norms = []
+    metrics = []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)

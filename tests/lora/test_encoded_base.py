@@ -32,7 +32,7 @@ def job_of(style: str, bits: int | None, *words: str, dtype: str = "fp32") -> li
 
 # ------------------------------------------------------------------ numbers
 def test_levels_are_the_quantiles_of_a_normal_distribution():
-    """As bitsandbytes makes its table: 8 numbers above 0 and 7 below, of equal shares, and 0."""
+    """The table has 8 numbers above 0 and 7 below, of equal shares, and 0, as that of bitsandbytes."""
     outermost = 0.9677083
     quantile = NormalDist().inv_cdf
 

@@ -124,7 +124,7 @@ def test_context_ranks_that_drop_tokens_send_what_was_planned():
     "layout", ["tp=2,sp=1,pp=2", "tp=2,sp=1,recompute=full", "tp=2,pp=2,schedule=zb-h1"]
 )
 def test_blocks_that_drop_tokens_send_what_was_planned(layout):
-    """With the same kept tokens at each step; the plan is for the last one."""
+    """Each step keeps the same number of tokens, as the last one does, for which the plan is."""
     job = tiny_job("llama", "fp32", True, 0.1, LAYERS, BATCH, STEPS)
     dropping = check([*job, *DROP], layout)
     whole = plan_world(parsed(job, layout), 0, "cpu").rank_plan(0).traffic

@@ -64,7 +64,7 @@ def order(count: int, samples: int) -> list[int]:
 
 
 def log_prob(model, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
-    """Of the learned tokens of one sequence."""
+    """The log-probability of the learned tokens of one sequence together."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     found = model(ids[None, :-1]).logits[0].log_softmax(-1)
     picked = found.gather(1, ids[1:, None]).squeeze(1)

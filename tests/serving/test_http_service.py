@@ -241,6 +241,7 @@ def test_an_idle_server_steps_now_and_then_so_that_other_ranks_do_not_time_out(
 
     with serving(Counting(pause=0.01)):
         until(lambda: len(steps) > 2)
+    assert set(steps) == {0}  # nothing was under way
 
 
 def test_an_address_that_is_taken_is_an_error():

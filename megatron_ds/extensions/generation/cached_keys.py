@@ -62,7 +62,10 @@ class CachedKeys:
 
 @dataclass(frozen=True, eq=False)
 class PromptPast:
-    """The past of a batch of prompts, which see nothing but themselves. places: int64 [s], of the tokens."""
+    """The past of a batch of prompts: each token attends to its own prompt alone.
+
+    places: int64 [s], where the keys of the tokens are written
+    """
 
     cached: CachedKeys
     places: Tensor
