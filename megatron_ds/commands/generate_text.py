@@ -21,9 +21,9 @@ from pathlib import Path
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.chat.template import TemplateRefusal, load_template
 from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments, StopRequest
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.chat.template import ChatTemplate, find_template
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.chat.template import ChatTemplate, find_template
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,

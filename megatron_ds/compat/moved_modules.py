@@ -19,6 +19,7 @@ MOVED_PACKAGES = {
     "engine": "compat.engine",
     "conversion": "compat.conversion",
     "recipes": "compat.recipes",
+    "data.chat": "extensions.chat",
 }
 # Modules that moved by themselves.
 MOVED = {
@@ -37,6 +38,22 @@ MOVED = {
     "data.curriculum.difficulty_analysis": "extensions.data_efficiency.difficulty_analysis",
     "data.curriculum.difficulty_metrics": "extensions.data_efficiency.difficulty_metrics",
     "data.curriculum.seqlen_curriculum": "extensions.data_efficiency.seqlen_curriculum",
+    "commands.build_corpus": "extensions.corpora.build_corpus",
+    "commands.inspect_dataset": "extensions.corpora.inspect_dataset",
+    "commands.merge_datasets": "extensions.corpora.merge_datasets",
+    "commands.preprocess_data": "extensions.corpora.preprocess_data",
+    "commands.train_tokenizer": "extensions.corpora.train_tokenizer",
+    "data.chat.encode_chats": "extensions.corpora.encode_chats",
+    "data.chat.mask_file": "data.text.mask_file",
+    "data.chat.preference_pair": "extensions.corpora.preference_pair",
+    "data.text.corpus_record": "extensions.corpora.corpus_record",
+    "data.text.corpus_shards": "extensions.corpora.corpus_shards",
+    "data.text.plain_text": "extensions.corpora.plain_text",
+    "data.text.preprocess": "extensions.corpora.preprocess",
+    "data.text.sentences": "extensions.corpora.sentences",
+    "data.text.text_files": "extensions.corpora.text_files",
+    "data.text.text_records": "extensions.corpora.text_records",
+    "data.tokenizers.vocabulary_training": "extensions.corpora.vocabulary_training",
     "progress.difficulty": "extensions.data_efficiency.difficulty",
     "config.options.data_efficiency_options": "extensions.data_efficiency.data_efficiency_options",
     "models.generation": "extensions.generation.requests",
@@ -70,9 +87,9 @@ def new_path(name: str) -> str | None:
         return None
     if inner in MOVED:
         return f"{PACKAGE}.{MOVED[inner]}"
-    first, dot, rest = inner.partition(".")
-    if first in MOVED_PACKAGES:
-        return f"{PACKAGE}.{MOVED_PACKAGES[first]}{dot}{rest}"
+    for old, new in MOVED_PACKAGES.items():
+        if f"{inner}.".startswith(f"{old}."):
+            return f"{PACKAGE}.{new}{inner[len(old) :]}"
     return None
 
 

@@ -1,5 +1,7 @@
 """Optimizers and features of data and attention that hang on interfaces of the core, which never imports them.
 
+    chat/              conversations, templates, the tokens of the answers
+    corpora/           from text to a corpus: the tools that prepare data
     data_efficiency/   curricula over lengths and over samples, random-LTD
     onebit/            optimizers whose data-parallel ranks exchange one bit for each element
     preference/        training on pairs of answers

@@ -22,8 +22,8 @@ from megatron_ds.compat.conversion.logits_proof import (
     their_outputs,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
-from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
+from megatron_ds.extensions.corpora.vocabulary_training import train_byte_level_bpe
 from tests.harness.huggingface_models import MODELS, WINDOW, saved
 from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import difference, next_step

@@ -27,8 +27,8 @@ from megatron_ds.data.samples.masking import (
 )
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
-from megatron_ds.data.tokenizers.vocabulary_training import train_word_pieces
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora.vocabulary_training import train_word_pieces
 
 pytestmark = pytest.mark.plan
 

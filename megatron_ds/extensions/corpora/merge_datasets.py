@@ -18,9 +18,9 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.data.text.indexed import IndexedDataset, corpus_paths
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora.corpus_shards import merge
 
 logger = logging.getLogger(__name__)
 SHARD = re.compile(r"(.*)_(\d{5})_of_(\d{5})(_.*)")

@@ -22,17 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.chat.mask_file import LossMasks, mask_path
-from megatron_ds.data.text.corpus_record import (
+from megatron_ds.data.text.indexed import IndexedDataset
+from megatron_ds.data.text.mask_file import LossMasks, mask_path
+from megatron_ds.data.tokenizers import TOKENIZERS, Tokenizer, make_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora.corpus_record import (
     CorpusRecord,
     check_sums,
     read_record,
     record_of,
     record_path,
 )
-from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.tokenizers import TOKENIZERS, Tokenizer, make_tokenizer
-from megatron_ds.errors import ConfigError, DataError
 
 ROWS = 1 << 20  # documents read together
 BAR = 40  # characters of the longest bar

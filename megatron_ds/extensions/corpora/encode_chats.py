@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..text.text_records import BadLine, TextBlock, record_in
-from ..tokenizers import Tokenizer
-from .conversation import conversation_of
-from .loss_masks import ChatEncoder, MaskedTokens
+from ...data.tokenizers import Tokenizer
+from ..chat.conversation import conversation_of
+from ..chat.loss_masks import ChatEncoder, MaskedTokens
+from ..chat.template import ChatTemplate
 from .preference_pair import pair_of
-from .template import ChatTemplate
+from .text_records import BadLine, TextBlock, record_in
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ...data.text.indexed import CODES, IndexedDataset, corpus_paths, write_index
+from ...data.text.mask_file import LossMasks, mask_path
 from ...errors import ConfigError, DataError
 from ...host.regular_file import create_again
-from ..chat.mask_file import LossMasks, mask_path
 from .corpus_record import (
     CorpusRecord,
     read_record,
@@ -30,7 +31,6 @@ from .corpus_record import (
     remove_record,
     sha256_of,
 )
-from .indexed import CODES, IndexedDataset, corpus_paths, write_index
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
 from .text_records import missing_package
 

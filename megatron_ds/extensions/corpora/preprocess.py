@@ -24,11 +24,11 @@ from itertools import chain
 
 import numpy as np
 
+from ...data.text.indexed import IndexedWriter, corpus_paths, dtype_for
+from ...data.text.mask_file import MaskWriter, mask_path
+from ...data.tokenizers import Tokenizer, arrays_of
 from ...errors import DataError
-from ..chat.encode_chats import encode_chats
-from ..chat.mask_file import MaskWriter, mask_path
 from ..chat.template import ChatTemplate
-from ..tokenizers import Tokenizer, arrays_of
 from .corpus_record import (
     CorpusRecord,
     PieceSums,
@@ -36,7 +36,7 @@ from .corpus_record import (
     remove_record,
     sha256_of,
 )
-from .indexed import IndexedWriter, corpus_paths, dtype_for
+from .encode_chats import encode_chats
 from .plain_text import TextCut
 from .sentences import Splitter
 from .text_files import (

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...data.tokenizers.special_tokens import read_json_text, special_tokens
 from ...errors import ConfigError, DataError
-from ..tokenizers.special_tokens import read_json_text, special_tokens
 from .conversation import Message
 
 CONFIG = "tokenizer_config.json"

@@ -18,18 +18,18 @@ from functools import partial
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.text.text_files import (
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora.text_files import (
     INPUT_HELP,
     check_files,
     files_of,
     read_blocks,
     texts_of,
 )
-from megatron_ds.data.tokenizers.vocabulary_training import (
+from megatron_ds.extensions.corpora.vocabulary_training import (
     train_byte_level_bpe,
     train_word_pieces,
 )
-from megatron_ds.errors import DataError
 
 logger = logging.getLogger(__name__)
 KINDS = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...host.regular_file import create_again
-from ..text.indexed import IndexedDataset, corpus_paths
+from .indexed import IndexedDataset, corpus_paths
 
 CHECKED = 1 << 24  # bytes read together
 

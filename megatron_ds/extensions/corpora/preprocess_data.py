@@ -30,14 +30,17 @@ from itertools import accumulate
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.chat.template import ChatTemplate, load_template
-from megatron_ds.data.text.corpus_shards import (
+from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
+from megatron_ds.data.tokenizers.backend import BACKENDS
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.chat.template import ChatTemplate, load_template
+from megatron_ds.extensions.corpora.corpus_shards import (
     preprocess_in_shards,
     run_here,
     run_on_ray,
 )
-from megatron_ds.data.text.plain_text import WHERE, TextCut
-from megatron_ds.data.text.preprocess import (
+from megatron_ds.extensions.corpora.plain_text import WHERE, TextCut
+from megatron_ds.extensions.corpora.preprocess import (
     PreprocessOptions,
     Shard,
     Written,
@@ -45,13 +48,13 @@ from megatron_ds.data.text.preprocess import (
     preprocess,
     shard_prefix,
 )
-from megatron_ds.data.text.sentences import (
+from megatron_ds.extensions.corpora.sentences import (
     ABBREVIATIONS,
     TRAINING_BYTES,
     Splitter,
     learn_splitter,
 )
-from megatron_ds.data.text.text_files import (
+from megatron_ds.extensions.corpora.text_files import (
     INPUT_HELP,
     STDIN,
     TABLES,
@@ -62,9 +65,6 @@ from megatron_ds.data.text.text_files import (
     size_of,
     texts_of,
 )
-from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
-from megatron_ds.data.tokenizers.backend import BACKENDS
-from megatron_ds.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 # Records of messages → the key that names their output, as a key of JSON lines does.

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..tokenizers import Tokenizer
+from ...data.tokenizers import Tokenizer
 from .answer_spans import STAND_INS, AnswerNotFound, Answers, find_answers
 from .conversation import Conversation
 from .template import ChatTemplate, Span, TemplateRefusal

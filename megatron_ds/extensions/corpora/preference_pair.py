@@ -8,7 +8,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .conversation import Conversation, conversation_of
+from ..chat.conversation import Conversation, conversation_of
 
 ANSWERS = ("chosen", "rejected")
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
+from ...data.text.indexed import IndexedDataset, corpus_paths, replacing
+from ...data.text.mask_file import LossMasks, mask_path
 from ...errors import DataError
 from ...host.regular_file import read_regular
-from ..chat.mask_file import LossMasks, mask_path
-from .indexed import IndexedDataset, corpus_paths, replacing
 
 PIECE_BYTES = 1 << 26
 CHUNK_BYTES = 1 << 22
