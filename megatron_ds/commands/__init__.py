@@ -57,12 +57,12 @@ COMMANDS: dict[str, Command] = {
         "--dry-run",
     ),
     "launch": Command(
-        "commands.launch.command",
+        "extensions.launch.command",
         "start the ranks of a training on one machine or many",
         rank=0,
     ),
     "env": Command(
-        "commands.env_report",
+        "extensions.launch.env_report",
         "print what this machine offers, or measure ranks (--check)",
     ),
     "generate": Command(

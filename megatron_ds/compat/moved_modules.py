@@ -19,6 +19,7 @@ MOVED_PACKAGES = {
     "engine": "compat.engine",
     "conversion": "compat.conversion",
     "recipes": "compat.recipes",
+    "commands.launch": "extensions.launch",
     "data.chat": "extensions.chat",
 }
 # Modules that moved by themselves.
@@ -39,6 +40,9 @@ MOVED = {
     "data.curriculum.difficulty_metrics": "extensions.data_efficiency.difficulty_metrics",
     "data.curriculum.seqlen_curriculum": "extensions.data_efficiency.seqlen_curriculum",
     "commands.build_corpus": "extensions.corpora.build_corpus",
+    "commands.cluster_check": "extensions.launch.cluster_check",
+    "commands.cluster_findings": "extensions.launch.cluster_findings",
+    "commands.env_report": "extensions.launch.env_report",
     "commands.inspect_dataset": "extensions.corpora.inspect_dataset",
     "commands.merge_datasets": "extensions.corpora.merge_datasets",
     "commands.preprocess_data": "extensions.corpora.preprocess_data",

@@ -3,6 +3,7 @@
     chat/              conversations, templates, the tokens of the answers
     corpora/           from text to a corpus: the tools that prepare data
     data_efficiency/   curricula over lengths and over samples, random-LTD
+    launch/            starts the ranks of a training, on one machine or many; reports what a machine offers
     onebit/            optimizers whose data-parallel ranks exchange one bit for each element
     preference/        training on pairs of answers
     sparse_layouts/    DeepSpeed's layouts of sparse attention

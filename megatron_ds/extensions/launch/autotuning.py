@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...compat.config.deepspeed_json import load_json
 from ...errors import ConfigError
+from ...plugins import missing_wings, plugged
 
 MODES = ("tune", "run")
 FLAGS = ("--deepspeed_config", "--deepspeed")  # before the path of the JSON
@@ -93,11 +93,18 @@ def program_of(own: Sequence[str], words: Sequence[str]) -> TunedProgram:
         at = words.index(flag) + 1
         path = words[at]
         if not path.startswith("-"):
-            return TunedProgram(own, words, at, load_json(path, flag))
+            return TunedProgram(own, words, at, _loaded(path, flag))
     raise ConfigError(
         "--autotuning changes the JSON of a program, and the command names none: add --deepspeed_config FILE to the "
         "arguments of the script."
     )
+
+
+def _loaded(path: str, flag: str) -> Mapping[str, Any]:
+    load_json = plugged("foreign json")
+    if load_json is None:
+        raise ConfigError(f"{flag} is not read here.{missing_wings()}")
+    return load_json(path, flag)
 
 
 def autotune(

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from .job import Job
 from .signals import signal_text
 
-AGENT = "megatron_ds.commands.launch.agent"
+AGENT = "megatron_ds.extensions.launch.agent"
 FANOUT = 1024  # connections of pdsh at a time
 LISTENING = "--listen"
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")

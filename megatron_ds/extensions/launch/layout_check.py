@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...compat.deepspeed.elasticity import compute_elastic_config, elasticity_enabled
 from ...config import parse
 from ...errors import ConfigError
+from ...plugins import plugged
 
 SCRIPTS = {"pretrain_gpt.py": {}, "pretrain_bert.py": {"model": "bert"}}
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
@@ -56,13 +56,14 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
         found = json.loads(Path(paths[-1]).read_text()) if paths else None
     except (OSError, ValueError):
         return None
-    is_elastic = isinstance(found, dict) and elasticity_enabled(found)
+    enabled = plugged("elastic enabled")
+    is_elastic = isinstance(found, dict) and enabled is not None and enabled(found)
     return found if is_elastic else None
 
 
 def _elastic_problem(ds_config: dict, world_size: int) -> str:
     try:
-        compute_elastic_config(ds_config, world_size=world_size)
+        plugged("elastic check")(ds_config, world_size=world_size)
     except ConfigError as error:
         return f"With {world_size} ranks: {error}"
     return ""

@@ -25,11 +25,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..cli import Arguments
-from ..errors import ConfigError
-from ..host import COMPILED
-from ..version import __version__
-from .launch.variables import PREFIXES
+from ...cli import Arguments
+from ...errors import ConfigError
+from ...host import COMPILED
+from ...version import __version__
+from .variables import PREFIXES
 
 Section = dict[str, Any]
 
@@ -132,8 +132,8 @@ def kernels() -> Section:
         return {"kernels": "unknown: torch is not installed"}
     import torch
 
-    from .. import ops
-    from ..ops.kernel_table import OPERATIONS
+    from ... import ops
+    from ...ops.kernel_table import OPERATIONS
 
     # operations are registered by their modules
     for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from ..mpu import collectives
-from ..mpu.group import Group
-from ..mpu.launch import connect_torch, read_launch, start, stop
+from ...mpu import collectives
+from ...mpu.group import Group
+from ...mpu.launch import connect_torch, read_launch, start, stop
 from .cluster_findings import Measured, problems, text_of
 
 # The largest is that of a layer's gradients; more bytes have the same bandwidth.

@@ -14,5 +14,6 @@ restarts     whether, when and where a job is started again
 layout_check whether a training is right for another number of ranks
 output       the output of a process, in pieces
 failures     what the launcher prints last
+env_report   what this machine offers; cluster_check and cluster_findings measure its ranks
 command      the command line; DeepSpeed's flags with their meaning
 """

@@ -1,6 +1,6 @@
 """The agent of a node: it starts the ranks of its host, passes their output on, and ends them together.
 
-    python -m megatron_ds.commands.launch.agent --job WORD --host worker-1
+    python -m megatron_ds.extensions.launch.agent --job WORD --host worker-1
 
 Signals that it receives go to its ranks, which save and stop; a second Ctrl-C ends them. When one rank fails, the
 others get SIGTERM, and SIGKILL after the job's grace period, and the failure is reported (failures.py). The same
@@ -381,7 +381,7 @@ def host_of(job: Job, given: str, environ: Mapping[str, str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the agent; its exit code."""
-    parser = argparse.ArgumentParser(prog="megatron_ds.commands.launch.agent")
+    parser = argparse.ArgumentParser(prog="megatron_ds.extensions.launch.agent")
     parser.add_argument("--job", required=True, help="the word of a job")
     parser.add_argument("--host", default="", help="name or number of this host")
     parser.add_argument("--listen", action="store_true", help="signals come by stdin")

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ...host.places import (
-    PROGRAM,
-    QUICK,
-    STARTING,
-    PlaceEntry,
-    PlacesRead,
-    read_places,
-)
+from ...host.places import PROGRAM, QUICK, STARTING, PlaceEntry, PlacesRead, read_places
 from .job import Job
 from .rank_places import STOPPED, NodeReport, RankPlace, place_text
 
