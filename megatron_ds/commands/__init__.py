@@ -66,22 +66,26 @@ COMMANDS: dict[str, Command] = {
         "print what this machine offers, or measure ranks (--check)",
     ),
     "generate": Command(
-        "commands.generate_text", "continue text with a trained model", "run_tool"
+        "extensions.generation.generate_text",
+        "continue text with a trained model",
+        "run_tool",
     ),
     "serve": Command(
-        "commands.serve",
+        "extensions.serving.serve",
         "answer requests for text over HTTP with a trained model",
         "run_tool",
     ),
     "evaluate": Command(
-        "commands.evaluate", "measure a checkpoint on texts and benchmarks", "run_tool"
+        "extensions.evaluation.evaluate",
+        "measure a checkpoint on texts and benchmarks",
+        "run_tool",
     ),
     "check": Command(
-        "commands.check_recipe",
+        "compat.recipes.check_recipe",
         "list what a recipe of Megatron or DeepSpeed would do here",
     ),
     "engine-check": Command(
-        "commands.check_recipe",
+        "compat.recipes.check_recipe",
         "the same for the JSON of a program that calls initialize()",
         before=("--for", "engine"),
     ),
@@ -102,13 +106,14 @@ COMMANDS: dict[str, Command] = {
         "extensions.corpora.inspect_dataset", "show what is in a corpus, and check it"
     ),
     "analyze": Command(
-        "commands.analyze_data", "measure how difficult samples are, for a curriculum"
+        "extensions.data_efficiency.analyze_data",
+        "measure how difficult samples are, for a curriculum",
     ),
     "prepare-cache": Command(
         "commands.prepare_cache", "build the index maps of a training before it starts"
     ),
     "convert": _alone(
-        "commands.convert_checkpoint",
+        "compat.conversion.convert_checkpoint",
         "convert checkpoints of Hugging Face, Megatron and DeepSpeed",
     ),
     "export": _alone(
@@ -116,14 +121,14 @@ COMMANDS: dict[str, Command] = {
         "write weights, with this package's names, as safetensors",
     ),
     "zero-to-fp32": _alone(
-        "commands.weights_of_zero",
+        "compat.deepspeed.weights_of_zero",
         "take the fp32 weights out of an engine's checkpoint",
     ),
     "upcycle": _alone(
         "commands.upcycle_checkpoint", "make a checkpoint with experts from a dense one"
     ),
     "merge-adapter": _alone(
-        "commands.merge_adapter",
+        "compat.conversion.merge_adapter",
         "add adapters to the weights beside which they were trained",
     ),
     "verify": _alone(
@@ -134,21 +139,23 @@ COMMANDS: dict[str, Command] = {
         "find the longest sequence that fits the memory",
     ),
     "schedule": Command(
-        "commands.show_schedule", "draw a pipeline schedule, planned or measured"
+        "extensions.report.show_schedule",
+        "draw a pipeline schedule, planned or measured",
     ),
     "report": Command(
-        "commands.report.report_command",
+        "extensions.report.report_command",
         "write a page about runs: curves, goodput, settings",
     ),
     "watch": Command(
-        "commands.watch_run", "show a run in the terminal while it trains"
+        "extensions.report.watch_run", "show a run in the terminal while it trains"
     ),
-    "plot-loss": Command("commands.plot_loss", "draw the loss curve of a run"),
+    "plot-loss": Command("extensions.report.plot_loss", "draw the loss curve of a run"),
     "plot-experts": Command(
-        "commands.plot_expert_load", "draw how evenly the experts of a run are used"
+        "extensions.report.plot_expert_load",
+        "draw how evenly the experts of a run are used",
     ),
     "draw-context": Command(
-        "commands.draw_context",
+        "extensions.report.draw_context",
         "draw how context-parallel ranks share a sequence",
         "run_tool",
     ),

@@ -5,6 +5,7 @@
     data_efficiency/   curricula over lengths and over samples, random-LTD
     launch/            starts the ranks of a training, on one machine or many; reports what a machine offers
     onebit/            optimizers whose data-parallel ranks exchange one bit for each element
+    report/            pages and drawings of runs, schedules and layouts
     preference/        training on pairs of answers
     sparse_layouts/    DeepSpeed's layouts of sparse attention
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.upcycling import specs_of
-from megatron_ds.commands import convert_checkpoint
+from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.compat.conversion.family import model_of
 from megatron_ds.compat.conversion.formats import Wishes, detected
 from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.cli import Arguments
-from megatron_ds.commands import convert_checkpoint
+from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.compat.conversion.formats import Wishes, detected
 from megatron_ds.errors import CheckpointError
 

@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..cli import Arguments
-from ..console import printable
-from ..errors import ConfigError
-from .report.recorded_run import Run, metrics_file, read_run
+from ...cli import Arguments
+from ...console import printable
+from ...errors import ConfigError
+from .recorded_run import Run, metrics_file, read_run
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 48  # columns

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from ..plot_expert_load import PANELS, Curves, curves_of
+from .plot_expert_load import PANELS, Curves, curves_of
 from .recorded_run import Run
 
 Points = list[tuple[int, float]]
