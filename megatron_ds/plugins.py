@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# name → "module below megatron_ds:object in it"
+# name → "module below megatron_ds:object in it", or a module, whose functions are asked for
 PLUGINS = {
     "adapted layers": "extensions.lora.adapted_layers:with_adapters",
     "adapter merge": "extensions.lora.merging:merged",
@@ -23,6 +23,11 @@ PLUGINS = {
     "evaluation tasks": "extensions.evaluation.harness:harness_of_run",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",
     "foreign modules": "compat.deepspeed.deepspeed_modules:Finder",
+    "attention kernel": "extensions.kernels.cpu.compiled_attention",
+    "attention tiles": "extensions.kernels.gpu.flash_tiles",
+    "grouped products": "extensions.kernels.cpu.compiled_grouped",
+    "kernels": "extensions.kernels",
+    "prepared kernels": "extensions.kernels.prepared_kernels:prepare_kernels",
     "moved modules": "compat.moved_modules:MovedFinder",
     "foreign json": "compat.config.deepspeed_json:load_json",
     "foreign words": "compat.config.installed_words:WORDS",
@@ -62,7 +67,8 @@ def plugged(name: str) -> Any | None:
     module, _, attribute = PLUGINS[name].partition(":")
     if not _is_installed(module.partition(".")[0]):
         return None
-    return getattr(import_module(f"{__package__}.{module}"), attribute)
+    found = import_module(f"{__package__}.{module}")
+    return getattr(found, attribute) if attribute else found
 
 
 def missing_wings() -> str:

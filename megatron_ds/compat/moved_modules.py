@@ -22,6 +22,8 @@ MOVED_PACKAGES = {
     "commands.launch": "extensions.launch",
     "commands.report": "extensions.report",
     "data.chat": "extensions.chat",
+    "ops.cpu": "extensions.kernels.cpu",
+    "ops.gpu": "extensions.kernels.gpu",
 }
 # Modules that moved by themselves.
 MOVED = {
@@ -79,9 +81,12 @@ MOVED = {
     "data.batch": "batch.batch",
     "data.documents": "batch.documents",
     "data.ledger": "batch.ledger",
+    "training.prepared_kernels": "extensions.kernels.prepared_kernels",
     "training.metrics_file": "training.observe.metrics_file",
     "config.options.sparse_options": "extensions.sparse_layouts.sparse_options",
     "config.rules.sparse_rules": "extensions.sparse_layouts.sparse_rules",
+    "ops.cpu.kept_probabilities": "ops.kept_probabilities",
+    "ops.cpu.widened_products": "ops.widened_products",
     "ops.sparse_layouts": "extensions.sparse_layouts.sparse_layouts",
     "config.options.onebit_options": "extensions.onebit.onebit_options",
     "optim.onebit_adam": "extensions.onebit.onebit_adam",

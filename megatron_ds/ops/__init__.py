@@ -7,7 +7,7 @@ imports gpu/, whose self-check must be registered before any operation runs on a
 from typing import Any
 
 from .. import foreign_name
-from . import gpu as gpu
+from ..extensions.kernels import gpu as gpu
 
 
 def __getattr__(name: str) -> Any:

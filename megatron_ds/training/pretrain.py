@@ -65,7 +65,6 @@ from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
-from .prepared_kernels import prepare_kernels
 from .restart import continued
 from .run_checkpoint import (
     all_pieces,
@@ -213,7 +212,8 @@ def train(
         engine = build_engine(config, mesh, plan_replica(config, mesh))
         if mesh.rank == 0:
             logger.info("%s", describe(engine, source, as_given))
-        if compiled := prepare_kernels(engine):
+        prepare_kernels = plugged("prepared kernels")
+        if prepare_kernels and (compiled := prepare_kernels(engine)):
             logger.info("%s", compiled)
         _leave_if_stopped(stop, mesh)
         if base is not None:

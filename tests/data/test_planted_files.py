@@ -14,7 +14,11 @@ from megatron_ds.extensions.corpora import preprocess_data
 from megatron_ds.extensions.corpora.corpus_record import read_record
 from megatron_ds.extensions.corpora.corpus_shards import merge
 from megatron_ds.extensions.data_efficiency.difficulty_metrics import ListFile
-from megatron_ds.ops.gpu.kernel_cache import FORMAT, CompiledKernel, KernelCache
+from megatron_ds.extensions.kernels.gpu.kernel_cache import (
+    FORMAT,
+    CompiledKernel,
+    KernelCache,
+)
 
 pytestmark = pytest.mark.plan
 
