@@ -19,6 +19,7 @@ PLUGINS = {
     "adapter rules": "extensions.lora.lora_rules:LORA_RULES",
     "elastic check": "compat.deepspeed.elasticity:compute_elastic_config",
     "elastic enabled": "compat.deepspeed.elasticity:elasticity_enabled",
+    "dry run": "extensions.dry_run.dry_run:dry_run",
     "evaluation check": "extensions.evaluation.harness:check_harness",
     "evaluation tasks": "extensions.evaluation.harness:harness_of_run",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",

@@ -135,7 +135,7 @@ COMMANDS: dict[str, Command] = {
         "commands.verify_checkpoint", "compare a checkpoint with its checksums"
     ),
     "longest-sequence": Command(
-        "commands.find_longest_sequence",
+        "extensions.dry_run.find_longest_sequence",
         "find the longest sequence that fits the memory",
     ),
     "schedule": Command(

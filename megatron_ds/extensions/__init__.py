@@ -3,6 +3,8 @@
     chat/              conversations, templates, the tokens of the answers
     corpora/           from text to a corpus: the tools that prepare data
     data_efficiency/   curricula over lengths and over samples, random-LTD
+    dry_run/           what --dry-run prints, and the longest sequence that fits a device
+    kernels/           implementations of operations in C++ and CUDA
     launch/            starts the ranks of a training, on one machine or many; reports what a machine offers
     onebit/            optimizers whose data-parallel ranks exchange one bit for each element
     report/            pages and drawings of runs, schedules and layouts

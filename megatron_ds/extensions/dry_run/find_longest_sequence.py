@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.config.parse import read
-from megatron_ds.planning.longest_sequence import (
+from megatron_ds.extensions.dry_run.longest_sequence import (
     bytes_of,
     length_range,
     length_unit,
@@ -29,7 +29,7 @@ from megatron_ds.planning.longest_sequence import (
     peak_by_plan,
     without_length,
 )
-from megatron_ds.planning.plan_tables import in_bytes
+from megatron_ds.extensions.dry_run.plan_tables import in_bytes
 
 ON_A_GPU = 1 << 30
 SMALL = (

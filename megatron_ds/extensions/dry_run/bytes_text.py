@@ -12,11 +12,11 @@ traffic of a step, payload of rank 5 (last column: the part sent in a ring):
 
 from collections.abc import Callable, Iterator
 
-from ..mpu.group import RING_FACTOR
+from ...mpu.group import RING_FACTOR
+from ...planning.rank_plan import RankPlan
+from ...planning.world_plan import WorldPlan, wire_bytes
 from .expert_text import has_experts
 from .plan_tables import in_bytes, table
-from .rank_plan import RankPlan
-from .world_plan import WorldPlan, wire_bytes
 
 
 def memory_text(plan: WorldPlan) -> Iterator[str]:

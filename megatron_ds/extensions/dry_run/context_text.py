@@ -12,17 +12,17 @@ from dataclasses import replace
 
 import torch
 
-from ..config import RunConfig, Source
-from ..config.rules.layout_rules import context_parallel
-from ..config.training_schedule import make_token_drop
-from ..models import MODELS, Layer
-from ..models.attention import attend, attend_again
-from ..models.context_attention import COMM_TYPES, make_core
-from ..mpu.fake_group import fake_mesh
-from .fake_stages import without_memory
+from ...config import RunConfig, Source
+from ...config.rules.layout_rules import context_parallel
+from ...config.training_schedule import make_token_drop
+from ...models import MODELS, Layer
+from ...models.attention import attend, attend_again
+from ...models.context_attention import COMM_TYPES, make_core
+from ...mpu.fake_group import fake_mesh
+from ...planning.fake_stages import without_memory
+from ...planning.run_model import DTYPES, last_step, parallel_context
+from ...planning.world_plan import WorldPlan
 from .plan_tables import in_bytes
-from .run_model import DTYPES, last_step, parallel_context
-from .world_plan import WorldPlan
 
 
 def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:

@@ -9,23 +9,22 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..config import RunConfig
-from ..config.sources.flags import read_flags
-from ..config.training_schedule import make_batch_size, make_token_drop
-from ..mpu.launch import Launch
-from ..pipeline.picture import draw
+from ...config import RunConfig
+from ...config.training_schedule import make_batch_size, make_token_drop
+from ...mpu.launch import Launch
+from ...pipeline.picture import draw
+from ...planning.fake_stages import FakeStage
+from ...planning.flops import model_flops, token_drop_savings
+from ...planning.keep_gathered import is_automatic
+from ...planning.run_model import boundary_shape, last_step
+from ...planning.run_plan import order
+from ...planning.world_plan import WorldPlan, plan_world, with_vocabulary
 from .bytes_text import memory_text, traffic_text
 from .context_text import context_text
 from .device_fit import DeviceMemory, device_memory, fit_text, fits, remedies_text
 from .expert_text import expert_rows, experts_text, has_experts
-from .fake_stages import FakeStage
-from .flops import model_flops, token_drop_savings
 from .grid_text import grid_text, is_tied
-from .keep_gathered import is_automatic
 from .plan_tables import in_large, in_short, table
-from .run_model import boundary_shape, last_step
-from .run_plan import order
-from .world_plan import WorldPlan, plan_world, with_vocabulary
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 8
@@ -37,12 +36,6 @@ COUNTED = {
 }
 DRAWN_RANKS = 4
 DRAWN_MICROBATCHES = 8
-
-
-def names_its_world(argv: Sequence[str]) -> bool:
-    """Whether --dry-run comes with --world-size. Then the launcher, if any, is ignored."""
-    given = {setting.path: setting.value for setting in read_flags(argv).settings}
-    return given.get("plan.dry_run", "off") != "off" and "plan.world_size" in given
 
 
 def dry_run(as_given: RunConfig, launch: Launch) -> int:

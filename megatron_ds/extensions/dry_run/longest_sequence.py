@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from math import lcm
 
-from ..config import RunConfig
-from ..errors import ConfigError
-from ..models.attention_layouts import attention_layouts
-from .world_plan import plan_world, with_vocabulary
+from ...config import RunConfig
+from ...errors import ConfigError
+from ...models.attention_layouts import attention_layouts
+from ...planning.world_plan import plan_world, with_vocabulary
 
 FIRST_TOKENS = 1024
 MOST_TOKENS = 1 << 30

@@ -6,12 +6,12 @@ A *row* is the vector of a token at one expert. A token has as many as it choose
 from collections.abc import Iterator, Sequence
 from math import ceil
 
-from ..config import RunConfig
-from ..models import Layer
-from ..moe.capacity import Capacity
-from ..mpu.param_spec import ParamSpec
-from .rank_plan import RankPlan
-from .world_plan import WorldPlan
+from ...config import RunConfig
+from ...models import Layer
+from ...moe.capacity import Capacity
+from ...mpu.param_spec import ParamSpec
+from ...planning.rank_plan import RankPlan
+from ...planning.world_plan import WorldPlan
 
 
 def has_experts(config: RunConfig) -> bool:
