@@ -20,6 +20,11 @@ PLUGINS = {
     "elastic check": "compat.deepspeed.elasticity:compute_elastic_config",
     "elastic enabled": "compat.deepspeed.elasticity:elasticity_enabled",
     "dry run": "extensions.dry_run.dry_run:dry_run",
+    "comet sink": "extensions.services.comet_log:CometLog",
+    "mlflow sink": "extensions.services.mlflow_log:MlflowLog",
+    "otel sink": "extensions.services.otel_log:OtelLog",
+    "wandb sink": "extensions.services.wandb_log:WandbLog",
+    "models": "extensions.bert.bert",
     "evaluation check": "extensions.evaluation.harness:check_harness",
     "evaluation tasks": "extensions.evaluation.harness:harness_of_run",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",
@@ -66,7 +71,7 @@ WINGS = ("compat", "extensions")
 def plugged(name: str) -> Any | None:
     """The object of a plugin; None if its package is not installed."""
     module, _, attribute = PLUGINS[name].partition(":")
-    if not _is_installed(module.partition(".")[0]):
+    if not is_installed(module.partition(".")[0]):
         return None
     found = import_module(f"{__package__}.{module}")
     return getattr(found, attribute) if attribute else found
@@ -74,11 +79,12 @@ def plugged(name: str) -> Any | None:
 
 def missing_wings() -> str:
     """A sentence for messages about unknown names: the wings that are not installed. Empty if all are."""
-    missing = [f"{__package__}.{wing}" for wing in WINGS if not _is_installed(wing)]
+    missing = [f"{__package__}.{wing}" for wing in WINGS if not is_installed(wing)]
     if not missing:
         return ""
     return f" Not installed: {', '.join(missing)}, which may have it. Install the whole package."
 
 
-def _is_installed(wing: str) -> bool:
+def is_installed(wing: str) -> bool:
+    """Whether a package below megatron_ds is there."""
     return find_spec(f"{__package__}.{wing}") is not None

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from ..cli import main_guard, run_command
 from ..errors import ConfigError
+from ..plugins import is_installed, missing_wings
 from ..registry import did_you_mean
 from ..version import __version__
 
@@ -125,7 +126,8 @@ COMMANDS: dict[str, Command] = {
         "take the fp32 weights out of an engine's checkpoint",
     ),
     "upcycle": _alone(
-        "commands.upcycle_checkpoint", "make a checkpoint with experts from a dense one"
+        "extensions.upcycling.upcycle_checkpoint",
+        "make a checkpoint with experts from a dense one",
     ),
     "merge-adapter": _alone(
         "compat.conversion.merge_adapter",
@@ -204,6 +206,9 @@ def run(
 
 
 def _function_of(command: Command) -> Any:
+    wing = command.module.partition(".")[0]
+    if not is_installed(wing):
+        raise ConfigError(f"The command needs {PACKAGE}.{wing}.{missing_wings()}")
     return getattr(import_module(f"{PACKAGE}.{command.module}"), command.function)
 
 

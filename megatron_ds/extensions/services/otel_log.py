@@ -12,8 +12,8 @@ import time
 from importlib import import_module
 
 from ...config import RunConfig
-from .records import EvalRecord, Record, TrainRecord
-from .tensorboard import scalars_of
+from ...training.observe.records import EvalRecord, Record, TrainRecord
+from ...training.observe.tensorboard import scalars_of
 
 NAME = "megatron_ds"
 SECOND = 10**9  # in ns, the unit of spans

@@ -5,8 +5,8 @@ from importlib import import_module
 from ...config import RunConfig
 from ...config.sources.config_text import to_dict
 from ...errors import ConfigError
-from .records import Record
-from .tensorboard import scalars_of
+from ...training.observe.records import Record
+from ...training.observe.tensorboard import scalars_of
 
 
 class WandbLog:

@@ -17,7 +17,7 @@ import numpy as np
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..tokenizers import Tokenizer
+    from ...data.tokenizers import Tokenizer
 
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 CONTINUES = "##"  # marks a piece that is not the first of its word

@@ -28,15 +28,13 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..config.options.model_options import ModelConfig
-from ..errors import CheckpointError, ConfigError
-from ..models import MODELS, build_stage
-from ..moe.balance import balances_of
-from ..mpu.context import ParallelContext
-from ..mpu.param_spec import ParamSpec
-from ..tensor_parallel.init import initialize_interval
-from .pieces import MadePiece
-from .whole_tensors import StoredTensors
+from ...checkpoint.pieces import MadePiece
+from ...checkpoint.whole_tensors import StoredTensors
+from ...config.options.model_options import ModelConfig
+from ...errors import CheckpointError, ConfigError
+from ...models.model_specs import specs_of
+from ...mpu.param_spec import ParamSpec
+from ...tensor_parallel.init import initialize_interval
 
 FEED_FORWARD = ".mlp."
 CHOOSING_OTHERWISE = (
@@ -179,17 +177,6 @@ def is_exact(model: ModelConfig, granularity: int) -> bool:
         number // groups % granularity == 0 for number in model.experts
     )
     return is_constant and is_dropless and (granularity == 1 or is_together)
-
-
-def specs_of(model: ModelConfig) -> list[ParamSpec]:
-    """Specs of all weights and of the state that routers keep between steps. Allocates nothing."""
-    modules = build_stage(
-        MODELS[model.model](model, ParallelContext(device=torch.device("meta")))
-    )
-    specs = [parameter.spec for parameter in modules.parameters()]
-    for balance in balances_of(modules):
-        specs += balance.specs.values()
-    return specs
 
 
 # ---- Functions from a spec, and a reader of the dense tensor, to pieces.

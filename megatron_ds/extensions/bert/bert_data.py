@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from ...batch.batch import Batch
+from ...data.kind import DataKind, Sample
+from ...data.loading.cache import cached_arrays, default_cache
+from ...data.samples.gpt_data import blank_batch
+from ...data.text.indexed import IndexedDataset
+from ...data.tokenizers import Tokenizer
 from ...errors import DataError
-from ..kind import DataKind, Sample
-from ..loading.cache import cached_arrays, default_cache
-from ..text.indexed import IndexedDataset
-from ..tokenizers import Tokenizer
 from .bert_maps import LONG_SENTENCE, build_mapping
-from .gpt_data import blank_batch
 from .masking import Masking, WordPieces, mask_tokens, pieces_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 from ...config import RunConfig
 from ...config.sources.config_text import to_dict
 from ...errors import ConfigError
-from .records import Record
-from .tensorboard import scalars_of
+from ...training.observe.records import Record
+from ...training.observe.tensorboard import scalars_of
 
 RUN_TAG = "megatron_ds.run"
 # What the server takes: parameters of one request, characters of a value.

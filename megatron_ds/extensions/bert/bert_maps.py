@@ -17,8 +17,8 @@ from itertools import repeat
 
 import numpy as np
 
+from ...data.loading.index_maps import extension
 from ...errors import DataError
-from ..loading.index_maps import extension
 
 LONG_SENTENCE = 512  # tokens; documents with a longer sentence are left out
 CHECKED_AT_ONCE = 1 << 16

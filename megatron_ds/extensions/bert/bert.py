@@ -9,17 +9,17 @@ from functools import partial
 
 import torch.nn.functional as F
 
-from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
-from ..data.samples.bert_data import BERT_DATA
-from ..mpu.context import ParallelContext
-from ..mpu.group import Group
-from .architecture import MODELS, Architecture, Loss, gpt_loss
-from .attention import make_rotary
-from .block import block_layers
-from .embedding import WORD_EMBEDDINGS, Embedding
-from .heads import BertHeads, BertOutput, FinalNorm, bert_head_flops
-from .layer import Layer
+from ...batch.batch import Batch
+from ...config.options.model_options import ModelConfig
+from ...models.architecture import MODELS, Architecture, Loss, gpt_loss
+from ...models.attention import make_rotary
+from ...models.block import block_layers
+from ...models.embedding import WORD_EMBEDDINGS, Embedding
+from ...models.heads import BertHeads, BertOutput, FinalNorm, bert_head_flops
+from ...models.layer import Layer
+from ...mpu.context import ParallelContext
+from ...mpu.group import Group
+from .bert_data import BERT_DATA
 
 SEGMENTS = 2
 

@@ -43,7 +43,6 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.save_folder import check_vacant
 from megatron_ds.checkpoint.tokenizer_files import KEY as TOKENIZER_FILES
 from megatron_ds.checkpoint.tokenizer_files import named_copies
-from megatron_ds.checkpoint.upcycling import Upcycling, counted, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, Source, parse
@@ -52,6 +51,7 @@ from megatron_ds.config.run import options_in
 from megatron_ds.config.sources.config_text import explanation, invocation, to_dict
 from megatron_ds.config.sources.flags import CONFIG_FLAG
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.extensions.upcycling.upcycling import Upcycling, counted, is_exact
 from megatron_ds.models.model_identity import MOE_FIELDS, model_identity
 from megatron_ds.mpu.group import solo
 from megatron_ds.planning.run_plan import RULES
