@@ -65,10 +65,12 @@ def dequantize(
 
     out: contiguous memory for the result; None: new memory
     """
+    # A number's code and its scale, in fp32.
     if bits == 4:
         codes = _apart(codes)
     codes = codes[:numel]
     scales = scales.detach().float()
+    # The last block may be shorter than the others.
     if numel % block:
         numbers = codes * scales.repeat_interleave(block)[:numel]
     else:
