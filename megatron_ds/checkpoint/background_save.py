@@ -15,12 +15,13 @@ after a crash.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..host.direct_file import TILE
 from ..host.pace import Pace
 from ..host.page_locked import page_locked
 from ..host.side_streams import Mark, side_stream
@@ -207,9 +208,15 @@ class BackgroundSave:
         return part, reason
 
     def _paced(self, pieces: list[CopiedPiece]) -> Iterator[CopiedPiece]:
+        """The pieces, in parts that torch computes with the calling thread alone.
+
+        A parallel operation would give this thread a team of its own. While a process has more OpenMP threads than
+        processors, those of the step sleep at each barrier, where they would have waited for a moment.
+        """
         for piece in pieces:
+            for tile in piece.tensor.view(-1).split(TILE):
+                yield replace(piece, tensor=tile)
             self._pace.pause()
-            yield piece
 
     def _index(self) -> None:
         found = self._saving.collect(self._work.result)
