@@ -3,8 +3,8 @@
     begin      all      the stall: agree, and copy what this rank writes into host memory
     write      thread   of each rank: check, write and sync its file
     gather     all      the ranks' parts of the index
-    index      thread   of rank 0: write and sync the index and run.json
-    publish    all      the checkpoint becomes visible
+    publish    thread   of rank 0: write and sync the index and run.json; the checkpoint becomes visible
+    agree      all      every rank has the outcome
     prune      thread   of rank 0: delete old checkpoints
 
 Steps of "all" are collective and short. `is_ready` is whether this rank's thread has ended; when all ranks are ready,
@@ -171,7 +171,7 @@ class BackgroundSave:
         self._work: ThreadedCall | None = ThreadedCall(
             lambda: self._write(copied, failed)
         )
-        self._next = [self._index, self._publish, self._end]
+        self._next = [self._publish, self._agree, self._end]
 
     @property
     def is_ready(self) -> bool:
@@ -218,7 +218,7 @@ class BackgroundSave:
                 yield replace(piece, tensor=tile)
             self._pace.pause()
 
-    def _index(self) -> None:
+    def _publish(self) -> None:
         found = self._saving.collect(self._work.result)
         self.reasons = [reason for _, reason in found]
         if any(self.reasons):
@@ -226,10 +226,10 @@ class BackgroundSave:
             self._next.clear()
             return
         parts = [part for part, _ in found]
-        self._work = self._on_rank_0(lambda: self._saving.index(parts))
+        self._work = self._on_rank_0(lambda: self._saving.publish(parts))
 
-    def _publish(self) -> None:
-        self.path = self._saving.publish(lambda: self._work.result())
+    def _agree(self) -> None:
+        self.path = self._saving.agree(lambda: self._work.result())
         self._work = self._on_rank_0(self._saving.prune)
 
     def _end(self) -> None:
