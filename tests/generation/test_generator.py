@@ -8,7 +8,7 @@ import torch
 from megatron_ds.batch.batch import Batch
 from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import CallError, ConfigError
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.models import run_layers
@@ -291,6 +291,9 @@ def test_what_cannot_run_is_refused_by_name():
         "exceeds the vocabulary": GenerationRequest(
             (1,), sampling, 1, alternatives=VOCAB + 2
         ),
+        "forbids all": GenerationRequest(
+            (1,), sampling, 2, 1, stop_tokens=frozenset(range(VOCAB))
+        ),
     }
 
     def work(generator, engine):
@@ -325,6 +328,32 @@ def test_the_score_of_a_prompt_of_one_token_is_that_token():
 
     [score] = on_layout("dp=1", GPT, work)
     assert score.token == 3 and score.log_prob is None
+
+
+def test_scores_of_a_prompt_that_is_cancelled_are_forgotten():
+    def work(generator, engine):
+        request = GenerationRequest(
+            (3, 4), Sampling(0.0), 9, alternatives=0, scores_prompt=True
+        )
+        number = generator.add(request)
+        generator.step()
+        generator.cancel(number)
+        generator.step()
+        with pytest.raises(KeyError):
+            generator.prompt_scores(number)
+        return True
+
+    assert on_layout("dp=1", GPT, work)
+
+
+def test_weights_that_are_no_numbers_are_an_error_of_all_ranks():
+    def work(generator, engine):
+        for parameter in engine.parameters:
+            parameter.data.fill_(torch.nan)
+        generator.run([GenerationRequest((3,), Sampling(), 2)])
+
+    with pytest.raises(CallError, match="no token can follow the first 1 of a text"):
+        on_layout("tp=2", GPT, work)
 
 
 def test_a_model_whose_attention_keeps_no_keys_is_refused(monkeypatch):

@@ -127,6 +127,17 @@ def test_a_client_that_leaves_ends_its_texts(streams):
         assert sorted(served.generator.cancelled) == [0, 1, 2]
 
 
+def test_a_client_that_leaves_ends_its_text_while_tokens_come():
+    with serving(ToyGenerator(max_length=10000, pause=0.001)) as served:
+        body = json.dumps({**LONG, "max_tokens": 9000}).encode()
+        with socket.create_connection(served.address) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n"
+            client.sendall(head % len(body) + body)
+            until(lambda: served.generator.running)
+        until(lambda: not served.generator.running)
+        assert served.generator.cancelled == [0]
+
+
 def test_a_client_that_does_not_read_delays_no_other(served):
     body = json.dumps(
         {"prompt": "b" * 20, "echo": True, "logprobs": 20, "max_tokens": 40, "n": 32}

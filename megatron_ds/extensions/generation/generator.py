@@ -24,14 +24,14 @@ from torch import Tensor
 
 from ...batch.batch import Batch
 from ...data.samples.gpt_data import GPT_DATA
-from ...errors import ConfigError
+from ...errors import CallError, ConfigError
 from ...host import places
 from ...models import MODELS
 from ...models.attention_layouts import attention_layouts
 from ...mpu.collectives import all_gather, all_gather_object, all_reduce_
 from ...training.build import Replica
 from .cached_keys import CachedKeys
-from .choice import Pick, choose
+from .choice import NO_TOKEN, Pick, choose
 from .requests import GeneratedToken, GenerationRequest
 from .seating import Orders, Seating, Text
 from .token_batches import BatchPart, make_batch, plan
@@ -90,6 +90,11 @@ class Generator:
             wrong = min(known) if min(known) < 0 else max(known)
             raise ConfigError(
                 f"token {wrong} is not in the vocabulary, which is 0 to {vocab - 1}. Use the tokenizer of the model."
+            )
+        if request.min_new_tokens and len(request.stop_tokens) == vocab:
+            raise ConfigError(
+                f"min_new_tokens={request.min_new_tokens} forbids all {vocab} tokens, which are stop tokens. Use 0, or "
+                "fewer stop tokens."
             )
         if (request.alternatives or 0) > vocab:
             raise ConfigError(
@@ -152,6 +157,8 @@ class Generator:
         # Texts that are over leave, and others take their rows.
         seating = self._seating
         seating.follow(orders)
+        for number in orders.cancelled:
+            self._prompt_scores.pop(number, None)
         mine = self._engine.mesh.samples.rank
         for rank in range(len(seating.seated)):
             for move in seating.leave(rank):
@@ -233,11 +240,12 @@ class Generator:
     def _events(
         self, picked: Iterable[tuple[Text, Pick]], found: list[list[float]]
     ) -> list[Event]:
-        """Add the tokens to their texts."""
+        """Add the tokens to their texts. Raises CallError on all ranks where no token can be chosen."""
         # A token that was given is one of a prompt, any other is new.
         events = []
         for (text, pick), row in zip(picked, found, strict=True):
             if pick.given is None:
+                _require_token(row, text)
                 if text.request.scores_prompt and not text.new:
                     self._scores_of(text)
                 finish = text.add(int(row[0]))
@@ -272,6 +280,14 @@ def _forward(engine: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
         for stage in engine.stages.values():
             inside.enter_context(stage.computing(_wanted_logits))
         return engine.executor.forward(batches)
+
+
+def _require_token(row: Sequence[float], text: Text) -> None:
+    if int(row[0]) == NO_TOKEN:
+        raise CallError(
+            f"no token can follow the first {len(text.tokens)} of a text: the model's scores are infinite or not "
+            "numbers, or all tokens are forbidden. Use another checkpoint, or --bf16 or fp32 instead of --fp16."
+        )
 
 
 def _token(
