@@ -286,7 +286,7 @@ def test_requests_join_leave_and_end_between_steps():
 def test_what_cannot_run_is_refused_by_name():
     sampling = Sampling()
     wrong = {
-        "text has at most": GenerationRequest((1,), sampling, POSITIONS),
+        "text has at most": GenerationRequest((1,), sampling, POSITIONS + 1),
         "not in the vocabulary": GenerationRequest((VOCAB + 1,), sampling, 1),
         "exceeds the vocabulary": GenerationRequest(
             (1,), sampling, 1, alternatives=VOCAB + 2
@@ -328,6 +328,17 @@ def test_the_score_of_a_prompt_of_one_token_is_that_token():
 
     [score] = on_layout("dp=1", GPT, work)
     assert score.token == 3 and score.log_prob is None
+
+
+def test_a_prompt_of_all_positions_is_scored_and_has_a_next_token():
+    def work(generator, engine):
+        whole = GenerationRequest(
+            (3,) * POSITIONS, Sampling(0.0), 1, alternatives=0, scores_prompt=True
+        )
+        (text,) = generator.run([whole])
+        return len(text), len(generator.prompt_scores(0))
+
+    assert on_layout("dp=1", GPT, work) == (1, POSITIONS)
 
 
 def test_scores_of_a_prompt_that_is_cancelled_are_forgotten():

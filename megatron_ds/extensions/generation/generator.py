@@ -45,7 +45,7 @@ class Generator:
     """Built by all ranks; rank 0 leads, and the others call `follow`. Weights and progress stay as they are.
 
     requests  under way at once on each data-parallel rank; others wait
-    length    tokens of a text, prompt included, at most; None: as many as the model has positions. Keys and values
+    length    tokens that are read of a text, prompt included, at most; None: as many as the model has positions. Keys and values
               of requests × length tokens are kept
     """
 
@@ -79,11 +79,13 @@ class Generator:
     def check(self, request: GenerationRequest) -> None:
         """Raises ConfigError for a request that cannot run. Not collective."""
         vocab = self._engine.config.model.vocab_size
-        total = len(request.tokens) + request.max_new_tokens
-        if total > self.max_length:
+        # The model does not read the last token.
+        read = len(request.tokens) + request.max_new_tokens - 1
+        if read > self.max_length:
             raise ConfigError(
-                f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones are {total}, and a "
-                f"text has at most {self.max_length}. Shorten the prompt, or generate fewer tokens."
+                f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones, the last of which is "
+                f"not read, take {read} places, and a text has at most {self.max_length}. Shorten the prompt, or "
+                "generate fewer tokens."
             )
         known = (*request.tokens, *request.stop_tokens)
         if min(known) < 0 or max(known) >= vocab:
