@@ -9,6 +9,8 @@ from megatron_ds.batch.batch import Batch
 from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
 from megatron_ds.errors import CallError, ConfigError
+from megatron_ds.extensions.generation import choice
+from megatron_ds.extensions.generation import generator as generator_module
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.models import run_layers
@@ -316,6 +318,21 @@ def test_what_cannot_run_is_refused_by_name():
             )
     with pytest.raises(ConfigError, match="context-parallel-size 2"):
         on_layout("cp=2", GPT, work)
+
+
+def test_scores_of_long_prompts_are_computed_in_parts(monkeypatch):
+    """The probabilities of a vocabulary, in fp64, for all tokens of many prompts would not fit into memory."""
+    counts = []
+
+    def counted(logits, picks, most):
+        counts.append(len(logits))
+        return choice.choose(logits, picks, most)
+
+    whole = on_layout("tp=2", GPT, lambda g, _: texts_of(g, sampled()))
+    monkeypatch.setattr(generator_module, "choose", counted)
+    monkeypatch.setattr(generator_module, "ROWS", 4)
+    parts = on_layout("tp=2", GPT, lambda g, _: texts_of(g, sampled()))
+    assert parts == whole and max(counts) == 4
 
 
 def test_the_score_of_a_prompt_of_one_token_is_that_token():

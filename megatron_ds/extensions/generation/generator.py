@@ -37,6 +37,7 @@ from .seating import Orders, Seating, Text
 from .token_batches import BatchPart, make_batch, plan
 
 PROMPT_TOKENS = 2048  # of a micro-batch of several prompts, at most
+ROWS = 512  # of logits whose probabilities, in fp64, are in memory at once
 Event = tuple[int, GeneratedToken]
 Picked = list[tuple[Text, Pick]]  # of a rank, in the order of its logits
 
@@ -45,8 +46,8 @@ class Generator:
     """Built by all ranks; rank 0 leads, and the others call `follow`. Weights and progress stay as they are.
 
     requests  under way at once on each data-parallel rank; others wait
-    length    tokens that are read of a text, prompt included, at most; None: as many as the model has positions. Keys and values
-              of requests × length tokens are kept
+    length    tokens that are read of a text, prompt included, at most; None: as many as the model has positions. Keys
+              and values of requests × length tokens are kept
     """
 
     def __init__(
@@ -235,9 +236,14 @@ class Generator:
         return torch.cat([o.objective for o in outputs]) if outputs else None
 
     def _choose(self, logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
-        """Collective over tp."""
-        whole = all_gather(logits, self._engine.mesh.group("tp"), dim=-1)
-        return choose(whole[:, : self._engine.config.model.vocab_size], picks, most)
+        """Collective over tp. Scores of long prompts are computed in parts."""
+        vocab = self._engine.config.model.vocab_size
+        found = []
+        for first in range(0, len(picks), ROWS):
+            part = slice(first, first + ROWS)
+            whole = all_gather(logits[part], self._engine.mesh.group("tp"), dim=-1)
+            found.append(choose(whole[:, :vocab], picks[part], most))
+        return torch.cat(found)
 
     def _events(
         self, picked: Iterable[tuple[Text, Pick]], found: list[list[float]]

@@ -75,6 +75,7 @@ def notes_of(
 
     extra: settings that rules of the family read beside its table
     """
+    # What the table has, and what rules or entries have a sentence for.
     known = (
         {entry.theirs for entry in table if not isinstance(entry, Fixed)}
         | extra
@@ -91,6 +92,7 @@ def notes_of(
         *REFUSED_KEYS,
         "quantization_config",
     }
+    # All others.
     unknown = [
         f"{name} {_short(value)}"
         for name, value in settings.items()
