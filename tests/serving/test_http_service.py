@@ -75,6 +75,11 @@ def test_random_requests_break_nothing(served, caplog):
             "a JSON list",
         ),
         (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400, "number"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 9\r\n\r\n{}",
+            400,
+            "'2, 9' is not a number",
+        ),
         (b"POST /api HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "at most"),
         (
             b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
