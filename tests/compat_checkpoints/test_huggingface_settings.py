@@ -42,6 +42,10 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe",
     "megatron-bert",
+    "gpt_oss",
+    "falcon 40b",
+    "mpt",
+    "gemma 3",
 )
 # Settings that change training and no output → what our model has for the value.
 OF_TRAINING = {
