@@ -33,8 +33,6 @@ CURRICULUM = {
 INFORMING = {
     "dump_state": True,
     "memory_breakdown": True,
-    "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
-    "comet": {"enabled": True, "project": "p", "workspace": "w"},
     "monitor_config": {"enabled": True},
     "autotuning": {
         "enabled": True,

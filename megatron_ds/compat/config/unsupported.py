@@ -134,7 +134,7 @@ KEYS = table(
         "memory is in the log": "memory_breakdown",
         "a row is of an operation, a group and a size; torch.profiler has the calling functions": "comms_logger.debug",
         "metrics go to the log, to TensorBoard, to CSV files, to --metrics-jsonl and to services": "monitor_config",
-        "--log-interval sets how often values are logged": "comet.samples_log_interval",
+        "--log-interval sets how often values are logged; an engine logs each update": "comet.samples_log_interval",
         "a run has one experiment, which continues when it resumes": "comet.experiment_key comet.mode",
         "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
         "gradients are reduced by hooks, and the order of layers does not change": "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",

@@ -41,6 +41,7 @@ from .data_efficiency import (
 )
 from .engine import Engine, show
 from .engine_loader import EngineLoader
+from .engine_monitor import Monitor
 from .engine_optimizer import (
     Decays,
     EngineOptimizer,
@@ -51,7 +52,6 @@ from .engine_optimizer import (
     make_groups,
     make_scheduler,
 )
-from .engine_status import Monitor
 from .expert_layers import connect_layers, connect_routers, with_expert_ranks
 from .gradients import EngineParameter
 from .json_settings import (
@@ -298,9 +298,8 @@ def _build_engine(
     optimizer = EngineOptimizer(
         zero, inner, {key: value for key, value in first.items() if key != "params"}
     )
-    folders = settings.logging.tensorboard_dir, settings.logging.csv_monitor_dir
     monitor = on_all_ranks(
-        world.world, lambda: Monitor(*folders if world.rank == 0 else (None, None))
+        world.world, lambda: Monitor(settings if world.rank == 0 else None)
     )
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
