@@ -16,7 +16,7 @@ import torch
 
 from ...batch.batch import Batch
 from ...data.chat.mask_file import LossMasks
-from ...data.kind import PAD, Collator, Sample
+from ...data.kind import PAD, Collator, DataKind, Sample
 from ...data.samples.gpt_data import GPT_DATA
 from ...data.text.indexed import IndexedDataset
 from ...data.tokenizers import Tokenizer
@@ -163,3 +163,8 @@ PREFERENCE_DATA = replace(
     fills=False,
     identity=lambda config: {"preference": True},
 )
+
+
+def pairs_of_answers(own: DataKind, config: "RunConfig") -> DataKind:
+    """The kind of the data of a run on pairs, whatever that of its model is."""
+    return PREFERENCE_DATA
