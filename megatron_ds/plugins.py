@@ -39,6 +39,7 @@ PLUGINS = {
     "distillation data": "extensions.distillation.teacher_data:with_blank_teacher",
     "distillation loss": "extensions.distillation.distilled_loss:distillation_loss",
     "distillation options": "extensions.distillation.distillation_options:DistillationConfig",
+    "distillation plan": "extensions.distillation.teacher_plan:plan_teacher",
     "distillation rules": "extensions.distillation.distillation_rules:DISTILLATION_RULES",
     "distillation start": "extensions.distillation.teacher:open_teacher",
     "preference data": "extensions.preference.answer_pairs:pairs_of_answers",

@@ -32,6 +32,11 @@ class LikeliestTokens(NamedTuple):
     others: torch.Tensor
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for the loss."""
+        return sum(t.nbytes for t in self)
+
+    @property
     def objective(self) -> torch.Tensor:
         """What a pipeline stage attaches terms of layers to; without gradients there are none."""
         return self.others

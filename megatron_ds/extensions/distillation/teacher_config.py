@@ -84,7 +84,7 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
     # Everything else has its default: a forward has no optimizer, and recomputes nothing.
     return RunConfig(
         model=model,
-        parallel=_as_many_stages(config),
+        parallel=_as_many_stages(config, any(model.experts)),
         zero=_split_alike(config.zero),
         optimizer=OptimizerConfig(
             lr=optimizer.lr, fp16=optimizer.fp16, bf16=optimizer.bf16
@@ -101,11 +101,15 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
     )
 
 
-def _as_many_stages(config: RunConfig) -> ParallelConfig:
+def _as_many_stages(config: RunConfig, has_experts: bool) -> ParallelConfig:
     """The layout of the student, whose stages the teacher's layers fill in their own way."""
     chunks = pipeline_shape(config).chunks
+    parallel = config.parallel
     return replace(
-        config.parallel,
+        parallel,
+        expert_model_parallel_size=parallel.expert_model_parallel_size
+        if has_experts
+        else 1,
         num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
         num_layers_per_virtual_pipeline_stage=None,
         pipeline_layout=None,

@@ -28,6 +28,11 @@ class WholeTeacher:
     sequence_parallel: bool
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for the loss."""
+        return self.x.nbytes
+
+    @property
     def objective(self) -> torch.Tensor:
         """What a pipeline stage attaches terms of layers to; without gradients there are none."""
         return self.x
