@@ -55,14 +55,16 @@ class LikeliestTokens(NamedTuple):
         apart = self.others - of_others
         of_likeliest = facts[:, 2]
         if not reverse:
-            share = self.others.exp()
-            return of_likeliest.sum(0) + share * apart + student
+            of_others = self.others.exp() * apart
+            of_likeliest = of_likeliest.sum(0)
+            return of_likeliest + of_others + student
         # The student's share of each rank, and of all others.
         ranks = facts[:, 0] - student
         share = of_others - student
         of_likeliest = ranks.exp_() * of_likeliest
+        of_likeliest = of_likeliest.sum(0)
         of_others = share.exp_() * apart
-        return of_likeliest.sum(0) - of_others - student
+        return of_likeliest - of_others - student
 
 
 class LikeliestRows(NamedTuple):
@@ -147,5 +149,7 @@ def _of_columns(
     y = pad(y, (0, width - columns.valid), value=-torch.inf)
     values, column = y.topk(min(count, width), dim=-1)
     left = y.scatter_(-1, column, -torch.inf)
+    others = left.logsumexp(-1)
     tokens = column + columns.start
-    return tokens.int(), values, left.logsumexp(-1)
+    tokens = tokens.int()
+    return tokens, values, others
