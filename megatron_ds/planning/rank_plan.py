@@ -69,6 +69,8 @@ class RankPlan:
     gathered    the part of `buffers` that holds gathered layers
     copied      host memory for the state that --async-save writes, at most: each of the ranks that hold the
                 same content writes a part of it
+    teacher     weights and predictions of a teacher, which are held for the whole step; teacher_at_work: most of what
+                its forward needs besides, before the student's
     is_host     the device is the host's processor, so that `copied` is in `peak`
     """
 
@@ -88,14 +90,17 @@ class RankPlan:
     in_update: int = 0
     gathered: int = 0
     copied: int = 0
+    teacher: int = 0
+    teacher_at_work: int = 0
     is_host: bool = False
 
     @property
     def peak(self) -> int:
         """Estimate of the maximum on the device. During the update there are no activations."""
-        at_most = max(self.kept + self.at_work, self.in_update)
+        at_most = max(self.kept + self.at_work, self.in_update, self.teacher_at_work)
         at_most += self.copied if self.is_host else 0
-        return self.state.total - sum(self.away.values()) + self.buffers + at_most
+        held = self.state.total - sum(self.away.values()) + self.teacher
+        return held + self.buffers + at_most
 
 
 def data_groups(
@@ -163,10 +168,10 @@ def plan_rank(
         settings.frozen_masters,
     )
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
-    gathers, whole = _gathers(config, plans, use, parameters, program)
+    gathers, whole = gathers_of(config, plans, use, parameters, program)
     # Traffic: of the state, of optimizers, of sums over ranks, of the layers, and between stages.
     microbatches = program_length(program)
-    traffic = _state_traffic(
+    traffic = state_traffic(
         config, settings, groups, plans, parameters, gathers, microbatches
     )
     _add_optimizers(traffic, plans, parameters, settings, groups)
@@ -310,7 +315,7 @@ def _norms_sent(
         yield from settings.update_rule.norm_messages(norms)
 
 
-def _gathers(
+def gathers_of(
     config: RunConfig,
     plans: Sequence[SetPlan],
     use: ParameterUse,
@@ -341,7 +346,7 @@ def _numel(plan: SetPlan, unit: int) -> int:
     return plan.layout.buckets[stop - 1].stop - plan.layout.buckets[first].start
 
 
-def _state_traffic(
+def state_traffic(
     config: RunConfig,
     settings: ZeroSettings,
     groups: DataGroups,
