@@ -29,7 +29,10 @@ from .keep_tables import (
     threshold_of,
 )
 from .kernel_table import FLOATS, GPU, Operation, random_tensors
-from .keyed_random import Key, seed_of
+from .keyed_random import Key
+from .site_seeds import SiteSeeds, sample_keys
+
+SEEDS = SiteSeeds()
 
 
 @dataclass(frozen=True)
@@ -142,14 +145,16 @@ def _dropout_add_example(
     return x, residual, 0.3, 1, "here", (4, 7), range(3, 3 + rows)
 
 
-@dropout.implementation("cuda", devices=GPU, dtypes=FLOATS)
+@dropout.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=dropout_kernels.fits)
 def _dropout_on_gpu(
     x: torch.Tensor, p: float, *table: Any, **named: Any
 ) -> torch.Tensor:
     return _with_kernel(x, None, p, *table, **named) if p else x
 
 
-@dropout_add.implementation("cuda", devices=GPU, dtypes=FLOATS)
+@dropout_add.implementation(
+    "cuda", devices=GPU, dtypes=FLOATS, fits=dropout_kernels.fits
+)
 def _dropout_add_on_gpu(
     x: torch.Tensor, residual: torch.Tensor, p: float, *table: Any, **named: Any
 ) -> torch.Tensor:
@@ -167,11 +172,10 @@ def _with_kernel(
     picked: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _check_held(x.shape, sample_ids, rows, picked)
-    seeds = [seed_of(*key) for key in sample_keys(seed, site, sample_ids)]
     return dropout_kernels.dropout(
         x,
         residual,
-        seeds=seeds,
+        seeds=SEEDS.on(x.device, seed, site, sample_ids),
         threshold=threshold_of(p),
         first_row=rows.start,
         picked=picked,
@@ -218,11 +222,6 @@ def _check_held(
     assert (held, len(samples)) == tuple(shape[:2]), (
         f"x is {list(shape)}, got {len(samples)} samples, {held} rows"
     )
-
-
-def sample_keys(seed: int, site: str, sample_ids: Sequence[int]) -> list[Key]:
-    """The key of each sample at a place in the model."""
-    return [(seed, site, int(sample)) for sample in sample_ids]
 
 
 @Operation

@@ -3,13 +3,11 @@
 Random numbers are those of `ops.dropout`: a table of 16-bit numbers for each seed, drawn by Philox inside the
 kernel. Backward draws them again, so dropout keeps no tensor but `picked`, which the caller holds anyway.
 
-Seeds of dropout are arguments of the launch: nothing is copied to the device, and a CUDA graph would repeat
-the masks of its capture.
+Seeds are read from memory of the device, so a launch that a CUDA graph repeats draws the masks of the seeds that
+are there then.
 """
 
 import math
-import struct
-from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -24,7 +22,6 @@ MOST_THREADS = 512
 PICKED_THREADS = 256
 MOST_BLOCKS = (1 << 31) - 1  # in the first dimension of a grid
 MOST_TABLES = (1 << 16) - 1  # in the second
-MOST_SAMPLES = 64  # keys that one launch of `dropout` takes as an argument
 MOST_PICKED_COLUMNS = (
     1 << 17
 )  # of tables of which columns are picked: a row is in shared memory
@@ -32,7 +29,7 @@ MOST_PICKED_COLUMNS = (
 DROPOUT = GpuKernel(
     "dropout.cu",
     "dropout",
-    "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32",
+    "ptr ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 u32 f32",
     examples=[*product(("float", "bf16", "fp16"), (True, False), (True, False))],
 )
 MASKS = GpuKernel(
@@ -50,7 +47,7 @@ def dropout(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     *,
-    seeds: Sequence[int],
+    seeds: torch.Tensor,
     threshold: int,
     first_row: int,
     picked: torch.Tensor | None = None,
@@ -58,11 +55,11 @@ def dropout(
     """x [s, b, h] where the number of (seed, row, column) is below `threshold`, times LEVELS / threshold,
     else 0; plus `residual` [s, b, h], unless None. Rounded as the product and the sum of two operations.
 
-    seeds      of the b samples
+    seeds      int64 [b] on x's device
     first_row  of the tables: that of x[0]; with picked, int64 [b, s], row i of sample j is
                first_row + picked[j, i]
     """
-    return _Dropout.apply(x, residual, picked, tuple(seeds), threshold, first_row)
+    return _Dropout.apply(x, residual, picked, seeds, threshold, first_row)
 
 
 class _Dropout(torch.autograd.Function):
@@ -77,27 +74,23 @@ class _Dropout(torch.autograd.Function):
         positions, samples, cols = x.shape
         packets = not reason_against_packets(x, y, residual)
         strides = (0, 0) if picked is None else picked.stride()
-        # A launch takes the keys of some samples as an argument.
-        for first in range(0, samples, MOST_SAMPLES):
-            keys = seeds[first : first + MOST_SAMPLES]
-            DROPOUT(
-                (type_name(x), packets, residual is not None),
-                _grid(positions, len(keys)),
-                _threads(cols),
-                struct.pack(f"{len(keys)}Q", *keys),
-                x,
-                residual,
-                y,
-                picked,
-                *strides,
-                first_row,
-                positions,
-                samples,
-                first,
-                cols,
-                threshold,
-                LEVELS / threshold,
-            )
+        DROPOUT(
+            (type_name(x), packets, residual is not None),
+            _grid(positions, samples),
+            _threads(cols),
+            seeds,
+            x,
+            residual,
+            y,
+            picked,
+            *strides,
+            first_row,
+            positions,
+            samples,
+            cols,
+            threshold,
+            LEVELS / threshold,
+        )
         return y
 
     @staticmethod
@@ -109,6 +102,14 @@ class _Dropout(torch.autograd.Function):
             else None
         )
         return dx, dy if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+def fits(x: torch.Tensor, *_: object, **__: object) -> str:
+    """ "" if `dropout` takes x [s, b, h], else the reason."""
+    samples = x.shape[1]
+    return (
+        f"{samples} samples, more than {MOST_TABLES}" if samples > MOST_TABLES else ""
+    )
 
 
 def fill_keep_masks_(
