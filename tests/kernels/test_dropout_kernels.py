@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.ops import site_seeds
+from megatron_ds.extensions.kernels.gpu import dropout_kernels, site_seeds
 from megatron_ds.ops.dropout import (
     KeepMask,
     dropout,
@@ -17,10 +17,8 @@ from megatron_ds.ops.dropout import (
     fill_attention_mask_,
     sample_keys,
 )
-from megatron_ds.ops.gpu import dropout_kernels
 from megatron_ds.ops.keep_tables import LEVELS, threshold_of
 from megatron_ds.ops.keyed_random import seed_of
-from megatron_ds.ops.site_seeds import SiteSeeds
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 from tests.harness.host_blocks import gpu_path, own_blocks
 
@@ -344,7 +342,7 @@ def test_a_launch_that_is_repeated_draws_the_masks_of_the_seeds_in_memory():
 
 
 def test_seeds_of_a_micro_batch_are_copied_once_for_all_places():
-    seeds = SiteSeeds()
+    seeds = site_seeds.SiteSeeds()
     cpu = torch.device("cpu")
     sites = ["embedding", "layers.0", "layers.1"]
     for site in sites:  # the first micro-batch finds the places
