@@ -5,7 +5,7 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention, with a mask of all scores for what is not plain or causal;
-`reference_attention` with dropout or a sink, since these need the probabilities. On a CPU,
+`reference_attention` with dropout, a sink or a cap of the scores, since these need the probabilities. On a CPU,
 cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AMX or AVX-512 BF16; and fp32 where the
 processor has no matrix products of the dtype. On a GPU with Triton, what torch's fused attention needs a mask
 for, or cannot do: gpu/flex_attention.py; and with dropout, rows of queries one part after another
@@ -49,7 +49,7 @@ def attention(
              grows with sq * sk
     scoring  scale of the scores, and what joins them in the softmax
     """
-    if keep is not None or scoring.sink is not None:
+    if _is_written_out(keep, scoring):
         return reference_attention(q, k, v, visible, keep=keep, scoring=scoring)
     # [b, n or g, s, d], views
     queries = q.permute(1, 2, 0, 3)
@@ -76,6 +76,11 @@ def attention(
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return _merge_heads(out)
+
+
+def _is_written_out(keep: KeepMask | None, scoring: Scoring) -> bool:
+    """Whether torch's fused attention cannot compute the probabilities."""
+    return keep is not None or scoring.sink is not None or scoring.cap is not None
 
 
 def _allowed(
@@ -130,7 +135,8 @@ def _suits_compiled(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> bool:
-    is_known = keep is None and visible.hides_by_key and not scoring.has_places
+    is_scored = scoring.cap is None and not scoring.has_places
+    is_known = keep is None and visible.hides_by_key and is_scored
     # Documents and padding are of keys.
     has_all_rows = (
         visible.mask is None and visible.documents is None or q.shape[0] <= k.shape[0]
@@ -201,7 +207,7 @@ def _suits_flex(
         q.shape[0] != k.shape[0] or q.shape[0] <= TILE
     ):  # one tile: nothing can be skipped
         return False
-    others = (visible.documents, scoring.sink, scoring.alibi)
+    others = (visible.documents, scoring.sink, scoring.alibi, scoring.cap)
     return not visible.pattern.is_plain or any(other is not None for other in others)
 
 
@@ -224,7 +230,11 @@ def _fits_flex(
     if reason or not q.is_cuda:  # a plan assumes that the check succeeds
         return reason
     return flex_check.reason_against(
-        flex_attention.compiled_apart, reference_attention, q.dtype, q.device
+        flex_attention.compiled_apart,
+        reference_attention,
+        q.dtype,
+        q.device,
+        scoring.cap,
     )
 
 
@@ -257,9 +267,8 @@ def _suits_rows(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> bool:
-    needs_probabilities = keep is not None or scoring.sink is not None
     return (
-        needs_probabilities
+        _is_written_out(keep, scoring)
         and not scoring.has_places
         and attention_rows.suits(q, k, keep)
     )
@@ -351,7 +360,7 @@ def reference_attention(
     scores = (queries * scoring.scale_of(d)) @ keys.transpose(
         -1, -2
     )  # [b, g, n/g, sq, sk]
-    scores = scores.reshape(b, n, sq, sk)
+    scores = scoring.capped(scores.reshape(b, n, sq, sk))
     if scoring.alibi is not None:
         scores = (scores + scoring.alibi.bias(*places)).to(scores.dtype)
     p = masked_softmax(scores, mask, visible.pattern.causal, 1.0, keep, scoring.sink)

@@ -31,6 +31,7 @@ from ..mpu import collectives
 from ..mpu.group import Group
 from ..ops.logits import cross_entropy_facts, cross_entropy_gradient_
 from ..ops.product import affine, product_into
+from ..ops.soft_cap import cap_, slope_of
 from .cross_entropy import own_columns, target_weights, token_losses
 from .weight_grad import GradientSum
 
@@ -50,7 +51,8 @@ def suitable_chunks(rows: int, hidden: int, columns: int) -> int:
 class LogitsInChunks:
     """Logits [s, b, V'/t] that are not computed yet: x Wᵀ + b, in `chunks` parts of the s b rows.
 
-    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence
+    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence.
+    cap: bound of the logits, cap tanh(logits / cap)
     """
 
     x: torch.Tensor
@@ -59,6 +61,7 @@ class LogitsInChunks:
     group: Group
     sequence_parallel: bool
     chunks: int
+    cap: float | None = None
 
     def cross_entropy(
         self, labels: torch.Tensor, vocab_size: int, label_smoothing: float = 0.0
@@ -76,6 +79,7 @@ class LogitsInChunks:
             self.group,
             self.sequence_parallel and self.group.size > 1,
             self.chunks,
+            self.cap,
             vocab_size,
             label_smoothing,
         )
@@ -87,7 +91,7 @@ class LogitsInChunks:
         x = self.x.detach().contiguous()
         whole = collectives.all_gather(x, self.group) if gathers else x
         flat = whole.view(-1, whole.shape[-1])
-        yield from _logits(flat, self.weight, self.bias, self.chunks)
+        yield from _logits(flat, self.weight, self.bias, self.chunks, self.cap)
 
 
 class _Chunked(torch.autograd.Function):
@@ -103,6 +107,7 @@ class _Chunked(torch.autograd.Function):
         group,
         sequence_parallel,
         chunks,
+        cap,
         vocab_size,
         label_smoothing,
     ):
@@ -117,7 +122,7 @@ class _Chunked(torch.autograd.Function):
         smoothed = label_smoothing > 0
         facts = [
             cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
-            for rows, logits in _logits(flat, weight, bias, chunks)
+            for rows, logits in _logits(flat, weight, bias, chunks, cap)
         ]
         loss, lse = token_losses(
             torch.cat(facts, dim=1), group, vocab_size, label_smoothing
@@ -128,6 +133,7 @@ class _Chunked(torch.autograd.Function):
         ctx.group = group
         ctx.sequence_parallel = sequence_parallel
         ctx.chunks = chunks
+        ctx.cap = cap
         ctx.valid = valid
         ctx.target = target_weights(label_smoothing, vocab_size)
         return torch.ops.aten._unsafe_view(loss, labels.shape)
@@ -145,10 +151,13 @@ class _Chunked(torch.autograd.Function):
         dw = GradientSum(weight) if needs_dw else None
         db = lse.new_zeros(len(weight)) if needs_db else None
         # Logits of a chunk are computed again and become their gradients.
-        for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks):
+        for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks, ctx.cap):
+            slope = None if ctx.cap is None else slope_of(logits, ctx.cap)
             dlogits = cross_entropy_gradient_(
                 logits, labels[rows], lse[rows], dloss[rows], ctx.valid, *ctx.target
             )
+            if slope is not None:
+                dlogits.mul_(slope)
             if dx is not None:
                 product_into(dx[rows], dlogits, weight)
             if dw is not None:
@@ -166,12 +175,16 @@ class _Chunked(torch.autograd.Function):
             dx,
             None if dw is None else dw.deliver(),
             None if db is None else db.to(weight.dtype),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
 def _logits(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunks: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    cap: float | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields (rows, their logits [rows, V'/t]) of x [n, h] in at most `chunks` parts; the next iteration
     overwrites the logits."""
@@ -181,4 +194,6 @@ def _logits(
         part = x[start : start + each]
         logits = memory[: len(part)]
         affine(part, weight, bias, logits)
+        if cap is not None:
+            cap_(logits, cap)
         yield slice(start, start + len(part)), logits

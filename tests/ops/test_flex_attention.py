@@ -231,13 +231,13 @@ def closed(documents, padding):
 @pytest.mark.parametrize(
     "of",
     [
-        (4, 16, False, False, False, False),
-        (2, 32, True, True, True, False),
-        (1, 48, True, False, False, True),
+        (4, 16, False, False, False, False, None),
+        (2, 32, True, True, True, False, 0.5),
+        (1, 48, True, False, False, True, None),
     ],
 )
 def test_results_and_gradients_equal_attention_written_out(written_out, of, case):
-    g, block, apart, padded, sink, alibi = of
+    g, block, apart, padded, sink, alibi, cap = of
     s, slopes = 300, Alibi(alibi_slopes(HEADS)) if alibi else None
     pattern = pattern_of(case, block, s) if isinstance(case, tuple) else case
     documents, padding = (
@@ -258,7 +258,7 @@ def test_results_and_gradients_equal_attention_written_out(written_out, of, case
             k,
             v,
             visible=KeyVisibility(pattern, documents=documents, mask=padding),
-            scoring=Scoring(0.3, b, slopes),
+            scoring=Scoring(0.3, b, slopes, cap),
         )
 
     def oracle(q, k, v, b=None):
@@ -267,7 +267,7 @@ def test_results_and_gradients_equal_attention_written_out(written_out, of, case
             k,
             v,
             visible=KeyVisibility(FULL, mask=mask),
-            scoring=Scoring(0.3, b, slopes),
+            scoring=Scoring(0.3, b, slopes, cap),
         )
 
     assert_near(
@@ -449,6 +449,7 @@ TAKEN = {
     "documents": dict(visible=KeyVisibility(documents=documents_of(2, 256))),
     "sink": dict(scoring=Scoring(sink=torch.zeros(HEADS))),
     "alibi": dict(scoring=Scoring(alibi=Alibi(alibi_slopes(HEADS)))),
+    "capped": dict(scoring=Scoring(cap=2.0)),
     "padding": dict(visible=replace(LOCAL, mask=padding_of(2, 256, 99))),
     "fp16": dict(dtype=torch.float16, visible=LOCAL),
     "80 channels": dict(visible=LOCAL, d=80),

@@ -3,7 +3,7 @@ the tiles of scores that a pattern shows.
 
     pattern, documents, padding → VisibleBlocks → BlockMask      tiles: skipped, whole, or with a mask
                                 → mask_mod                     the mask within a tile, from positions
-    ALiBi                       → score_mod
+    cap, then ALiBi             → score_mod
     sink                        → the result times exp(lse) / (exp(sink) + exp(lse)), lse = log Σ exp(s)
 
 A `BlockMask` is made once for each pattern and length, and once for each micro-batch with documents or
@@ -119,9 +119,8 @@ def _attend(
     # Imported here: it takes a while, and runs without patterns should not wait for it.
     from torch.nn.attention.flex_attention import AuxRequest
 
-    score_mod = None if scoring.alibi is None else _alibi(scoring.alibi.slopes)
     arguments = dict(
-        score_mod=score_mod,
+        score_mod=_score_mod(scoring),
         block_mask=mask,
         scale=scoring.scale_of(queries.shape[-1]),
         enable_gqa=queries.shape[1] != keys.shape[1],
@@ -273,10 +272,28 @@ def _of_padding(hidden: torch.Tensor) -> MaskMod:
     return lambda sample, head, query, key: ~hidden[sample, key]
 
 
+def _score_mod(scoring: Scoring) -> Callable[..., torch.Tensor] | None:
+    """What is computed of each score; None: nothing."""
+    alibi = None if scoring.alibi is None else _alibi(scoring.alibi.slopes)
+    if scoring.cap is None:
+        return alibi
+    return _capped(scoring.cap) if alibi is None else _capped_before(scoring.cap, alibi)
+
+
 def _alibi(slopes: torch.Tensor) -> Callable[..., torch.Tensor]:
     return lambda score, sample, head, query, key: (
         score - slopes[head] * (query - key).abs()
     )
+
+
+def _capped(cap: float) -> Callable[..., torch.Tensor]:
+    return lambda score, sample, head, query, key: cap * torch.tanh(score / cap)
+
+
+def _capped_before(
+    cap: float, bias: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    return lambda score, *place: bias(cap * torch.tanh(score / cap), *place)
 
 
 # ------------------------------------------------------------------------------------------ plans

@@ -19,6 +19,7 @@ WINDOWED = {
     "--softmax-type": "learnable",
     "--softmax-scale": 0.4,
 }
+CAPPED = {"--attention-logit-softcapping": 0.3, "--final-logit-softcapping": 0.5}
 BIGBIRD = {
     "--sparse-attention": "bigbird",
     "--sparse-block": 2,
@@ -157,6 +158,7 @@ AXES = (
             "plain": {},
             "normed": NORMED,
             "window": window,
+            "capped": CAPPED,
             "bigbird": BIGBIRD,
             "fixed": FIXED,
         },
