@@ -180,8 +180,34 @@ def draw_on_device_(
         numbers = words.view(torch.int16).view(
             len(keys), count, per_row * NUMBERS_PER_COUNTER
         )[:, :, :cols]
-        # 16 bits as a signed number: flipping the sign bit turns the unsigned order into the signed one.
-        out[:, start : start + count] = (numbers ^ -(1 << 15)) < threshold - (1 << 15)
+        out[:, start : start + count] = _below(numbers, threshold)
+
+
+def keep_rows(p: float, keys: torch.Tensor, columns: range) -> torch.Tensor:
+    """bool [n, len(columns)], True = keep: these columns of the first row of the tables of keys int64 [n].
+
+    By elementwise operations of the device of the keys, which nothing waits for.
+    """
+    out = torch.empty(len(keys), len(columns), dtype=torch.bool, device=keys.device)
+    if not has_memory(out) or not out.numel():
+        return out
+    begin, offset = divmod(columns.start, NUMBERS_PER_COUNTER)
+    end = _counters_per_row(columns.stop)
+    counters = torch.arange(1 + begin, 1 + end, device=keys.device)
+    held = slice(offset, offset + len(columns))
+    rows_at_once = max(1, COUNTERS_AT_ONCE // len(counters))
+    for start in range(0, len(keys), rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        words = philox(counters, keys[rows, None])  # [rows, counters, 4]
+        numbers = words.view(torch.int16).flatten(1)[:, held]
+        out[rows] = _below(numbers, threshold_of(p))
+    return out
+
+
+def _below(numbers: torch.Tensor, threshold: int) -> torch.Tensor:
+    """Whether unsigned numbers of 16 bits, as int16, are: flipping the sign bit turns the unsigned order into the
+    signed one."""
+    return (numbers ^ -(1 << 15)) < threshold - (1 << 15)
 
 
 def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

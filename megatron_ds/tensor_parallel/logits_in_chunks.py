@@ -120,6 +120,7 @@ class _Chunked(torch.autograd.Function):
         flat = whole.view(-1, whole.shape[-1])
         own_labels = labels.reshape(-1) - start
         smoothed = label_smoothing > 0
+        # Logits of a chunk become a few numbers of each row.
         facts = [
             cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
             for rows, logits in _logits(flat, weight, bias, chunks, cap)

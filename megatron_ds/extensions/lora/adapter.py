@@ -28,6 +28,7 @@ from ...tensor_parallel.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from .adapter_dropout import ExpertDropout
 from .lora_targets import PackedRows
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -98,14 +99,23 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedExperts(nn.Module):
-    """A frozen linear layer of experts with an adapter for each expert, in all rows."""
+    """A frozen linear layer of experts with an adapter for each expert, in all rows.
+
+    drop: dropout of the input of the adapters
+    """
 
     def __init__(
-        self, base: GroupedLinear, rank: int, scale: float, ctx: ParallelContext
+        self,
+        base: GroupedLinear,
+        rank: int,
+        scale: float,
+        ctx: ParallelContext,
+        drop: ExpertDropout,
     ):
         super().__init__()
         self.base = base
         self.scale = scale
+        self.drop = drop
         weight = base.weight.spec
         experts, rows, columns = weight.shape
         cut = weight.split_over("tp")
@@ -135,7 +145,8 @@ class AdaptedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Rows [n, in] of the experts in `runs` → [n, out]."""
-        return self.base(x, runs) + self.up(self.down(x, runs) * self.scale, runs)
+        down = self.down(self.drop(x, runs), runs)
+        return self.base(x, runs) + self.up(down * self.scale, runs)
 
 
 def _adapter_of(

@@ -30,6 +30,7 @@ from ...mpu.param_spec import Init, ParamSpec, Split
 from ...ops.grouped import RowRuns, sums_of_runs
 from ...tensor_parallel.linear import RowParallelLinear, new_shard
 from .adapter import AdaptedExperts, AdaptedLinear, Drop, Linear
+from .adapter_dropout import ExpertDropout
 from .lora_targets import PackedRows
 
 
@@ -106,9 +107,14 @@ class DoraExperts(AdaptedExperts):
     """A frozen linear layer of experts with an adapter and magnitudes for each expert."""
 
     def __init__(
-        self, base: GroupedLinear, rank: int, scale: float, ctx: ParallelContext
+        self,
+        base: GroupedLinear,
+        rank: int,
+        scale: float,
+        ctx: ParallelContext,
+        drop: ExpertDropout,
     ):
-        super().__init__(base, rank, scale, ctx)
+        super().__init__(base, rank, scale, ctx, drop)
         self.own_bias = base.bias
         base.bias = None
         # The rows are divided as a bias is: outputs of a cut input are partial sums, and so is the gradient.

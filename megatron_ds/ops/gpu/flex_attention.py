@@ -274,10 +274,12 @@ def _of_padding(hidden: torch.Tensor) -> MaskMod:
 
 def _score_mod(scoring: Scoring) -> Callable[..., torch.Tensor] | None:
     """What is computed of each score; None: nothing."""
-    alibi = None if scoring.alibi is None else _alibi(scoring.alibi.slopes)
+    bias = None
+    if scoring.alibi is not None:
+        bias = _alibi(scoring.alibi.slopes)
     if scoring.cap is None:
-        return alibi
-    return _capped(scoring.cap) if alibi is None else _capped_before(scoring.cap, alibi)
+        return bias
+    return _capped(scoring.cap, bias or _as_it_is)
 
 
 def _alibi(slopes: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -286,14 +288,14 @@ def _alibi(slopes: torch.Tensor) -> Callable[..., torch.Tensor]:
     )
 
 
-def _capped(cap: float) -> Callable[..., torch.Tensor]:
-    return lambda score, sample, head, query, key: cap * torch.tanh(score / cap)
-
-
-def _capped_before(
-    cap: float, bias: Callable[..., torch.Tensor]
+def _capped(
+    cap: float, then: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    return lambda score, *place: bias(cap * torch.tanh(score / cap), *place)
+    return lambda score, *place: then(cap * torch.tanh(score / cap), *place)
+
+
+def _as_it_is(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+    return score
 
 
 # ------------------------------------------------------------------------------------------ plans
