@@ -4,8 +4,8 @@ arXiv:2306.10209, section 3).
 
 Gathers of weights and reductions of gradients of ZeRO send them (zero/number_blocks.py).
 
-Implementations: on GPUs one launch each (gpu/quantize_kernels.py); on CPUs blocks are compiled
-(cpu/compiled_quantize.py); else torch's operations. All have the same bits, and none has a gradient.
+Implementations: on GPUs one launch each; on CPUs blocks are compiled
+; else torch's operations. All have the same bits, and none has a gradient.
 """
 
 from functools import partial
@@ -13,10 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .cpu import compiled_quantize
-from .gpu import quantize_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_generator, random_tensors
-from .meta_tensors import has_memory
+from .kernel_table import Operation, random_generator, random_tensors
 
 EXAMPLE_BLOCK = 64
 
@@ -76,31 +73,6 @@ def dequantize(
     else:
         numbers = (codes.view(-1, block) * scales[:, None]).view(-1)
     return numbers.to(dtype) if out is None else out.copy_(numbers)
-
-
-for _operation, _kernel, _dtypes, _fits in (
-    (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
-    (
-        dequantize,
-        quantize_kernels.dequantize,
-        (torch.float32,),
-        quantize_kernels.fits_codes,
-    ),
-):
-    _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
-
-
-_compiled = {
-    "devices": CPU,
-    "suits": lambda x, *_, **__: has_memory(x),
-    "available": lambda: "" if compiled_quantize.extension() else "not compiled",
-}
-quantize.implementation("c++", dtypes=compiled_quantize.DTYPES, **_compiled)(
-    compiled_quantize.quantize
-)
-dequantize.implementation(
-    "c++", dtypes=(torch.float32,), fits=compiled_quantize.fits_dtype, **_compiled
-)(compiled_quantize.dequantize)
 
 
 def _quantize_example(

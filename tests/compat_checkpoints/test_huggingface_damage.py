@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
-from megatron_ds.commands.convert_checkpoint import run_tool
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool
 from megatron_ds.compat.conversion.family import entries_of, model_of
 from megatron_ds.compat.conversion.files.stored_tensor import StoredProgress
 from megatron_ds.compat.conversion.formats import Wishes, detected, format_of

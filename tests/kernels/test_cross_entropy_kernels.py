@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import cross_entropy_kernels as kernels
+from megatron_ds.extensions.kernels.gpu.self_check import failure
 from megatron_ds.mpu.group import solo
 from megatron_ds.ops import logits as logits_operations
-from megatron_ds.ops.gpu import cross_entropy_kernels as kernels
-from megatron_ds.ops.gpu.self_check import failure
 from megatron_ds.ops.kernel_table import OPERATIONS
 from megatron_ds.ops.logits import LogitsKept
 from megatron_ds.tensor_parallel import cross_entropy

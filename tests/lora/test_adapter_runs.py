@@ -11,10 +11,10 @@ import torch
 
 from megatron_ds.checkpoint.index import read_index
 from megatron_ds.commands import main
-from megatron_ds.commands.convert_checkpoint import run_tool as convert
-from megatron_ds.commands.merge_adapter import run_tool as merge
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
 from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.huggingface.peft_format import read as read_peft
+from megatron_ds.compat.conversion.merge_adapter import run_tool as merge
 from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError

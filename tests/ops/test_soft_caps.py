@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents
+from megatron_ds.extensions.kernels.gpu import flex_attention
 from megatron_ds.ops import attention_rows, core_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs
 from megatron_ds.ops.core_attention import attention
-from megatron_ds.ops.gpu import flex_attention
 from megatron_ds.ops.key_visibility import CAUSAL_KEYS, KeyVisibility
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring
