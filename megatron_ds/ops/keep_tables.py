@@ -188,19 +188,23 @@ def keep_rows(p: float, keys: torch.Tensor, columns: range) -> torch.Tensor:
 
     By elementwise operations of the device of the keys, which nothing waits for.
     """
-    out = torch.empty(len(keys), len(columns), dtype=torch.bool, device=keys.device)
+    device = keys.device
+    width = len(columns)
+    out = torch.empty(len(keys), width, dtype=torch.bool, device=device)
     if not has_memory(out) or not out.numel():
         return out
+    # The counters that draw these columns.
     begin, offset = divmod(columns.start, NUMBERS_PER_COUNTER)
     end = _counters_per_row(columns.stop)
-    counters = torch.arange(1 + begin, 1 + end, device=keys.device)
-    held = slice(offset, offset + len(columns))
+    counters = torch.arange(1 + begin, 1 + end, device=device)
+    held = slice(offset, offset + width)
+    threshold = threshold_of(p)
+    # Rows are drawn in blocks that bound the working memory.
     rows_at_once = max(1, COUNTERS_AT_ONCE // len(counters))
-    for start in range(0, len(keys), rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        words = philox(counters, keys[rows, None])  # [rows, counters, 4]
-        numbers = words.view(torch.int16).flatten(1)[:, held]
-        out[rows] = _below(numbers, threshold_of(p))
+    for some, mask in zip(keys.split(rows_at_once), out.split(rows_at_once)):
+        words = philox(counters, some[:, None])  # [rows, counters, 4]
+        numbers = words.view(torch.int16).flatten(1)
+        mask.copy_(_below(numbers[:, held], threshold))
     return out
 
 
