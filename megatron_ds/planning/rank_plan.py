@@ -60,7 +60,8 @@ class RankPlan:
     parameters  elements of this rank's modules; of_experts: those of experts among them
     state       weights, gradients, masters and moments
     away        the part of `state` that is not on the device, by place
-    buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
+    buffers     gradients that accumulate or are sent, gathered layers and what their decoding takes, hidden
+                states sent or received
     kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
     reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
@@ -191,6 +192,7 @@ def plan_rank(
     buffers = (
         whole * dtype.itemsize
         + received
+        + _bytes_of_decoding(plans)
         + _gradient_buffers(config, settings, plans, groups)
         + messages_held * message
     )
@@ -339,6 +341,17 @@ def gathers_of(
     }
     counts, whole = count_gathers(gatherings, moments_of(program))
     return [[counts[unit] for unit in its_units] for its_units in units], whole
+
+
+def _bytes_of_decoding(plans: Sequence[SetPlan]) -> int:
+    """Most bytes that the decoding of a bucket takes beside the weights; frozen weights alone have such."""
+    needs = [0]
+    for plan in plans:
+        if plan.blocks is not None:
+            for bucket in plan.layout.buckets:
+                numel = bucket.stop - bucket.start
+                needs.append(plan.blocks.bytes_of_decoding(numel))
+    return max(needs)
 
 
 def _numel(plan: SetPlan, unit: int) -> int:

@@ -21,6 +21,7 @@ Note: sums. The loss of each token is returned, and the caller weighs all tokens
 chunks would give the tokens of a chunk with few counted ones more weight.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..ops.product import affine, product_into
+from ..ops.soft_cap import cap_, slope_of
 from .cross_entropy import own_columns
 from .token_loss import LabelLoss, Parts, TokenLoss
 from .weight_grad import GradientSum
@@ -49,7 +51,8 @@ def suitable_chunks(rows: int, hidden: int, columns: int) -> int:
 class LogitsInChunks:
     """Logits [s, b, V'/t] that are not computed yet: x Wᵀ + b, in `chunks` parts of the s b rows.
 
-    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence
+    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence.
+    cap: bound of the logits, cap tanh(logits / cap)
     """
 
     x: torch.Tensor
@@ -58,6 +61,7 @@ class LogitsInChunks:
     group: Group
     sequence_parallel: bool
     chunks: int
+    cap: float | None = None
 
     def cross_entropy(
         self, labels: torch.Tensor, vocab_size: int, label_smoothing: float = 0.0
@@ -91,6 +95,7 @@ class LogitsInChunks:
             self.group,
             self.sequence_parallel and self.group.size > 1,
             self.chunks,
+            self.cap,
         )
 
     def parts(self) -> Parts:
@@ -100,20 +105,20 @@ class LogitsInChunks:
         x = self.x.detach().contiguous()
         whole = collectives.all_gather(x, self.group) if gathers else x
         flat = whole.view(-1, whole.shape[-1])
-        yield from _logits(flat, self.weight, self.bias, self.chunks)
+        yield from _logits(flat, self.weight, self.bias, self.chunks, self.cap)
 
 
 class _Chunked(torch.autograd.Function):
     # See the note at linear._ColumnLinear about the weight on ctx.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, loss, group, sequence_parallel, chunks):
+    def forward(ctx, x, weight, bias, loss, group, sequence_parallel, chunks, cap):
         x = x.contiguous()
         whole = (
             collectives.all_gather(x, group) if sequence_parallel else x
         )  # [s, b, h]
         flat = whole.view(-1, whole.shape[-1])
-        losses = loss.of(_logits(flat, weight, bias, chunks))
+        losses = loss.of(_logits(flat, weight, bias, chunks, cap))
         assert losses.shape[-1] == len(flat), (losses.shape, whole.shape)
         ctx.save_for_backward(x)
         ctx.weight = weight
@@ -122,6 +127,7 @@ class _Chunked(torch.autograd.Function):
         ctx.group = group
         ctx.sequence_parallel = sequence_parallel
         ctx.chunks = chunks
+        ctx.cap = cap
         shape = (*losses.shape[:-1], *whole.shape[:-1])
         return torch.ops.aten._unsafe_view(losses, shape)
 
@@ -138,8 +144,8 @@ class _Chunked(torch.autograd.Function):
         dw = GradientSum(weight) if needs_dw else None
         db = dlosses.new_zeros(len(weight)) if needs_db else None
         # Logits of a chunk are computed again and become their gradients.
-        logits = _logits(flat, weight, ctx.bias, ctx.chunks)
-        for rows, dlogits in ctx.loss.gradients(logits, dlosses):
+        logits = _logits(flat, weight, ctx.bias, ctx.chunks, ctx.cap)
+        for rows, dlogits in _gradients(ctx.loss, logits, dlosses, ctx.cap):
             if dx is not None:
                 product_into(dx[rows], dlogits, weight)
             if dw is not None:
@@ -157,12 +163,34 @@ class _Chunked(torch.autograd.Function):
             dx,
             None if dw is None else dw.deliver(),
             None if db is None else db.to(weight.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
+def _gradients(
+    loss: TokenLoss, logits: Parts, dlosses: torch.Tensor, cap: float | None
+) -> Parts:
+    """Yields (rows, the gradient by their logits before the cap). It overwrites the logits."""
+    if cap is None:
+        yield from loss.gradients(logits, dlosses)
+        return
+    slopes: deque[torch.Tensor] = deque()
+
+    def noted() -> Parts:
+        for rows, part in logits:
+            slopes.append(slope_of(part, cap))
+            yield rows, part
+
+    for rows, dlogits in loss.gradients(noted(), dlosses):
+        yield rows, dlogits.mul_(slopes.popleft())
+
+
 def _logits(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunks: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    cap: float | None,
 ) -> Parts:
     """Yields (rows, their logits [rows, V'/t]) of x [n, h] in at most `chunks` parts; the next iteration
     overwrites the logits."""
@@ -172,4 +200,6 @@ def _logits(
         part = x[start : start + each]
         logits = memory[: len(part)]
         affine(part, weight, bias, logits)
+        if cap is not None:
+            cap_(logits, cap)
         yield slice(start, start + len(part)), logits

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
-from megatron_ds.commands.convert_checkpoint import run_tool as convert
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
 from megatron_ds.data.samples.gpt_data import MockDataset
 from tests.harness.pretraining import (
     MOCK,

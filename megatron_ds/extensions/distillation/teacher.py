@@ -97,7 +97,9 @@ def keeper(
 
 def whole(logits: LogitsInChunks) -> WholeTeacher:
     """What the logits are computed from."""
-    return WholeTeacher(logits.x, logits.weight, logits.bias, logits.sequence_parallel)
+    return WholeTeacher(
+        logits.x, logits.weight, logits.bias, logits.sequence_parallel, logits.cap
+    )
 
 
 def likeliest(

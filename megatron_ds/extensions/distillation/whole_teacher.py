@@ -7,11 +7,13 @@ again for the rows that are read, in forward and in backward.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...mpu import collectives
 from ...ops.product import affine
+from ...ops.soft_cap import cap_
 from .divergence import Columns
 
 
@@ -20,12 +22,14 @@ class WholeTeacher:
     """x [s(/t), b, h], the hidden states; weight [V'/t, h] and bias [V'/t] or None of the head.
 
     sequence_parallel: x is a slice of the sequence
+    cap: bound of the logits, cap tanh(logits / cap)
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     sequence_parallel: bool
+    cap: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -45,8 +49,7 @@ class WholeTeacher:
             if self.sequence_parallel and columns.group.size > 1:
                 x = collectives.all_gather(x, columns.group)
             flat = x.view(-1, x.shape[-1])
-            logits = lambda rows: affine(flat[rows], self.weight, self.bias)
-            yield WholeRows(columns, reverse, logits)
+            yield WholeRows(columns, reverse, partial(self._logits, flat))
 
     def divergence(
         self, facts: torch.Tensor, lse: torch.Tensor, reverse: bool
@@ -63,6 +66,10 @@ class WholeTeacher:
         # The weight of a rank is its share of the probability over which the mean is taken.
         weights = (of_ranks - of_all).exp_()
         return (weights * facts[:, 2]).sum(0) - of_all + other
+
+    def _logits(self, flat: torch.Tensor, rows: slice) -> torch.Tensor:
+        logits = affine(flat[rows], self.weight, self.bias)
+        return logits if self.cap is None else cap_(logits, self.cap)
 
 
 @dataclass(frozen=True)

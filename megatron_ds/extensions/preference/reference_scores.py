@@ -59,6 +59,7 @@ def fill_references(
     start, description, progress: of the run, whose weights are loaded. Raises CheckpointError where a run continues
     and its scores are not found.
     """
+    _warn_of_dropout(engine)
     is_new = progress.step == 0
     weights = start.run.get(TITLE)
     if is_new:
@@ -71,6 +72,18 @@ def fill_references(
                 engine, dataset, loader.collate, weights, is_new
             )
     return {TITLE: weights}
+
+
+def _warn_of_dropout(engine: Replica) -> None:
+    """Log the dropout of a model whose reference has none."""
+    model = engine.config.model
+    largest = max(model.hidden_dropout, model.attention_dropout)
+    if largest and engine.mesh.rank == 0:
+        logger.warning(
+            "--dpo trains with dropout (up to %g), which the reference does not have: a model that equals the "
+            "reference then has other rewards than 0. --hidden-dropout 0 --attention-dropout 0 is usual",
+            largest,
+        )
 
 
 def pairs_in(dataset: object) -> Iterator[PairDataset]:
