@@ -9,6 +9,7 @@ from megatron_ds.extensions.distillation.divergence import Columns, DistilledTok
 from megatron_ds.extensions.distillation.likeliest_tokens import likeliest_tokens
 from megatron_ds.extensions.distillation.whole_teacher import WholeTeacher
 from megatron_ds.ops.logits import row_parts
+from megatron_ds.ops.soft_cap import capped
 from megatron_ds.tensor_parallel.linear import column_linear
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
 from tests.harness.threads import run_ranks
@@ -36,16 +37,18 @@ def shard(weight, padded, rank, ranks):
     return torch.cat([weight, padding]).chunk(ranks)[rank].clone()
 
 
-def teacher_of(count, columns, x, weight, sequence_parallel):
+def teacher_of(count, columns, x, weight, sequence_parallel, cap):
     if count is None:
-        return WholeTeacher(x, weight, None, sequence_parallel)
+        return WholeTeacher(x, weight, None, sequence_parallel, cap)
     if sequence_parallel:
         x = TEACHER_X
     logits = (x @ weight.t()).flatten(0, 1)
+    if cap is not None:
+        logits = capped(logits, cap)
     return likeliest_tokens(row_parts(logits), columns, count)
 
 
-def on_ranks(ranks, padded, count, reverse, chunks, sequence_parallel=False):
+def on_ranks(ranks, padded, count, reverse, chunks, sequence_parallel=False, cap=None):
     """(losses [2, s, b], dx, dw of the padded weight) with whole logits, or with logits in chunks."""
 
     def main(rank, world):
@@ -55,12 +58,17 @@ def on_ranks(ranks, padded, count, reverse, chunks, sequence_parallel=False):
         x = part(X).clone().requires_grad_()
         columns = Columns(len(weight), group, V, TEMPERATURE)
         theirs = shard(TEACHER_W, padded, rank, ranks)
-        teacher = teacher_of(count, columns, part(TEACHER_X), theirs, sequence_parallel)
+        teacher = teacher_of(
+            count, columns, part(TEACHER_X), theirs, sequence_parallel, cap
+        )
         loss = DistilledTokens(LABELS.reshape(-1), columns, teacher, reverse)
         if chunks:
-            logits = LogitsInChunks(x, weight, None, group, sequence_parallel, chunks)
+            logits = LogitsInChunks(
+                x, weight, None, group, sequence_parallel, chunks, cap
+            )
         else:
             logits = column_linear(x, weight, None, group, sequence_parallel)
+            logits = logits if cap is None else capped(logits, cap)
         losses = losses_of(logits, loss)
         losses.backward(DLOSSES)
         return losses.detach(), x.grad, weight.grad
@@ -72,11 +80,14 @@ def on_ranks(ranks, padded, count, reverse, chunks, sequence_parallel=False):
     return found[0][0], dx, torch.cat([f[2] for f in found])
 
 
-def in_plain_torch(count, reverse):
+def in_plain_torch(count, reverse, cap=None):
     """The same in double precision. With `count` the teacher's likeliest tokens, and all others as one outcome."""
     x, weight = X.double().requires_grad_(), W.double().requires_grad_()
     logits = x @ weight.t()
     theirs = TEACHER_X.double() @ TEACHER_W.double().t()
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+        theirs = cap * (theirs / cap).tanh()
     language = F.cross_entropy(
         logits.flatten(0, 1), LABELS.flatten(), reduction="none"
     ).view(S, B)
@@ -117,6 +128,16 @@ def test_losses_and_gradients_are_those_of_plain_torch(
     torch.testing.assert_close(got[1].double(), dx, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[2][:V].double(), dw, rtol=1e-5, atol=1e-5)
     assert not got[2][V:].any()
+
+
+@pytest.mark.parametrize("count", [None, 4])
+@pytest.mark.parametrize("chunks", [None, 5])
+def test_both_models_may_cap_their_logits(chunks, count):
+    got = on_ranks(2, 24, count, False, chunks, cap=2.0)
+    losses, dx, dw = in_plain_torch(count, False, cap=2.0)
+    torch.testing.assert_close(got[0].double(), losses, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(got[1].double(), dx, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[2][:V].double(), dw, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
