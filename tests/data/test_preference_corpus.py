@@ -79,7 +79,10 @@ def test_inspect_shows_both_answers(folder, capsys):
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
         ({"prompt": "Q", "chosen": "A", "rejected": 3}, "are str, str, int, and not"),
         ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, "leave out 'prompt'"),
-        ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION]}, "'completion' is not"),
+        (
+            {"chosen": [QUESTION, GOOD], "rejected": [QUESTION]},
+            "'rejected' has no message",
+        ),
     ],
 )
 def test_what_is_no_pair_is_an_error_with_its_line(

@@ -241,8 +241,7 @@ def _text(value: object, number: int) -> str | None:
         other = [kind for kind in kinds if kind != "text"]
         if other:
             raise ValueError(
-                f"message {number} has a part of type {other[0]!r}, and only texts can be "
-                "trained on"
+                f"message {number} has a part of type {other[0]!r}, and only texts are read"
             )
         texts = [part.get("text") for part in value]
         if not all(isinstance(text, str) for text in texts):

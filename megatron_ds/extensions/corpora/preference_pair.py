@@ -31,6 +31,9 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         _check_kinds(prompt, *answers)
     else:
         prompt, *answers = _divided(chosen, rejected)
+    for name, answer in zip(ANSWERS, answers):
+        if answer == []:
+            raise ValueError(f"{name!r} has no message behind the prompt")
     of = lambda answer: conversation_of(
         {"prompt": prompt, "completion": answer, **others}
     )
