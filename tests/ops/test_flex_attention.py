@@ -17,9 +17,9 @@ import torch.nn.attention.flex_attention as of_torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ds.batch.documents import Documents, document_numbers
-from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check
+from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check, flex_choice
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
-from megatron_ds.ops import core_attention, kernel_table
+from megatron_ds.ops import kernel_table
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout
@@ -253,7 +253,7 @@ def test_results_and_gradients_equal_attention_written_out(written_out, of, case
     mask = mask if others is None else mask | others
 
     def flex(q, k, v, b=None):
-        return core_attention._flex(
+        return flex_choice._flex(
             q,
             k,
             v,
@@ -281,7 +281,7 @@ def test_compiled_code_that_skips_tiles_has_the_same_results():
     pattern = pattern_of(CASES[1], 32, s)  # layouts of heads
     q, k, v = (draw(s, 2, heads, 16, seed=heads) for heads in (HEADS, 2, 2))
     with torch.no_grad():
-        out = core_attention._flex(
+        out = flex_choice._flex(
             q, k, v, visible=KeyVisibility(pattern, documents=documents)
         )
     expected = reference_attention(
@@ -312,7 +312,7 @@ def test_layers_micro_batches_and_lengths_are_not_compiled_anew(counter):
             layer,
         )
         q, k, v = (draw(s, 2, heads, 16).requires_grad_() for heads in (HEADS, 2, 2))
-        core_attention._flex(
+        flex_choice._flex(
             q, k, v, KeyVisibility(pattern, documents), **more
         ).sum().backward()
         return counter.frame_count
@@ -344,7 +344,7 @@ def test_the_check_leaves_the_first_length_of_a_run_to_code_of_its_own(
             lambda *given, **named: compile_(*given, **named, backend=counter),
         )
         flex_attention._compiled_for_check()
-    counts, in_run = [], core_attention._flex
+    counts, in_run = [], flex_choice._flex
     for s, function in (
         (300, flex_attention.compiled_apart),
         (400, in_run),
@@ -388,7 +388,7 @@ def test_a_plan_keeps_what_the_compiled_kernel_keeps(counter, sink):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: tensors.append(t) or t, lambda t: t
         ):
-            out = core_attention._flex(
+            out = flex_choice._flex(
                 q, k, v, visible=KeyVisibility(pattern), scoring=scoring
             )
         out.sum().backward()
