@@ -9,7 +9,7 @@ fails as in a launch.
     CUDA             on the meta device                the layers run their code for GPUs; torch's fused
                                                        attention keeps what its documentation lists
                                                        (`ops.core_attention`), FlexAttention what its
-                                                       compiled code does (`ops.gpu.flex_attention`)
+                                                       compiled code does (FlexAttention)
 
     kept      bytes of storages that a forward creates and that are alive after it: what autograd saved, what
               functions keep on `ctx`, what a stage keeps of its input. Measured on a second micro-batch, so

@@ -142,7 +142,7 @@ def test_an_editable_installation_reads_the_checkout(checkout):
 
 def test_sources_that_an_earlier_build_had_do_not_stay(checkout):
     """setuptools reuses its build folder."""
-    stale = checkout / "build/lib/megatron_ds/ops/gpu/sources/removed.cu"
+    stale = checkout / "build/lib/megatron_ds/extensions/kernels/gpu/sources/removed.cu"
     stale.parent.mkdir(parents=True)
     stale.write_text("")
     names = zipfile.ZipFile(build("wheel", checkout)).namelist()

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents
-from megatron_ds.extensions.kernels.gpu import (
-    flex_attention,
-    flex_check,
-    flex_choice,
-)
+from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check, flex_choice
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention

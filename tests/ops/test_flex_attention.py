@@ -17,11 +17,7 @@ import torch.nn.attention.flex_attention as of_torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ds.batch.documents import Documents, document_numbers
-from megatron_ds.extensions.kernels.gpu import (
-    flex_attention,
-    flex_check,
-    flex_choice,
-)
+from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check, flex_choice
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
