@@ -144,7 +144,8 @@ def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
     results, exps = _places(program.tuning)
     steps = _steps(program.config)
     yield f"--autotuning {mode} would make these trials; --dry-run starts none:"
-    # The trials, as far as their number of ranks does not matter.
+    # The trials, as far as they follow from the JSON alone: the number of ranks, by which the batch
+    # grows, is known after the first.
     largest = program.tuning.get("max_train_batch_size")
     sizes = [
         size
