@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_ds.commands.report.report_command import main
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.report.report_command import main
 from tests.harness.pretraining import MOCK, run_pretrain
 
 pytestmark = pytest.mark.threads
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.threads
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pages without pictures, which take most of the time."""
-    monkeypatch.setattr("megatron_ds.commands.report.page.chart", lambda *_: None)
+    monkeypatch.setattr("megatron_ds.extensions.report.page.chart", lambda *_: None)
 
 
 class Page(HTMLParser):

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.commands.launch.autotuning import (
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch.autotuning import (
     Trial,
     TunedProgram,
     autotune,
@@ -17,8 +18,7 @@ from megatron_ds.commands.launch.autotuning import (
     program_of,
     state_bytes,
 )
-from megatron_ds.commands.launch.command import main
-from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch.command import main
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 

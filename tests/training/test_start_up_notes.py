@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_ds.commands import convert_checkpoint
+from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS, build_stage, stage_modules

@@ -13,12 +13,12 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.services.wandb_log import WandbLog
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import SERVICES, Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
 from megatron_ds.training.observe.phase_times import times_text
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
-from megatron_ds.training.observe.wandb_log import WandbLog
 
 pytestmark = pytest.mark.plan
 

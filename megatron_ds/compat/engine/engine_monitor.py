@@ -17,7 +17,7 @@ import torch
 
 from ...config import RunConfig
 from ...errors import ConfigError
-from ...training.observe.comet_log import CometPoints
+from ...plugins import plugged
 from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
     PointSink,
@@ -26,7 +26,6 @@ from ...training.observe.sink import (
     check_package,
 )
 from ...training.observe.tensorboard import EventFile
-from ...training.observe.wandb_log import WandbPoints
 from .json_settings import in_words_of_json
 
 # Option of a folder → its key, and the sink that writes there.
@@ -34,10 +33,11 @@ FILES: Mapping[str, tuple[str, Callable[[Path], PointSink]]] = {
     "tensorboard_dir": ('"tensorboard.output_path"', EventFile),
     "csv_monitor_dir": ('"csv_monitor.output_path"', CsvFiles),
 }
-# Option that turns a service on → its block, the package that it needs, the extra that installs it, the sink.
-SERVICES: Mapping[str, tuple[str, str, str, Callable[[RunConfig, str], PointSink]]] = {
-    "wandb_project": ('"wandb"', "wandb", "wandb", WandbPoints),
-    "comet_project": ('"comet"', "comet_ml", "comet", CometPoints),
+# Option that turns a service on → its block, the package that it needs, the extra that installs it, the plugin
+# that is called with the configuration and an id.
+SERVICES: Mapping[str, tuple[str, str, str, str]] = {
+    "wandb_project": ('"wandb"', "wandb", "wandb", "wandb points"),
+    "comet_project": ('"comet"', "comet_ml", "comet", "comet points"),
 }
 
 
@@ -49,10 +49,10 @@ def sinks_of(config: RunConfig) -> Iterator[PointSink]:
             yield kind(Path(folder))
     if folder := config.logging.comet_offline_dir:
         check_folder('"comet.online" false', Path(folder))
-    for option, (block, module, extra, kind) in SERVICES.items():
+    for option, (block, module, extra, plugin) in SERVICES.items():
         if getattr(config.logging, option):
             check_package(block, module, extra)
-            yield kind(config, secrets.token_hex(8))
+            yield plugged(plugin)(config, secrets.token_hex(8))
 
 
 class Monitor:

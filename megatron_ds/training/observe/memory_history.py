@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ...ops.cpu.widened_products import WORKSPACE
+from ...ops.widened_products import WORKSPACE
 from ...planning.fake_stages import LiveBytes
 from ...planning.world_plan import plan_world
 from ..build import Replica
