@@ -128,7 +128,6 @@ def test_the_page_lists_each_package_and_name_that_gives_advice():
     missing += [
         name
         for name in (
-            "PipelineModule",
             "PipelineParallelGrid",
             "tp_model_init",
         )

@@ -147,5 +147,5 @@ def _on(value: Any, device: torch.device) -> Any:
 def _instead(name: str) -> str:
     return (
         f"engine.{name}() of a PipelineModule: train_batch(data_iter) and eval_batch(data_iter) run forward, "
-        "backward and step for all micro-batches. For a loop of your own give initialize the layers as an nn.Sequential."
+        "backward and step for all micro-batches. For a loop of your own give initialize an nn.Sequential."
     )
