@@ -3,7 +3,7 @@
 //   y = x m c (+ residual)     m = 1 where the number of (key, row, column) is below the threshold, else 0
 //   dx = dy m c                c = 65536 / threshold
 //
-// Backward is the same kernel without a residual: nothing is kept for it but the keys, on the host.
+// Backward is the same kernel without a residual: nothing is kept for it but the keys.
 // x is [positions, samples, cols], contiguous. The row of a sample's table is the position in the whole
 // sequence: first_row + p, or with `picked` first_row + picked[sample, p]. The product is rounded to T, then
 // the sum, as by two of torch's operations. A dropped infinity gives NaN and a dropped negative number -0, as
@@ -15,15 +15,12 @@
 // Instructions a number on sm_90, all of a thread's divided by its 16 numbers: dropout of bf16 29, with a
 // residual 34, so that memory bounds both; masks 21, which bound them, not memory.
 // Limits: any cols. Packets of 16 bytes where a row is whole packets and memory is aligned, else single
-// elements (PACKETS). At most 64 samples a launch, whose keys are an argument. Masks of picked columns: of
-// tables of at most 16 UNITS columns.
+// elements (PACKETS). At most 65535 samples. Masks of picked columns: of tables of at most 16 UNITS columns.
 // Narrow: dropout without packets, keep_masks of cols that are not a multiple of 16, picked_keep_masks.
 // Registers on sm_90 (and 80 to 120): dropout 64, keep_masks 64, picked_keep_masks 40.
 #include "philox.cuh"
 
 constexpr int MOST_THREADS = 512;
-
-struct Keys { uint64_t at[64]; };
 
 // Lanes 2k and 2k + 1 hold counters of neighbouring columns. Each takes every other packet of both, so that
 // stores of a warp fill sectors of 32 bytes: packet i is at column 32 k + (2 i + odd) EACH.
@@ -57,15 +54,16 @@ template <class T, bool PACKETS> INLINE void store_some(T* p, const Packet<T>& v
         for (int k = 0; k < LANES<T>; ++k) if (k < count) p[k] = v.at[k];
 }
 
-// y = dropout(x), with ADD residual + dropout(x). keys: of sample first_sample + blockIdx.y.
+// y = dropout(x), with ADD residual + dropout(x). keys: [samples]. A block computes sample blockIdx.y.
 // picked: [samples, positions] with these strides, or null.
 template <class T, bool PACKETS, bool ADD>
 __global__ __launch_bounds__(MOST_THREADS) void dropout(
-        Keys keys, const T* x, const T* residual, T* y, const int64_t* picked, int64_t picked_of_sample,
-        int64_t picked_of_position, int64_t first_row, int positions, int samples, int first_sample, int cols,
-        uint32_t threshold, float scale) {
+        const uint64_t* keys, const T* x, const T* residual, T* y, const int64_t* picked,
+        int64_t picked_of_sample, int64_t picked_of_position, int64_t first_row, int positions, int samples,
+        int cols, uint32_t threshold, float scale) {
     constexpr int EACH = LANES<T>, COUNT = NUMBERS / EACH;
-    const int sample = first_sample + blockIdx.y;
+    const int sample = blockIdx.y;
+    const uint64_t key = keys[sample];
     const bool odd = threadIdx.x & 1;
     for (int p = blockIdx.x; p < positions; p += gridDim.x) {
         const int64_t start = (int64_t(p) * samples + sample) * cols;
@@ -81,7 +79,7 @@ __global__ __launch_bounds__(MOST_THREADS) void dropout(
             };
             #pragma unroll
             for (int i = 0; i < COUNT; ++i) if (PACKETS) read(i);        // arrives while Philox computes
-            const Words drawn = philox(counter_of(first_row + at, cols, unit), keys.at[blockIdx.y]);
+            const Words drawn = philox(counter_of(first_row + at, cols, unit), key);
             const Words w = interleaved<EACH>(drawn, odd);
             #pragma unroll
             for (int i = 0; i < COUNT; ++i) {

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,8 +53,9 @@ class Batch:
                   GPU; None: they are read from the ids if these are on the CPU, else unknown
     token_types     int64 [b, s], the segment of each token, for models with segment embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
-    reference     float32 [b, 1, 2], of samples that are pairs of answers: the logarithm of the probability that
-                  a reference model gives to each of the two
+    reference     what another model predicts. Of pairs of answers float32 [b, 1, 2], the logarithm of
+                  the probability that it gives to each of the two; of a micro-batch that is distilled the
+                  teacher's predictions, as extensions/distillation keeps them
     kept_tokens   tokens of each sample that a token-dropping layer keeps; None: all of
                   them
     places        positions of the tokens where only some are present: inside such a layer, or under context
@@ -77,7 +78,7 @@ class Batch:
     boundaries: Boundaries | None = None
     token_types: torch.Tensor | None = None
     sentence_order: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
+    reference: Any = None
     kept_tokens: int | None = None
     places: Places | None = None
     whole: "Batch | None" = None

@@ -183,6 +183,7 @@ def check(
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
+    # The rules of the core and of the wings.
     own = (
         *NEED_RULES,
         *LAYOUT_RULES,
@@ -194,6 +195,7 @@ def check(
         *DATA_RULES,
         *(plugged("data rules") or ()),
         *(plugged("preference rules") or ()),
+        *(plugged("distillation rules") or ()),
         *(plugged("optimizer rules") or ()),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
@@ -204,8 +206,9 @@ def check(
             *(p for p in found if not _names_one_of(p, unread)),
         ]
     )
+    # Those of layers above, which rely on the ones before.
     higher: list[str] = []
-    for rule in rules:  # they rely on the rules above
+    for rule in rules:
         higher += attempt(higher, lambda rule=rule: list(rule(config))) or []
     reject(higher)
 

@@ -14,6 +14,7 @@ from ..mpu.grid import Grid
 from .options.adapter_choice import Adapters
 from .options.cycle_options import CycleConfig
 from .options.data_options import BertConfig, DataConfig
+from .options.distillation_choice import Distillation
 from .options.logging_options import LoggingConfig
 from .options.model_options import ModelConfig
 from .options.option import Option, options_of, plugged_options
@@ -73,6 +74,9 @@ class RunConfig:
     preference: Preference = field(
         default_factory=plugged_options("preference options", Preference)
     )
+    distillation: Distillation = field(
+        default_factory=plugged_options("distillation options", Distillation)
+    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -80,6 +84,12 @@ class RunConfig:
     world_size: int = 1
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
     without_effect: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def objective(self) -> str | None:
+        """The section whose wing has the loss; None for the model's own."""
+        sections = ("preference", "distillation")
+        return next((name for name in sections if getattr(self, name).is_on), None)
 
     @property
     def data_parallel_size(self) -> int:

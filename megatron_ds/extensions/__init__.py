@@ -4,6 +4,7 @@
     chat/              conversations, templates, the tokens of the answers
     corpora/           from text to a corpus: the tools that prepare data
     data_efficiency/   curricula over lengths and over samples, random-LTD
+    distillation/      a student that learns from a frozen teacher
     dry_run/           what --dry-run prints, and the longest sequence that fits a device
     kernels/           implementations of operations in C++ and CUDA
     launch/            starts the ranks of a training, on one machine or many; reports what a machine offers

@@ -384,9 +384,13 @@ class CoreAttention(nn.Module):
         self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
         self.scale = config.softmax_scale
+        self.cap = config.attention_logit_softcapping
         # Where a query sees itself and all keys before it, attention needs nothing but q, k and v.
         is_bare = (
-            self.sink.kind == "vanilla" and not self.alibi_heads and self.scale is None
+            self.sink.kind == "vanilla"
+            and not self.alibi_heads
+            and self.scale is None
+            and self.cap is None
         )
         self.is_simple = is_bare and pattern == CAUSAL
         self.simple_attention = Bound(attention)
@@ -419,6 +423,7 @@ class CoreAttention(nn.Module):
                 self.scale,
                 sink=self.sink(self.heads(q), q.device),
                 alibi=alibi_of(self.alibi_heads, self.heads(q), batch, q.device),
+                cap=self.cap,
             ),
         )
 
@@ -435,7 +440,8 @@ class CoreAttention(nn.Module):
             slopes = alibi_slopes(self.alibi_heads, q.device)[heads.start : heads.stop]
             alibi = Alibi(slopes, rows.keys, rows.places)
         visible = rows.visible(self.pattern.of_heads(heads))
-        scoring = Scoring(self.scale, sink=self.sink(heads, q.device), alibi=alibi)
+        sink = self.sink(heads, q.device)
+        scoring = Scoring(self.scale, sink=sink, alibi=alibi, cap=self.cap)
         return attention(q, k, v, visible, scoring=scoring)
 
     def heads(self, q: torch.Tensor) -> range:

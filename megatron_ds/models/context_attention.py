@@ -87,6 +87,7 @@ class SharedKeysAttention(nn.Module):
         self.sink = AttentionSink(config, name, ctx)
         self.alibi_heads = alibi_heads(config)
         self.scale = config.softmax_scale
+        self.cap = config.attention_logit_softcapping
 
     def arrange(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -113,6 +114,7 @@ class SharedKeysAttention(nn.Module):
             self.scale,
             sink=self.sink(heads, q.device),
             alibi=alibi_of(self.alibi_heads, heads, whole, q.device),
+            cap=self.cap,
         )
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
         out = SharedKeys(self.ring, self.exchange, positions)(

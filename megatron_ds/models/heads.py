@@ -21,6 +21,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
+from ..ops.soft_cap import cap_, capped
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
 from ..tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
@@ -65,16 +66,18 @@ class LanguageModelHead(nn.Module):
             weight if weight is not None else vocabulary_weight(config, ctx, tied)
         )
         self.bias = vocabulary_bias(config, ctx) if config.output_layer_bias else None
+        self.cap = config.final_logit_softcapping
 
     def forward(self, x: torch.Tensor, batch: Batch) -> HeadLogits:
         """x [s(/t), b, h] → logits [s, b, Vp/t]; in generation of the r wanted positions, [r, b, Vp/t]. With
         sequence parallelism a collective, which gathers x."""
         if batch.past is None:
-            return head_logits(x, self.weight, self.bias, self.ctx)
+            return head_logits(x, self.weight, self.bias, self.ctx, self.cap)
         if self.ctx.sequence_parallel:
             x = all_gather(x, self.ctx.tp)
         x = x.index_select(0, batch.past.wanted)
-        return column_linear(x, self.weight, self.bias, self.ctx.tp, False)
+        logits = column_linear(x, self.weight, self.bias, self.ctx.tp, False)
+        return logits if self.cap is None else cap_(logits, self.cap)
 
 
 def head_logits(
@@ -82,14 +85,21 @@ def head_logits(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     ctx: ParallelContext,
+    cap: float | None = None,
 ) -> HeadLogits:
     """x [s(/t), b, h], weight [Vp/t, h] → logits [s, b, Vp/t]; with `ctx.logit_chunks` their factors, which
-    the loss multiplies."""
+    the loss multiplies.
+
+    cap: bound of the logits, cap tanh(logits / cap)
+    """
     rows = x.shape[0] * x.shape[1] * (ctx.tp.size if ctx.sequence_parallel else 1)
     chunks = ctx.logit_chunks or suitable_chunks(rows, *reversed(weight.shape))
     if chunks > 1:
-        return LogitsInChunks(x, weight, bias, ctx.tp, ctx.sequence_parallel, chunks)
-    return column_linear(x, weight, bias, ctx.tp, ctx.sequence_parallel)
+        return LogitsInChunks(
+            x, weight, bias, ctx.tp, ctx.sequence_parallel, chunks, cap
+        )
+    logits = column_linear(x, weight, bias, ctx.tp, ctx.sequence_parallel)
+    return logits if cap is None else capped(logits, cap)
 
 
 class BertOutput(NamedTuple):
@@ -125,13 +135,15 @@ class BertHeads(nn.Module):
         self.binary_head = (
             SegmentOrderHead(config, ctx) if config.bert_binary_head else None
         )
+        self.cap = config.final_logit_softcapping
         self.ctx = ctx
 
     def forward(self, x: torch.Tensor, batch: Batch) -> BertOutput:
         """x [s(/t), b, h] → logits, and the order of the segments if the model has a binary head."""
         order = None if self.binary_head is None else self.binary_head(x)
         return BertOutput(
-            head_logits(self.lm_head(x), self.weight, self.bias, self.ctx), order
+            head_logits(self.lm_head(x), self.weight, self.bias, self.ctx, self.cap),
+            order,
         )
 
 

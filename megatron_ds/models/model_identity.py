@@ -57,6 +57,8 @@ FEATURE_FIELDS = (
     "output_layer_bias",
     "embedding_multiplier",
     "softmax_scale",
+    "attention_logit_softcapping",
+    "final_logit_softcapping",
     "window_rotary_base",
     "moe_router_linear_bias",
 )

@@ -93,6 +93,7 @@ class _Tiles(torch.autograd.Function):
             else None
         )
         trained = [p for p, is_wanted in zip(ctx.parameters, wanted) if is_wanted]
+        # Each tile runs forward again, and adds its part to the gradients.
         with gradient_sums(trained) as sums:
             for rows in _rows(len(x), ctx.tiles):
                 part = x[rows].detach().requires_grad_(needs_dx)
@@ -100,7 +101,8 @@ class _Tiles(torch.autograd.Function):
                 found = _gradients(ctx.function, part, inputs, dy[rows])
                 if needs_dx:
                     dx[rows] = found.pop(0)
-                sums.add(found)
+                for p, gradient in zip(trained, found):
+                    sums.add(p, gradient)
         delivered = iter(sums.deliver())
         return (
             dx,

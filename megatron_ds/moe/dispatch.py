@@ -146,6 +146,18 @@ class Dispatch:
             rows = copy_to_region(rows, groups.tp)
         return rows if self._sort is None else self._sort.forward(rows)
 
+    def follow(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers [T] of the tokens → [n], those of the tokens of the experts' rows. Without gradients.
+
+        Collective over ep, and over tp with sequence parallelism.
+        """
+        groups = self.groups
+        rows = values[self._order // self.weights.shape[1]]
+        rows = all_to_all_rows(rows, self._sent, self._received, groups.ep)
+        if groups.sequence_parallel:
+            rows = all_gather_rows(rows, self._of_tp, groups.tp)
+        return rows if self._sort is None else rows[self._sort.order]
+
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """Results of the experts, partial sums over tp → y [T, h]. Collective over tp and ep."""
         groups = self.groups

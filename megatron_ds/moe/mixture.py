@@ -8,6 +8,9 @@ The work is in router.py (choice), capacity.py (drops), totals.py and losses.py 
 padded.py (movement) and experts.py (products); this file is their order.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,6 +20,7 @@ from ..config.options.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..mpu.rows import Waiting
+from ..ops.grouped import RowRuns
 from ..tensor_parallel.linear import new_shard
 from .capacity import Capacity, limit
 from .dispatch import Dispatch, Groups
@@ -31,7 +35,12 @@ class MixtureOfExperts(nn.Module):
     """x [s(/t), b, h] → the same shape.
 
     dense  a feed-forward that all tokens pass: shared experts, or that of a residual MoE; None without
+
+    token_keys, if it is set, is a function of the batch → int64 [T], keys of the random numbers of the tokens, or
+    None; the experts find them in `RowRuns.token_keys`.
     """
+
+    token_keys: Callable[[Batch], torch.Tensor | None] | None = None
 
     def __init__(
         self,
@@ -75,15 +84,20 @@ class MixtureOfExperts(nn.Module):
         routing = limit(routing, capacity, batch, self.ctx)
         # Move tokens to their experts and back; the dense part computes while they are under way.
         dispatch = self._dispatch(routing, capacity, batch.size)
+        runs = self._runs(dispatch, batch)
         waiting = Waiting()
         rows = dispatch.send(tokens, waiting)
         dense = None if self.dense is None else self.dense(x, batch)
         self._count(chosen, routing, counted, batch)
         waiting.wait()
-        routed = dispatch.back(
-            self.experts(dispatch.arrive(rows), dispatch.runs)
-        ).view_as(x)
+        routed = dispatch.back(self.experts(dispatch.arrive(rows), runs)).view_as(x)
         return self._joined(x, routed, dense)
+
+    def _runs(self, dispatch: Dispatch | PaddedDispatch, batch: Batch) -> RowRuns:
+        keys = None if self.token_keys is None else self.token_keys(batch)
+        if keys is None:
+            return dispatch.runs
+        return replace(dispatch.runs, token_keys=dispatch.follow(keys))
 
     def _count(
         self,

@@ -99,6 +99,15 @@ class PaddedDispatch:
             else rows
         )
 
+    def follow(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers [T] of the tokens → [ep n C E/ep], those of the tokens of the experts' rows; any number in places
+        without a token. Without gradients. Collective over ep, and over tp with sequence parallelism."""
+        if self.groups.sequence_parallel:
+            values = collectives.all_gather(values, self.groups.tp)
+        slots = self._to_expert.clamp(min=0)
+        rows = self._swap(values[slots // self.weights.shape[1]])
+        return rows.view(self._shape).transpose(0, 1).flatten()
+
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """Results of the experts, partial sums over tp → y [T, h]. Collective over tp and ep."""
         groups = self.groups

@@ -5,8 +5,8 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention, with a mask of all scores for what is not plain or causal;
-`reference_attention` with dropout or a sink, since these need the probabilities. On a CPU fp32 where the processor
-has no matrix products of the dtype. On a GPU with dropout, rows of queries one part after another
+`reference_attention` with dropout, a sink or a cap of the scores, since these need the probabilities. On a CPU fp32
+where the processor has no matrix products of the dtype. On a GPU with dropout, rows of queries one part after another
 (attention_rows.py). Kernels (extensions/kernels): compiled attention of CPUs; on GPUs FlexAttention for what torch's
 fused attention needs a mask for, or cannot do.
 """
@@ -46,7 +46,7 @@ def attention(
              grows with sq * sk
     scoring  scale of the scores, and what joins them in the softmax
     """
-    if keep is not None or scoring.sink is not None:
+    if _is_written_out(keep, scoring):
         return reference_attention(q, k, v, visible, keep=keep, scoring=scoring)
     # [b, n or g, s, d], views
     queries = q.permute(1, 2, 0, 3)
@@ -73,6 +73,11 @@ def attention(
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return _merge_heads(out)
+
+
+def _is_written_out(keep: KeepMask | None, scoring: Scoring) -> bool:
+    """Whether torch's fused attention cannot compute the probabilities."""
+    return keep is not None or scoring.sink is not None or scoring.cap is not None
 
 
 def _allowed(
@@ -137,9 +142,8 @@ def _suits_rows(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> bool:
-    needs_probabilities = keep is not None or scoring.sink is not None
     return (
-        needs_probabilities
+        _is_written_out(keep, scoring)
         and not scoring.has_places
         and attention_rows.suits(q, k, keep)
     )
@@ -233,7 +237,7 @@ def reference_attention(
     scores = (queries * scoring.scale_of(d)) @ keys.transpose(
         -1, -2
     )  # [b, g, n/g, sq, sk]
-    scores = scores.reshape(b, n, sq, sk)
+    scores = scoring.capped(scores.reshape(b, n, sq, sk))
     if scoring.alibi is not None:
         scores = (scores + scoring.alibi.bias(*places)).to(scores.dtype)
     p = masked_softmax(scores, mask, visible.pattern.causal, 1.0, keep, scoring.sink)

@@ -36,12 +36,14 @@ Tensors = tuple[torch.Tensor, ...]
 class RowRuns:
     """The number of rows of each run, on the host and on the device. All products of a layer share one.
 
-    counts     at least 0 each, their sum n
-    on_device  the same, int64 [runs], on the device of the rows
+    counts      at least 0 each, their sum n
+    on_device   the same, int64 [runs], on the device of the rows
+    token_keys  int64 [n], the key of random numbers of the token of each row; None where no layer needs them
     """
 
     counts: tuple[int, ...]
     on_device: torch.Tensor
+    token_keys: torch.Tensor | None = None
 
     @cached_property
     def ends(self) -> torch.Tensor:

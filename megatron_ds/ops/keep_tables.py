@@ -180,8 +180,38 @@ def draw_on_device_(
         numbers = words.view(torch.int16).view(
             len(keys), count, per_row * NUMBERS_PER_COUNTER
         )[:, :, :cols]
-        # 16 bits as a signed number: flipping the sign bit turns the unsigned order into the signed one.
-        out[:, start : start + count] = (numbers ^ -(1 << 15)) < threshold - (1 << 15)
+        out[:, start : start + count] = _below(numbers, threshold)
+
+
+def keep_rows(p: float, keys: torch.Tensor, columns: range) -> torch.Tensor:
+    """bool [n, len(columns)], True = keep: these columns of the first row of the tables of keys int64 [n].
+
+    By elementwise operations of the device of the keys, which nothing waits for.
+    """
+    device = keys.device
+    width = len(columns)
+    out = torch.empty(len(keys), width, dtype=torch.bool, device=device)
+    if not has_memory(out) or not out.numel():
+        return out
+    # The counters that draw these columns.
+    begin, offset = divmod(columns.start, NUMBERS_PER_COUNTER)
+    end = _counters_per_row(columns.stop)
+    counters = torch.arange(1 + begin, 1 + end, device=device)
+    held = slice(offset, offset + width)
+    threshold = threshold_of(p)
+    # Rows are drawn in blocks that bound the working memory.
+    rows_at_once = max(1, COUNTERS_AT_ONCE // len(counters))
+    for some, mask in zip(keys.split(rows_at_once), out.split(rows_at_once)):
+        words = philox(counters, some[:, None])  # [rows, counters, 4]
+        numbers = words.view(torch.int16).flatten(1)
+        mask.copy_(_below(numbers[:, held], threshold))
+    return out
+
+
+def _below(numbers: torch.Tensor, threshold: int) -> torch.Tensor:
+    """Whether unsigned numbers of 16 bits, as int16, are: flipping the sign bit turns the unsigned order into the
+    signed one."""
+    return (numbers ^ -(1 << 15)) < threshold - (1 << 15)
 
 
 def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def cross_entropy_facts(
         facts[0].fill_(-torch.inf)
         return facts
     facts[1] = logits.gather(-1, column).masked_fill_(elsewhere, 0).squeeze(-1)
-    for rows, part in _parts(logits[:, :valid]):
+    for rows, part in row_parts(logits[:, :valid]):
         torch.logsumexp(part.to(facts.dtype), dim=-1, out=facts[0, rows])
     if smoothed:
         torch.sum(logits[:, :valid], dim=-1, dtype=facts.dtype, out=facts[2])
@@ -66,7 +66,7 @@ def cross_entropy_gradient_(
     lse = lse.unsqueeze(-1)
     dloss = dloss.unsqueeze(-1)
     at_label = torch.where(elsewhere, 0.0, -on_label).to(lse.dtype)
-    for rows, part in _parts(logits):
+    for rows, part in row_parts(logits):
         wide = part.to(_wide(part))  # in fp32 itself
         wide.sub_(lse[rows]).exp_()
         if on_all:
@@ -162,7 +162,8 @@ def _wide(t: torch.Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _parts(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def row_parts(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields (rows, their logits), as many as are processed at once."""
     for rows in row_blocks(
         logits, CPU_BLOCK if logits.device.type == "cpu" else GPU_BLOCK
     ):

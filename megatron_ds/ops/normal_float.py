@@ -7,13 +7,17 @@ weights, so that they are near to each other around 0, where most weights are. A
     bytes   |c1 c0|c3 c2| ..      codes from 0 to 15, two a byte, the first in the low half
     scales  one fp32 number for each block
 
-Torch's operations alone: decoding is one look-up of a pair of numbers for each byte, and one product.
+Torch's operations alone: decoding is one look-up of a pair of numbers for each byte, and one product, for at most
+AT_ONCE numbers at a time, so that what is in fp32 meanwhile is small beside the weights of a layer. The host does not
+wait for a device.
 """
 
 from functools import cache
 
 import torch
 
+# Numbers that are decoded at a time, a multiple of any block.
+AT_ONCE = 1 << 23
 # Appendix E of the paper.
 LEVELS = (
     -1.0,
@@ -49,8 +53,24 @@ def decode_normal(
     codes: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor
 ) -> torch.Tensor:
     """Write the numbers into `out`, flat, of any float dtype, each rounded once, and return it."""
+    for start in range(0, len(out), AT_ONCE):
+        stop = min(start + AT_ONCE, len(out))
+        of_bytes = codes[start // 2 : stop // 2]
+        of_blocks = scales[start // block : stop // block]
+        _decode_part(of_bytes, of_blocks, out[start:stop])
+    return out
+
+
+def _decode_part(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     pairs = _pairs(out.device).index_select(0, codes.int())
-    return out.copy_((pairs.view(-1, block) * scales[:, None]).view(-1))
+    by_block = pairs.view(len(scales), -1)
+    out.copy_(by_block.mul_(scales[:, None]).view(-1))
+
+
+def bytes_of_decoding(numel: int) -> int:
+    """Most bytes that `decode_normal` of so many numbers takes beside its arguments: of each byte an int32, and two
+    fp32 numbers."""
+    return min(numel, AT_ONCE) // 2 * (4 + 2 * 4)
 
 
 @cache

@@ -5,12 +5,15 @@
                P = exp(scale q kᵀ - l),  dv = Pᵀ dO,  dS = P ∘ (dO vᵀ - D),
                dq = scale dS k,  dk = scale dSᵀ q
 
+With a cap c, c tanh(scale q kᵀ / c) replaces scale q kᵀ, and dS is multiplied by 1 - tanh².
+
 Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P, and dO vᵀ is multiplied by
 keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
 
 Implementations of a tile: the compiled kernel where core attention has it; else torch's fused attention of CPUs and
 of GPUs, whose backward takes the output and the log-sum-exp of all keys: on GPUs FlashAttention for tiles without
-a bias, if the wing of kernels is installed, else the memory-efficient kernel; elementary operations with dropout.
+a bias, if the wing of kernels is installed, else the memory-efficient kernel; elementary operations with dropout
+or a cap.
 
 Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
 """
@@ -149,8 +152,10 @@ class _Work:
 
     def has_kernel(self, keys: Runs) -> bool:
         """Whether the compiled kernel takes the queries and keys of these positions: positions and documents of
-        keys then determine all that is hidden and added, and there is no dropout."""
+        keys then determine all that is hidden and added, and there is neither dropout nor a cap."""
         if self.keep is not None or self.scoring.has_places:
+            return False
+        if self.scoring.cap is not None:
             return False
         if self.queries.device.type != "cpu" or not self.visible.hides_by_key:
             return False
@@ -172,7 +177,8 @@ class _Work:
                 yield tile, replace(self._cut(tile, keys, values), block=block)
             return
         # Others take numbers that are added to the scores.
-        has_bias = self.keep is not None or self.scoring.alibi is not None
+        extras = self.keep, self.scoring.alibi, self.scoring.cap
+        has_bias = any(extra is not None for extra in extras)
         for tile in tiles(self.visible, self.positions, positions, has_bias):
             yield (
                 tile,
@@ -239,7 +245,7 @@ class _Operands:
     def kernel(self) -> "_Kernel":
         if self.block is not None:
             return _COMPILED
-        if self.keep is not None:
+        if self.keep is not None or self.scoring.cap is not None:
             return _ELEMENTARY
         if self.q.device.type in ("cpu", "meta"):
             return _ON_CPU
@@ -393,7 +399,7 @@ def _without_sink(t: _Operands) -> Scoring:
 
 
 def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = _scores(t)
+    scores = _biased(_scores(t), t.bias)
     sums = scores.logsumexp(-1)
     p = (scores - _finite(sums)[..., None]).exp()
     values = t.spread(t.v.float())
@@ -407,10 +413,13 @@ def _elementary_backward(
     keys = t.spread(t.k.float())
     values = t.spread(t.v.float())
     # The probabilities, from the sums over all keys.
-    p = (_scores(t) - final.sums[..., None]).exp()
+    scores = _scores(t)
+    p = (_biased(scores, t.bias) - final.sums[..., None]).exp()
     dp = _kept(t, dout @ values.transpose(-1, -2))
     dots = (dout * final.out.float()).sum(-1, keepdim=True)
     ds = p * (dp - dots) * t.scale
+    if (cap := t.scoring.cap) is not None:
+        ds *= 1 - (scores / cap).square()
     # The gradients of the three factors.
     dq = ds @ keys
     dk = ds.transpose(-1, -2) @ t.q.float()
@@ -460,14 +469,19 @@ def _bias(
 
 
 def _scores(t: _Operands) -> torch.Tensor:
-    """fp32 [b, n, rows, columns], -inf where hidden."""
+    """fp32 [b, n, rows, columns], without the bias."""
     queries = t.q.float() * t.scale
     keys = t.spread(t.k.float())
-    scores = queries @ keys.transpose(-1, -2)
-    return scores if t.bias is None else scores.add_(t.bias)
+    return t.scoring.capped(queries @ keys.transpose(-1, -2))
+
+
+def _biased(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return scores if bias is None else scores + bias
 
 
 def _kept(t: _Operands, p: torch.Tensor) -> torch.Tensor:
+    if t.keep is None:
+        return p
     mask, factor = t.keep
     return p * mask * factor
 

@@ -9,9 +9,11 @@ from .alibi import Alibi
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """p = softmax(scale * q kᵀ + bias), with a sink exp(s) / (exp(sink) + Σ exp(s)).
+    """p = softmax(cap tanh(scale * q kᵀ / cap) + bias), with a sink exp(s) / (exp(sink) + Σ exp(s)).
 
     scale  1 / sqrt(d) unless given
+    cap    bound of the scores before the bias (Gemma Team 2024, arXiv:2408.00118, section 2); None: the scores
+           themselves
     sink   [n]: a further score of each head, whose value is zero (Xiao et al. 2023, arXiv:2309.17453, section
            3.2; zero in Miller 2023, "Attention is off by one")
     alibi  of the heads: the bias falls with the distance; None: no bias
@@ -20,6 +22,7 @@ class Scoring:
     scale: float | None = None
     sink: torch.Tensor | None = None
     alibi: Alibi | None = None
+    cap: float | None = None
 
     @property
     def has_places(self) -> bool:
@@ -29,6 +32,10 @@ class Scoring:
     def scale_of(self, channels: int) -> float:
         """The scale, for heads of d channels."""
         return self.scale or channels**-0.5
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores; with a cap, smoothly bounded by it."""
+        return scores if self.cap is None else self.cap * (scores / self.cap).tanh()
 
 
 PLAIN = Scoring()

@@ -53,6 +53,7 @@ class Executor:
     stage_rank        global stage → pipeline rank
     activation_shape  micro-batch → shape of the hidden states between stages, which have `dtype`
     hooks             handlers of REDUCE, TIE, GATHER and RELEASE, called with the stage
+    prepare           micro-batches → those that `run` trains on, unless None; may be set between steps
     timeline          records start and end of each instruction, unless None; may be set between steps
     ranges            makes the context in which the instruction of a name runs, for profilers, unless None; may be
                       set between steps
@@ -98,6 +99,7 @@ class Executor:
         self._current: Instruction | None = None
         self._place = DevicePlace() if device.type == "cuda" else None
         self._scale = 1.0
+        self.prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None
         self.timeline: Timeline | None = None
         self.ranges: Callable[[str], AbstractContextManager] | None = None
         # Programs by number of micro-batches; a fixed one is compiled at once.
@@ -112,6 +114,8 @@ class Executor:
         Returns the losses in order on the rank of the last stage, [] elsewhere. All sends are done on return.
         """
         self._scale = scale
+        if self.prepare is not None:
+            microbatches = self.prepare(microbatches)
         losses = self._execute(microbatches, forward=False)
         for stage in self.stages.values():
             stage.check_empty()

@@ -60,7 +60,8 @@ class RankPlan:
     parameters  elements of this rank's modules; of_experts: those of experts among them
     state       weights, gradients, masters and moments
     away        the part of `state` that is not on the device, by place
-    buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
+    buffers     gradients that accumulate or are sent, gathered layers and what their decoding takes, hidden
+                states sent or received
     kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
     reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
@@ -69,6 +70,8 @@ class RankPlan:
     gathered    the part of `buffers` that holds gathered layers
     copied      host memory for the state that --async-save writes, at most: each of the ranks that hold the
                 same content writes a part of it
+    teacher     weights and predictions of a teacher, which are held for the whole step; teacher_at_work: most of what
+                its forward needs besides, before the student's
     is_host     the device is the host's processor, so that `copied` is in `peak`
     """
 
@@ -88,14 +91,17 @@ class RankPlan:
     in_update: int = 0
     gathered: int = 0
     copied: int = 0
+    teacher: int = 0
+    teacher_at_work: int = 0
     is_host: bool = False
 
     @property
     def peak(self) -> int:
         """Estimate of the maximum on the device. During the update there are no activations."""
-        at_most = max(self.kept + self.at_work, self.in_update)
+        at_most = max(self.kept + self.at_work, self.in_update, self.teacher_at_work)
         at_most += self.copied if self.is_host else 0
-        return self.state.total - sum(self.away.values()) + self.buffers + at_most
+        held = self.state.total - sum(self.away.values()) + self.teacher
+        return held + self.buffers + at_most
 
 
 def data_groups(
@@ -163,10 +169,10 @@ def plan_rank(
         settings.frozen_masters,
     )
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
-    gathers, whole = _gathers(config, plans, use, parameters, program)
+    gathers, whole = gathers_of(config, plans, use, parameters, program)
     # Traffic: of the state, of optimizers, of sums over ranks, of the layers, and between stages.
     microbatches = program_length(program)
-    traffic = _state_traffic(
+    traffic = state_traffic(
         config, settings, groups, plans, parameters, gathers, microbatches
     )
     _add_optimizers(traffic, plans, parameters, settings, groups)
@@ -186,6 +192,7 @@ def plan_rank(
     buffers = (
         whole * dtype.itemsize
         + received
+        + _bytes_of_decoding(plans)
         + _gradient_buffers(config, settings, plans, groups)
         + messages_held * message
     )
@@ -310,7 +317,7 @@ def _norms_sent(
         yield from settings.update_rule.norm_messages(norms)
 
 
-def _gathers(
+def gathers_of(
     config: RunConfig,
     plans: Sequence[SetPlan],
     use: ParameterUse,
@@ -336,12 +343,23 @@ def _gathers(
     return [[counts[unit] for unit in its_units] for its_units in units], whole
 
 
+def _bytes_of_decoding(plans: Sequence[SetPlan]) -> int:
+    """Most bytes that the decoding of a bucket takes beside the weights; frozen weights alone have such."""
+    needs = [0]
+    for plan in plans:
+        if plan.blocks is not None:
+            for bucket in plan.layout.buckets:
+                numel = bucket.stop - bucket.start
+                needs.append(plan.blocks.bytes_of_decoding(numel))
+    return max(needs)
+
+
 def _numel(plan: SetPlan, unit: int) -> int:
     _, first, stop = plan.units[unit]
     return plan.layout.buckets[stop - 1].stop - plan.layout.buckets[first].start
 
 
-def _state_traffic(
+def state_traffic(
     config: RunConfig,
     settings: ZeroSettings,
     groups: DataGroups,

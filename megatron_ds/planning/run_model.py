@@ -135,19 +135,20 @@ def last_step(config: RunConfig) -> int:
 
 
 def data_kind(config: RunConfig) -> DataKind:
-    """The kind of the data of a run: that of the model, or pairs of answers."""
-    if config.preference.is_on:
-        return plugged("preference data")
-    return MODELS[config.model.model].data
+    """The kind of the data of a run: that of the model, or what an objective of a wing makes of it."""
+    own = MODELS[config.model.model].data
+    if config.objective is None:
+        return own
+    return plugged(f"{config.objective} data")(own, config)
 
 
 def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
     """The loss of a run: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp.
 
-    It is the model's, or that of pairs of answers, which is collective over cp, too.
+    It is the model's, or that of an objective of a wing; that of pairs of answers is collective over cp, too.
     """
-    if config.preference.is_on:
-        return plugged("preference loss")(config, mesh)
+    if config.objective is not None:
+        return plugged(f"{config.objective} loss")(config, mesh)
     return partial(
         MODELS[config.model.model].loss,
         tp=mesh.group("tp"),

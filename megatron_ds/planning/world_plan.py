@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ..config import RunConfig, Source
 from ..config.training_schedule import make_token_drop
@@ -15,6 +16,7 @@ from ..mpu.group import RING_FACTOR
 from ..mpu.param_spec import ParamSpec
 from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
+from ..plugins import plugged
 from .fake_stages import FakeStage, fake_stages
 from .rank_plan import RankPlan, data_groups, plan_rank
 from .run_model import describe_layers, last_step
@@ -61,7 +63,7 @@ class WorldPlan:
         """Memory and traffic of any rank."""
         pp = self.grid.coordinates(rank)["pp"]
         groups = data_groups(self.config, self.grid, rank, self.run.shape.placement)
-        return plan_rank(
+        plan = plan_rank(
             self.config,
             rank,
             groups,
@@ -70,6 +72,16 @@ class WorldPlan:
             self.messages_held[pp],
             len(self.metrics),
             self.device,
+        )
+        return plan if self.teacher is None else self.teacher.added_to(plan)
+
+    @cached_property
+    def teacher(self) -> Any | None:
+        """The plan of the model that the run learns from; None without one."""
+        if not self.config.distillation.is_on:
+            return None
+        return plugged("distillation plan")(
+            self.config, self.grid, self.rank, self.device, self.microbatches
         )
 
     @cached_property

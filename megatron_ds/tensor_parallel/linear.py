@@ -32,6 +32,7 @@ from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.kernel_table import CHOICES
 from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
 from .weight_grad import (
+    ADDS,
     Finish,
     linear_gradient,
     now_or_later,
@@ -248,16 +249,21 @@ def _apply(
     bias: torch.Tensor | None,
     call: LinearCall,
 ) -> torch.Tensor:
+    parameters = weight, bias
     if torch.compiler.is_dynamo_compiling():
         call = LinearCall(call.group, call.sequence_parallel)
         if not hasattr(weight, "grad_ready"):
-            return function.apply(x, weight, bias, call)
+            return function.apply(x, parameters, call, *parameters)
         from .outside_graphs import apply_outside_graphs
 
-        return apply_outside_graphs(function, x, weight, bias, call)
+        return apply_outside_graphs(function, x, parameters, call, *parameters)
     if not torch.is_grad_enabled():
-        return function.forward(_NothingKept(), x, weight, bias, call)
-    return function.direct(x, weight, bias, call)
+        return function.forward(_NothingKept(), x, parameters, call)
+    # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
+    is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
+    if is_managed and x.requires_grad:
+        return function.direct(x, parameters, call)
+    return function.direct(x, parameters, call, *parameters)
 
 
 class _NothingKept:
@@ -268,27 +274,28 @@ class _NothingKept:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    # Note: why the weight is kept on ctx and not with save_for_backward. Under non-reentrant recomputation
+    # Note: why the parameters are kept on ctx and not with save_for_backward. Under non-reentrant recomputation
     # saved tensors come back as other tensor objects, without `main_grad`. The group is on ctx because
     # backward runs in another thread.
+    # Note: `followed` are the parameters once more, or nothing; see `_apply`.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call):
-        x = _keep(ctx, x, weight, bias, call)
+    def forward(ctx, x, parameters, call, *followed):
+        x = _keep(ctx, x, parameters, call)
         s, *others, _ = ctx.shape
         if call.sequence_parallel:
             x = collectives.all_gather(x, call.group)
             s *= call.group.size
-        y = ctx.products.affine(x, weight, bias)  # [s b, out/t]
-        return _unsafe_view(y, (s, *others, y.shape[1]))
+        y = ctx.products.affine(x, *parameters)  # [s b, out/t]
+        return _reshaped(y, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
         [x] = ctx.saved_tensors
-        weight = ctx.weight
+        weight, bias = ctx.parameters
         call = ctx.call
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db = _wanted(ctx)
         # The products of the layer are chosen for contiguous matrices.
         products = ctx.products if dy.is_contiguous() else UNBOUND
         dy = dy.reshape(-1, dy.shape[-1])  # [s b, out/t]
@@ -310,22 +317,23 @@ class _ColumnLinear(torch.autograd.Function):
             dw = finish_dw()
         elif needs_dw:
             dw = linear_gradient(weight, x, dy, products)
-        db = sum_gradient(ctx.bias, dy) if needs_db else None
+        db = sum_gradient(bias, dy) if needs_db else None
         if reduced is not DONE:
             reduced.wait()
-        return dx, dw, db, None
+        return dx, None, None, dw, db
 
 
 class _RowLinear(torch.autograd.Function):
-    # The weight is on ctx for the reason that is given at _ColumnLinear.
+    # The parameters are on ctx for the reason that is given at _ColumnLinear.
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call):
-        x = _keep(ctx, x, weight, bias, call)
+    def forward(ctx, x, parameters, call, *followed):
+        x = _keep(ctx, x, parameters, call)
         group = call.group
+        weight, bias = parameters
         # In a group of one, the bias inside the matrix product is the only difference.
         y = ctx.products.affine(x, weight, None if call.is_divided else bias)
-        y = _unsafe_view(y, (*ctx.shape[:-1], y.shape[1]))
+        y = _reshaped(y, *ctx.shape[:-1], y.shape[1])
         if not call.is_divided:
             return y
         if call.sequence_parallel:
@@ -338,13 +346,13 @@ class _RowLinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dy):
         [x] = ctx.saved_tensors
-        weight = ctx.weight
+        weight, bias = ctx.parameters
         call = ctx.call
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db = _wanted(ctx)
         # With sequence parallelism db is a partial sum, over this rank's slice.
         db = None
         if needs_db:
-            db = sum_gradient(ctx.bias, dy.reshape(-1, dy.shape[-1]))
+            db = sum_gradient(bias, dy.reshape(-1, dy.shape[-1]))
         if call.sequence_parallel:
             dy = collectives.all_gather(dy, call.group)
         products = ctx.products if dy.is_contiguous() else UNBOUND
@@ -353,22 +361,21 @@ class _RowLinear(torch.autograd.Function):
         if needs_dx:
             dx = products.product(dy, weight).view(ctx.shape)
         dw = linear_gradient(weight, x, dy, products) if needs_dw else None
-        return dx, dw, db, None
+        return dx, None, None, dw, db
 
 
 _ColumnLinear.direct = direct_apply(_ColumnLinear)
 _RowLinear.direct = direct_apply(_RowLinear)
 
 
-def _keep(ctx, x, weight, bias, call) -> torch.Tensor:
+def _keep(ctx, x, parameters, call) -> torch.Tensor:
     """Keep what backward needs; x as contiguous rows."""
     shape = x.shape
     x = x.reshape(-1, shape[-1]).contiguous()
     # The input serves the gradient of the weight alone, which a frozen one has not.
-    ctx.save_for_backward(x if weight.requires_grad else None)
+    ctx.save_for_backward(x if parameters[0].requires_grad else None)
     ctx.shape = shape
-    ctx.weight = weight
-    ctx.bias = bias
+    ctx.parameters = parameters
     ctx.call = call
     of_layer = call.products
     if of_layer is None:
@@ -377,6 +384,24 @@ def _keep(ctx, x, weight, bias, call) -> torch.Tensor:
         key = x.shape, x.dtype, CHOICES.number
         ctx.products = of_layer.now if key == of_layer.key else of_layer.chosen(key)
     return x
+
+
+def _wanted(ctx) -> tuple[bool, bool, bool]:
+    """Whether the gradients of the input, the weight and the bias are wanted. Where autograd does not follow the
+    parameters, those are that are trained."""
+    needs_dx, _, _, *followed = ctx.needs_input_grad
+    if followed:
+        return needs_dx, *followed
+    weight, bias = ctx.parameters
+    return needs_dx, weight.requires_grad, bias is not None and bias.requires_grad
+
+
+def _reshaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
+    """y, which no one else holds, in another shape. Autograd forbids writing in place to a view that a Function
+    returns, so it is none."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.aten._unsafe_view(y, shape)
+    return y.resize_(shape)  # in a third of the time
 
 
 class _GatherLast(torch.autograd.Function):
@@ -388,10 +413,6 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return collectives.shard(dy, ctx.group, dim=-1), None
-
-
-# Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _begin_gather(

@@ -21,7 +21,7 @@ Note: sums. The loss of each token is returned, and the caller weighs all tokens
 chunks would give the tokens of a chunk with few counted ones more weight.
 """
 
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import Group
-from ..ops.logits import cross_entropy_facts, cross_entropy_gradient_
 from ..ops.product import affine, product_into
-from .cross_entropy import own_columns, target_weights, token_losses
+from ..ops.soft_cap import cap_, slope_of
+from .cross_entropy import own_columns
+from .token_loss import LabelLoss, Parts, TokenLoss
 from .weight_grad import GradientSum
 
 # Rows of a suitable chunk: fewer leave the processors of a GPU or a CPU idle, more only take memory.
@@ -50,7 +51,8 @@ def suitable_chunks(rows: int, hidden: int, columns: int) -> int:
 class LogitsInChunks:
     """Logits [s, b, V'/t] that are not computed yet: x Wᵀ + b, in `chunks` parts of the s b rows.
 
-    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence
+    x [s(/t), b, h]; weight [V'/t, h]; bias [V'/t] or None. sequence_parallel: x is a slice of the sequence.
+    cap: bound of the logits, cap tanh(logits / cap)
     """
 
     x: torch.Tensor
@@ -59,96 +61,91 @@ class LogitsInChunks:
     group: Group
     sequence_parallel: bool
     chunks: int
+    cap: float | None = None
 
     def cross_entropy(
         self, labels: torch.Tensor, vocab_size: int, label_smoothing: float = 0.0
     ) -> torch.Tensor:
         """`vocab_parallel_cross_entropy` of the logits: labels [s, b] → loss per token, fp32 [s, b].
 
-        Collective: all-gather; with sequence parallelism another one, of x. Backward: all-reduce, or
+        Collective as `losses`.
+        """
+        start, valid = own_columns(len(self.weight), self.group, vocab_size)
+        return self.losses(
+            LabelLoss(
+                labels.reshape(-1) - start,
+                valid,
+                self.group,
+                vocab_size,
+                label_smoothing,
+            )
+        )
+
+    def losses(self, loss: TokenLoss) -> torch.Tensor:
+        """What `loss` has for each token, fp32 [s, b], or [r, s, b] of r losses.
+
+        Collective: what `loss` is; with sequence parallelism an all-gather of x. Backward: all-reduce, or
         all-gather and reduce-scatter.
         """
         return _Chunked.apply(
             self.x,
             self.weight,
             self.bias,
-            labels,
+            loss,
             self.group,
             self.sequence_parallel and self.group.size > 1,
             self.chunks,
-            vocab_size,
-            label_smoothing,
+            self.cap,
         )
 
-    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    def parts(self) -> Parts:
         """Yields (rows of s b, their logits [rows, V'/t]) without a graph; the next iteration overwrites the
         logits. With sequence parallelism a collective, which gathers x."""
         gathers = self.sequence_parallel and self.group.size > 1
         x = self.x.detach().contiguous()
         whole = collectives.all_gather(x, self.group) if gathers else x
         flat = whole.view(-1, whole.shape[-1])
-        yield from _logits(flat, self.weight, self.bias, self.chunks)
+        yield from _logits(flat, self.weight, self.bias, self.chunks, self.cap)
 
 
 class _Chunked(torch.autograd.Function):
     # See the note at linear._ColumnLinear about the weight on ctx.
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weight,
-        bias,
-        labels,
-        group,
-        sequence_parallel,
-        chunks,
-        vocab_size,
-        label_smoothing,
-    ):
+    def forward(ctx, x, weight, bias, loss, group, sequence_parallel, chunks, cap):
         x = x.contiguous()
         whole = (
             collectives.all_gather(x, group) if sequence_parallel else x
         )  # [s, b, h]
-        assert labels.shape == whole.shape[:-1], (labels.shape, whole.shape)
-        start, valid = own_columns(len(weight), group, vocab_size)
         flat = whole.view(-1, whole.shape[-1])
-        own_labels = labels.reshape(-1) - start
-        smoothed = label_smoothing > 0
-        facts = [
-            cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
-            for rows, logits in _logits(flat, weight, bias, chunks)
-        ]
-        loss, lse = token_losses(
-            torch.cat(facts, dim=1), group, vocab_size, label_smoothing
-        )
-        ctx.save_for_backward(x, own_labels, lse)
+        losses = loss.of(_logits(flat, weight, bias, chunks, cap))
+        assert losses.shape[-1] == len(flat), (losses.shape, whole.shape)
+        ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.bias = bias
+        ctx.loss = loss
         ctx.group = group
         ctx.sequence_parallel = sequence_parallel
         ctx.chunks = chunks
-        ctx.valid = valid
-        ctx.target = target_weights(label_smoothing, vocab_size)
-        return torch.ops.aten._unsafe_view(loss, labels.shape)
+        ctx.cap = cap
+        shape = (*losses.shape[:-1], *whole.shape[:-1])
+        return torch.ops.aten._unsafe_view(losses, shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
-        (x, labels, lse), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+    def backward(ctx, dlosses):
+        (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         # The rows of all tensor-parallel ranks, whose logits were not kept.
         whole = collectives.all_gather(x, group) if ctx.sequence_parallel else x
         flat = whole.view(-1, whole.shape[-1])
-        dloss = dloss.reshape(-1)
+        dlosses = dlosses.flatten(-2)
         dx = torch.empty_like(flat) if needs_dx else None
         dw = GradientSum(weight) if needs_dw else None
-        db = lse.new_zeros(len(weight)) if needs_db else None
+        db = dlosses.new_zeros(len(weight)) if needs_db else None
         # Logits of a chunk are computed again and become their gradients.
-        for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks):
-            dlogits = cross_entropy_gradient_(
-                logits, labels[rows], lse[rows], dloss[rows], ctx.valid, *ctx.target
-            )
+        logits = _logits(flat, weight, ctx.bias, ctx.chunks, ctx.cap)
+        for rows, dlogits in _gradients(ctx.loss, logits, dlosses, ctx.cap):
             if dx is not None:
                 product_into(dx[rows], dlogits, weight)
             if dw is not None:
@@ -166,13 +163,35 @@ class _Chunked(torch.autograd.Function):
             dx,
             None if dw is None else dw.deliver(),
             None if db is None else db.to(weight.dtype),
-            *[None] * 6,
+            *[None] * 5,
         )
 
 
+def _gradients(
+    loss: TokenLoss, logits: Parts, dlosses: torch.Tensor, cap: float | None
+) -> Parts:
+    """Yields (rows, the gradient by their logits before the cap). It overwrites the logits."""
+    if cap is None:
+        yield from loss.gradients(logits, dlosses)
+        return
+    slopes: deque[torch.Tensor] = deque()
+
+    def noted() -> Parts:
+        for rows, part in logits:
+            slopes.append(slope_of(part, cap))
+            yield rows, part
+
+    for rows, dlogits in loss.gradients(noted(), dlosses):
+        yield rows, dlogits.mul_(slopes.popleft())
+
+
 def _logits(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunks: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    cap: float | None,
+) -> Parts:
     """Yields (rows, their logits [rows, V'/t]) of x [n, h] in at most `chunks` parts; the next iteration
     overwrites the logits."""
     each = max(1, -(-len(x) // chunks))
@@ -181,4 +200,6 @@ def _logits(
         part = x[start : start + each]
         logits = memory[: len(part)]
         affine(part, weight, bias, logits)
+        if cap is not None:
+            cap_(logits, cap)
         yield slice(start, start + len(part)), logits

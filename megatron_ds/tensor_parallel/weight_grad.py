@@ -10,6 +10,10 @@ of this for a gradient that is a tensor already, such as that of a bias. Another
 parameters a tensor `main_grad` in place of these functions. Without any of them the gradient is returned to
 autograd, as in any module.
 
+Note: a parameter with `add_main_grad` need not be followed by autograd: a linear layer whose input requires a
+gradient adds the gradients of its parameters in each backward that passes it, also in one of
+`torch.autograd.grad` for its input alone.
+
 Note: no view is kept between calls. With sharded gradients a buffer exists from the first contribution to its
 bucket until the bucket is reduced; the next micro-batch may use another one.
 
@@ -31,6 +35,7 @@ from ..ops.linear_products import UNBOUND, LinearProducts
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
+ADDS = "add_main_grad"  # the attribute of a parameter that ZeRO manages
 
 
 def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
@@ -83,14 +88,20 @@ def linear_gradient(
 def sum_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
     """Add the sum of the rows of dy [N, out] to the bias's main gradient and return None.
 
-    The sum is returned to autograd where ZeRO does not manage the bias, inside `gradient_sums`, and in the
-    input half of a split backward: all of them keep what autograd receives.
+    Where ZeRO does not manage the bias, the sum is returned to autograd. Inside `gradient_sums` it is added to
+    the sum of the parts. In the input half of a split backward its addition is queued.
     """
     db = dy.sum(0)
-    add = getattr(bias, "add_main_grad", None)
-    if add is None or hasattr(bias, "grad_sums") or hasattr(bias, "grad_queue"):
+    add = getattr(bias, ADDS, None)
+    if add is None:
         return db
-    add(db)
+    if hasattr(bias, "grad_sums"):
+        bias.grad_sums.add(bias, db)
+    elif hasattr(bias, "grad_queue"):
+        later = partial(add, db)
+        bias.grad_queue.append((bias, lambda: later))
+    else:
+        add(db)
     return None
 
 
@@ -144,7 +155,7 @@ class GradientSums:
     def __init__(self, parameters: Sequence[torch.Tensor]):
         self._parameters = parameters
         self._products: dict[torch.Tensor, GradientSum] = {}
-        self._others: list[torch.Tensor | None] = [None] * len(parameters)
+        self._others: dict[torch.Tensor, torch.Tensor] = {}
 
     def add_product(
         self, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
@@ -154,23 +165,22 @@ class GradientSums:
             self._products[weight] = GradientSum(weight)
         self._products[weight].add(x, dy)
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients that autograd returned for the parameters, None for products; in fp32."""
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and self._others[i] is None:
-                self._others[i] = gradient.to(
-                    torch.promote_types(gradient.dtype, torch.float32), copy=True
-                )
-            elif gradient is not None:
-                self._others[i].add_(gradient)
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Add a part of a gradient that is no product, if there is one; in fp32."""
+        if gradient is not None and parameter in self._others:
+            self._others[parameter].add_(gradient)
+        elif gradient is not None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._others[parameter] = gradient.to(wide, copy=True)
 
     def deliver(self) -> list[torch.Tensor | None]:
         """Once, at the end: what autograd receives as the gradients of the parameters."""
         delivered = []
-        for p, other in zip(self._parameters, self._others):
+        for p in self._parameters:
             if p in self._products:
                 delivered.append(self._products[p].deliver())
             else:
+                other = self._others.get(p)
                 delivered.append(None if other is None else other.to(p.dtype))
         return delivered
 

@@ -61,6 +61,7 @@ from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
+from .objective import open_objective
 from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
@@ -219,6 +220,7 @@ def train(
             description |= {"base": base.identity}
         foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
         description |= of_others.origin_of(start.run, foreign, config)
+        prepare = on_all_ranks(world, lambda: open_objective(config, tokenizer))
         _leave_if_stopped(stop, mesh)
         # Building and loading take long, so stop signals are looked for after each.
         engine = build_engine(config, mesh, plan_replica(config, mesh))
@@ -236,9 +238,7 @@ def train(
             progress = of_others.load(
                 engine, foreign, all_pieces(engine), config.checkpoint
             )
-        if config.preference.is_on:
-            fill = plugged("reference scores")
-            description |= fill(engine, loaders, start, description, progress)
+        description |= prepare(engine, loaders, start, description, progress)
         tasks = evaluation_tasks(engine, tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config import RunConfig
 from ..config.messages import value_text
@@ -169,23 +170,39 @@ def _model(engine: Replica, given: RunConfig) -> str:
     # Parameters of the whole model, and elements that rank 0 holds.
     found = config.model.vocab_size
     padded = config.padded_vocab_size
-    here = sum(p.numel() for p in engine.parameters)
-    note = " with the padding of the vocabulary" if padded != found else ""
+    here = sum(p.numel() for p in engine.parameters if p.requires_grad)
     whole = count_parameters(config, engine.mesh.grid)
-    model = f"model: {whole:,} parameters; rank 0 trains {here:,}{note}"
+    model = f"model: {whole.all:,} parameters"
+    if whole.trained < whole.all:
+        frozen = sum(p.numel() for p in engine.parameters) - here
+        model += (
+            f", of which {whole.trained:,} in adapters are trained; rank 0 trains {here:,} and holds {frozen:,} "
+            "frozen ones"
+        )
+    else:
+        model += f"; rank 0 trains {here:,}"
+    if padded != found:
+        model += " with the padding of the vocabulary"
     # The tokenizer may have changed the size of the vocabulary that was given.
     adds_end = config.data.tokenizer_type == "NullTokenizer"
     vocabulary = vocabulary_text(given.model.vocab_size, found, padded, adds_end)
     return f"{model}\n{vocabulary}"
 
 
-def count_parameters(config: RunConfig, grid: Grid) -> int:
+class ParameterCounts(NamedTuple):
+    """Parameters of a model: all, and those that are trained."""
+
+    all: int
+    trained: int
+
+
+def count_parameters(config: RunConfig, grid: Grid) -> ParameterCounts:
     """Parameters of the model: logical shapes without padding, tied weights counted once. Uses no memory."""
     layers = describe_layers(config, fake_mesh(grid, 0))
-    modules = build_stages({0: layers})[0]
-    specs = [p.spec for p in modules.parameters()]
-    numel_of = {spec.name: spec.numel for spec in specs}
-    return sum(numel_of.values())
+    parameters = build_stages({0: layers})[0].parameters()
+    numbers = {p.spec.name: (p.spec.numel, p.requires_grad) for p in parameters}
+    trained = sum(numel for numel, is_trained in numbers.values() if is_trained)
+    return ParameterCounts(sum(numel for numel, _ in numbers.values()), trained)
 
 
 def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) -> str:

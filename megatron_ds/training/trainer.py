@@ -546,6 +546,7 @@ class Trainer:
                     result.loss,
                     result.seconds,
                     result.metrics,
+                    not self.engine.config.preference.is_on,
                 )
             )
         return result.stop

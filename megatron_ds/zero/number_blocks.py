@@ -17,7 +17,7 @@ import torch
 
 from ..mpu.collectives import all_gather_into_, all_to_all_
 from ..mpu.group import AllOf, Group, Work
-from ..ops.normal_float import decode_normal, encode_normal
+from ..ops.normal_float import bytes_of_decoding, decode_normal, encode_normal
 from ..ops.quantize import dequantize, quantize
 
 SCALE_BYTES = 4
@@ -79,6 +79,10 @@ class Blocks:
             out,
         )
 
+    def bytes_of_decoding(self, numel: int) -> int:
+        """Most bytes that `decode` of so many numbers takes beside its arguments."""
+        return 0
+
     def part(self, encoded: EncodedBlocks, start: int, stop: int) -> EncodedBlocks:
         """Numbers [start, stop), whole blocks: a view."""
         (code, scale), (code_end, scale_end) = self._place(start), self._place(stop)
@@ -99,6 +103,9 @@ class NormalBlocks(Blocks):
 
     def decode(self, encoded: EncodedBlocks, out: torch.Tensor) -> torch.Tensor:
         return decode_normal(encoded.codes, encoded.scales, self.length, out)
+
+    def bytes_of_decoding(self, numel: int) -> int:
+        return bytes_of_decoding(numel)
 
 
 def gather_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:

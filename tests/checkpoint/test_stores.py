@@ -28,7 +28,7 @@ from tests.harness.pretraining import MOCK, losses, train
 from tests.harness.s3_server import S3, in_environment, s3_server
 from tests.harness.states import Layout, pieces_of
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
 
 KILLS = 200 if os.environ.get("MEGATRON_DS_TEST_ALL") else 2
 
@@ -211,14 +211,14 @@ def test_a_file_that_is_not_complete_is_no_object(s3):
     assert not path.exists()
 
 
-@pytest.mark.timeout(300 + 10 * KILLS)
+@pytest.mark.timeout(300 + 100 * KILLS)
 def test_kills_at_random_moments_lose_nothing(s3):
     command = "-m tests.checkpoint.killed_store_saves".split()
     ended = subprocess.run(
         [sys.executable, *command, f"{s3}/killed", str(KILLS), "1"],
         capture_output=True,
         text=True,
-        timeout=250 + 10 * KILLS,
+        timeout=250 + 100 * KILLS,
     )
     assert ended.returncode == 0, ended.stderr
     assert f"{KILLS} kills" in ended.stdout

@@ -29,7 +29,7 @@ from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import difference, next_step
 from tests.harness.pretraining import run_file, run_pretrain, train
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 BLOOM_176B = dict(
@@ -97,6 +97,7 @@ def test_a_model_computes_the_same_there_here_and_back_and_its_files_are_equal(
         ("phi3, window", "pp=2"),
         ("mpt", "tp=2"),
         ("gemma", "tp=2"),
+        ("gemma 2", "tp=2,pp=2"),
         ("gemma 3", "tp=2,pp=2"),
         ("gpt_oss", "tp=2"),
     ],
@@ -122,7 +123,7 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         clip_grad=0.0,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs", dtype=torch.float32
+        tmp_path / "theirs", dtype=torch.float32, attn_implementation="eager"
     ).eval()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.01, eps=0.001, weight_decay=0.0

@@ -229,7 +229,6 @@ OTHER_MODELS = {
     "post-LN": ({"model_type": "bert"}, "post-LN"),
     "an unknown type": ({"model_type": "lama"}, "did you mean 'llama'"),
     "another type": ({"model_type": "gpt_neo"}, "its attention has one bias"),
-    "a type with capped scores": ({"model_type": "gemma2"}, "capped"),
     "no type": ({"model_type": None}, "model_type None is not supported"),
     "a sliding window": ({"sliding_window": 8}, "sliding_window is 8.*is a mistral"),
     "sliding layers": (

@@ -48,7 +48,7 @@ def chat(*turns: str, **more) -> dict:
 
 
 def learned(template: str, record: dict) -> list[str]:
-    text, spans = find_answers(ChatTemplate(template), conversation_of(record))
+    text, spans, _ = find_answers(ChatTemplate(template), conversation_of(record))
     return [text[start:stop] for start, stop in spans]
 
 
@@ -70,7 +70,7 @@ def test_every_answer_is_found_exactly_or_refused_and_no_other_words_are_learned
     for seed in range(CASES):
         conversation = random_conversation(seed)
         try:
-            text, spans = find_answers(template, conversation)
+            text, spans, _ = find_answers(template, conversation)
         except AnswerNotFound as error:
             assert re.search(r"message \d+|does not render", str(error))
             continue
@@ -99,7 +99,7 @@ def test_an_answer_with_reasoning_and_calls_is_learned_as_a_model_writes_it(
 ):
     for seed in range(CASES):
         conversation = conversation_of(random_record(random.Random(seed), kinds))
-        text, spans = find_answers(ChatTemplate(template), conversation)
+        text, spans, _ = find_answers(ChatTemplate(template), conversation)
         assert [text[start:stop] for start, stop in spans] == TURN.findall(text)
 
 
@@ -123,7 +123,7 @@ def test_calls_are_given_in_the_form_that_a_template_takes(arguments, content):
 
 def test_words_that_occur_elsewhere_too_are_found_where_the_answer_is():
     record = chat("yes", "yes", "yes", "yes")
-    text, spans = find_answers(ChatTemplate(CHATML), conversation_of(record))
+    text, spans, _ = find_answers(ChatTemplate(CHATML), conversation_of(record))
     heads = [match.end() for match in re.finditer("im_start.>assistant\n", text)]
     assert spans == [(head, head + 3) for head in heads]
 
@@ -377,7 +377,7 @@ def test_answers_are_inside_of_what_a_marked_form_of_the_template_marks(name):
     for seed in range(CASES):
         conversation = random_conversation(seed)
         try:
-            text, spans = find_answers(ChatTemplate(plain, values), conversation)
+            text, spans, _ = find_answers(ChatTemplate(plain, values), conversation)
             other, marks = marked.render_marked(
                 conversation.messages, conversation.tools
             )

@@ -18,7 +18,7 @@ from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora.inspect_dataset import main as inspect
 from megatron_ds.extensions.corpora.merge_datasets import main as merge
 from megatron_ds.extensions.corpora.preprocess_data import main as preprocess
-from tests.harness.chats import CHATML, random_record, write_tokenizer
+from tests.harness.chats import CHATML, MISMARKED, random_record, write_tokenizer
 
 pytestmark = pytest.mark.plan
 
@@ -226,3 +226,13 @@ def test_samples_too_short_for_any_answer_are_an_error(folder):
         DataError, match=f"all answers of all {COUNT} conv.* after the 4"
     ):
         datasets_of(parse_run(folder, 3))
+
+
+def test_answers_that_the_marks_of_a_template_leave_out_are_counted(folder, caplog):
+    (folder / "marked.jinja").write_text(MISMARKED)
+    more = ("--chat-template", str(folder / "marked.jinja"))
+    assert preprocess(flags(folder, "left_out", *more, "--workers", "2")) == 0
+    assert f"in {COUNT} conversations an answer is outside" in caplog.text
+    assert bytes_of(folder / "left_out_chat_document") == bytes_of(
+        folder / "one_chat_document"
+    )

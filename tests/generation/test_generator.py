@@ -65,6 +65,7 @@ FEATURES = {
     "--moe-shared-expert-intermediate-size 16 --moe-router-topk 2",
     "scaled scores, norms behind": f"{LLAMA} --norm-after-sublayer --softmax-scale 0.9 --window-size 3,0 "
     "--window-attn-skip-freq 2 --window-rotary-base 50 --embedding-multiplier 2",
+    "soft caps": f"{LLAMA} --attention-logit-softcapping 0.4 --final-logit-softcapping 2",
     "one norm, biases": "--position-embedding-type rope --rotary-percent 0.34 --use-parallel-residual "
     "--shared-block-norm --output-layer-bias --untie-embeddings-and-output-weights --disable-bias-in-attn-linear",
     "recomputed": "--recompute-granularity full --recompute-method uniform",

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents
-from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check
-from megatron_ds.ops import core_attention
+from megatron_ds.extensions.kernels.gpu import (
+    flex_attention,
+    flex_check,
+    flex_choice,
+)
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
@@ -71,7 +74,7 @@ def test_kernels_equal_attention_written_out(
             visible=KeyVisibility(pattern, documents, padding),
             scoring=Scoring(None, sink, slopes),
         )
-        assert attention.choice(q, k, v, **given) is core_attention._flex
+        assert attention.choice(q, k, v, **given) is flex_choice._flex
         return attention(q, k, v, **given)
 
     def expected(q, k, v, sink):

@@ -142,6 +142,30 @@ MODELS = {
         dict(d_model=32, n_heads=4, n_layers=2, vocab_size=V, max_seq_len=POSITIONS),
     ),
     "gemma": ("GemmaForCausalLM", GATED | dict(head_dim=12, **SMALL_IDS)),
+    "gemma 2": (
+        "Gemma2ForCausalLM",
+        GATED
+        | dict(
+            num_hidden_layers=3,
+            head_dim=12,
+            query_pre_attn_scalar=5,
+            sliding_window=WINDOW,
+            attn_logit_softcapping=0.5,
+            final_logit_softcapping=0.7,
+            **SMALL_IDS,
+        ),
+    ),
+    "gemma 2, no caps": (
+        "Gemma2ForCausalLM",
+        GATED
+        | dict(
+            head_dim=12,
+            query_pre_attn_scalar=12,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            **SMALL_IDS,
+        ),
+    ),
     "gemma 3": (
         "Gemma3ForCausalLM",
         GATED

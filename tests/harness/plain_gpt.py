@@ -115,13 +115,23 @@ GEMMA = TinyConfig(
     window_attn_skip_freq="2",
     window_rotary_base=20.0,
 )
+GEMMA2 = TinyConfig(
+    **LLAMA | dict(activation="geglu", untie_embeddings_and_output_weights=False),
+    norm_after_sublayer=True,
+    apply_layernorm_1p=True,
+    softmax_scale=0.3,
+    window_size=(3, 0),
+    window_attn_skip_freq="2",
+    attention_logit_softcapping=0.8,
+    final_logit_softcapping=1.5,
+)
 MPT = TinyConfig(
     position_embedding_type="alibi",
     add_bias_linear=False,
     use_bias_in_norms=False,
 )
 # Styles of published models that differ in several options.
-FAMILIES = {"gpt-j": GPTJ, "gemma 3": GEMMA, "mpt": MPT}
+FAMILIES = {"gpt-j": GPTJ, "gemma 2": GEMMA2, "gemma 3": GEMMA, "mpt": MPT}
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
@@ -234,7 +244,13 @@ def plain_gpt(
     )
     x = _norm(w, "decoder.final_layernorm", x, config)
     logits = x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
-    return logits + w.get("output_layer.bias", 0)
+    logits = logits + w.get("output_layer.bias", 0)
+    return _capped(logits, config.final_logit_softcapping)
+
+
+def _capped(x, cap):
+    """Gemma Team 2024 (arXiv:2408.00118), section 2."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def plain_mlp(w, name, x, config):
@@ -404,6 +420,7 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
         if config.is_rotary:
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
         score = q @ k.transpose(1, 2) * (config.softmax_scale or 1 / math.sqrt(d))
+        score = _capped(score, config.attention_logit_softcapping)
         if config.position_embedding_type == "alibi":
             score = (
                 score

@@ -30,18 +30,15 @@ from tests.harness.stand_in_gpu import stand_in_gpu
 PACKED = """
 #include "device.cuh"
 #include "scale.cuh"
-struct Keys { uint64_t of[64]; };
-template <int ADD> __global__ void packed(float* f, int a, int64_t* wide, int64_t b, float c, Keys keys,
-                                          uint32_t d, uint64_t e, const float* absent) {
+template <int ADD> __global__ void packed(float* f, int a, int64_t* wide, int64_t b, float c, uint32_t d,
+                                          uint64_t e, const float* absent) {
     if (threadIdx.x == 0) {
         f[0] = SCALE * c;
         wide[0] = a + ADD; wide[1] = b; wide[2] = d; wide[3] = int64_t(e); wide[4] = absent == nullptr;
-        wide[5] = keys.of[0]; wide[6] = keys.of[1]; wide[7] = keys.of[63];
     }
 }
 """
-KEYS = (41).to_bytes(8, "little") + (42).to_bytes(8, "little")
-KERNEL = GpuKernel("packed.cu", "packed", "ptr i32 ptr i64 f32 u64x64 u32 u64 ptr")
+KERNEL = GpuKernel("packed.cu", "packed", "ptr i32 ptr i64 f32 u32 u64 ptr")
 
 
 @pytest.fixture
@@ -64,7 +61,7 @@ def forget_sources():
 
 
 def pack(add=0, **given):
-    f, wide = torch.zeros(1), torch.full((8,), 99, dtype=torch.int64)
+    f, wide = torch.zeros(1), torch.full((5,), 99, dtype=torch.int64)
     KERNEL(
         (add,),
         given.get("grid", 1),
@@ -74,7 +71,6 @@ def pack(add=0, **given):
         wide,
         -(2**40),
         0.75,
-        KEYS,
         2**32 - 1,
         2**63 + 5,
         given.get("absent"),
@@ -86,7 +82,7 @@ def test_arguments_of_all_types_arrive(sources, tmp_path):
     with stand_in_gpu(tmp_path / "cache"):
         f, wide = pack(add=3)
     assert f.item() == 1.5
-    assert wide.tolist() == [-4, -(2**40), 2**32 - 1, 5 - 2**63, 1, 41, 42, 0]
+    assert wide.tolist() == [-4, -(2**40), 2**32 - 1, 5 - 2**63, 1]
 
 
 def test_arguments_lie_as_in_a_c_struct():
@@ -255,10 +251,10 @@ def test_tensors_on_two_devices_are_refused_before_the_gpu_reads_them(
 ):
     with stand_in_gpu(tmp_path):
         with pytest.raises(
-            KernelError, match="packed: argument 8 is on meta, the first tensor on cpu"
+            KernelError, match="packed: argument 7 is on meta, the first tensor on cpu"
         ):
             pack(absent=torch.empty(1, device="meta"))
-        with pytest.raises(KernelError, match="packed has 9 arguments, not 2"):
+        with pytest.raises(KernelError, match="packed has 8 arguments, not 2"):
             KERNEL((0,), 1, 1, torch.zeros(1), 3)
 
 
@@ -300,7 +296,7 @@ def test_tensors_without_memory_launch_nothing_and_are_recorded(tmp_path):
 def test_recorded_kernels_are_compiled_together(sources, tmp_path):
     with stand_in_gpu(tmp_path) as gpu, launches_recorded() as launches:
         for add in (1, 2, 1):
-            KERNEL((add,), 1, 32, torch.empty(1, device="meta"), *[0] * 8)
+            KERNEL((add,), 1, 32, torch.empty(1, device="meta"), *[0] * 7)
         gpu.backend.prepare(
             (kernel.file, kernel.expression(template)) for kernel, template in launches
         )

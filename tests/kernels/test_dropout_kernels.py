@@ -3,11 +3,13 @@
 Equal means equal bits: both round the same product, and then the same sum, to nearest.
 """
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
-from megatron_ds.extensions.kernels.gpu import dropout_kernels
+from megatron_ds.extensions.kernels.gpu import dropout_kernels, site_seeds
 from megatron_ds.ops.dropout import (
     KeepMask,
     dropout,
@@ -18,6 +20,7 @@ from megatron_ds.ops.dropout import (
 from megatron_ds.ops.keep_tables import LEVELS, threshold_of
 from megatron_ds.ops.keyed_random import seed_of
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
+from tests.harness.host_blocks import gpu_path, own_blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {
@@ -119,7 +122,7 @@ def test_values_and_gradients_have_the_bits_of_the_cpu(operation, shape, dtype):
         launches = assert_same_as_on_cpu(
             operation, *tensors(shape, dtype), seed=seed, p=p, first=first
         )
-        assert len(launches) == 2 * -(-shape[1] // dropout_kernels.MOST_SAMPLES)
+        assert len(launches) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -321,3 +324,41 @@ def test_the_order_of_numbers_in_words_is_numpys():
     with emulated_gpu():
         got = mask_by_kernel(keep)
     assert got.flatten().tolist() == [number < threshold_of(0.5) for number in numbers]
+
+
+def test_a_launch_that_is_repeated_draws_the_masks_of_the_seeds_in_memory():
+    """As a CUDA graph repeats it: with the same addresses, after other seeds were copied there."""
+    x, _, _ = tensors((5, 2, 40), torch.float32)
+    seeds = torch.tensor([seed_of(1, "a", sample) for sample in (0, 1)])
+    launch = lambda: dropout_kernels.dropout(
+        x, None, seeds=seeds, threshold=threshold_of(0.3), first_row=0
+    )
+    with emulated_gpu():
+        launch()
+        seeds.copy_(torch.tensor([seed_of(1, "a", sample) for sample in (6, 7)]))
+        again = launch()
+    expected = dropout(x, 0.3, seed=1, site="a", sample_ids=(6, 7), rows=range(5))
+    assert torch.equal(again, expected)
+
+
+def test_seeds_of_a_micro_batch_are_copied_once_for_all_places():
+    seeds = site_seeds.SiteSeeds()
+    cpu = torch.device("cpu")
+    sites = ["embedding", "layers.0", "layers.1"]
+    for site in sites:  # the first micro-batch finds the places
+        seeds.on(cpu, 3, site, (4, 7))
+    with patch.object(site_seeds, "seeds_on", wraps=site_seeds.seeds_on) as copies:
+        for samples in ((8, 9), (10, 11)):
+            for site in sites:
+                found = seeds.on(cpu, 3, site, samples)
+                assert found.tolist() == [seed_of(3, site, n) for n in samples]
+    assert copies.call_count == 2
+
+
+def test_a_step_copies_seeds_once_for_each_micro_batch():
+    with gpu_path():
+        run = own_blocks("gpt, dropout", 3, more="--kernels auto")
+        run()
+        with patch.object(site_seeds, "seeds_on", wraps=site_seeds.seeds_on) as copies:
+            run()  # the same samples
+    assert copies.call_count == 0

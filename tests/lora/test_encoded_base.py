@@ -7,9 +7,11 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.ops import normal_float
 from megatron_ds.ops.normal_float import LEVELS, decode_normal, encode_normal
 from megatron_ds.training.run_checkpoint import frozen_pieces
 from megatron_ds.zero.settings import FROZEN_BLOCKS
+from tests.harness.alive_bytes import AliveBytes
 from tests.harness.engines import config_of, on_engines, outcomes
 from tests.harness.layout_runs import stray
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
@@ -60,6 +62,20 @@ def test_each_number_becomes_the_nearest_level(dtype):
     # Half of the widest gap, which is that between the two lowest levels.
     assert (apart <= 0.152 * scales[:, None]).all()
     assert decoded[BLOCK : 2 * BLOCK].abs().max() == 0
+
+
+@pytest.mark.parametrize("at_once", [2 * BLOCK, 1 << 20])
+def test_decoding_takes_what_is_planned_and_no_more(at_once, monkeypatch):
+    x = torch.randn(6 * BLOCK, generator=torch.Generator().manual_seed(1))
+    blocks = FROZEN_BLOCKS[4]
+    encoded = blocks.encode(x)
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    expected = blocks.decode(encoded, torch.empty(len(x)))
+    monkeypatch.setattr(normal_float, "AT_ONCE", at_once)
+    with AliveBytes(peak=True) as alive:
+        blocks.decode(encoded, out)
+    assert alive.peak == blocks.bytes_of_decoding(len(x)) > 0
+    assert torch.equal(out, expected.bfloat16())
 
 
 # ------------------------------------------------------------------ the model

@@ -17,9 +17,13 @@ import torch.nn.attention.flex_attention as of_torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ds.batch.documents import Documents, document_numbers
-from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check
+from megatron_ds.extensions.kernels.gpu import (
+    flex_attention,
+    flex_check,
+    flex_choice,
+)
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
-from megatron_ds.ops import core_attention, kernel_table
+from megatron_ds.ops import kernel_table
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout
@@ -231,13 +235,13 @@ def closed(documents, padding):
 @pytest.mark.parametrize(
     "of",
     [
-        (4, 16, False, False, False, False),
-        (2, 32, True, True, True, False),
-        (1, 48, True, False, False, True),
+        (4, 16, False, False, False, False, None),
+        (2, 32, True, True, True, False, 0.5),
+        (1, 48, True, False, False, True, None),
     ],
 )
 def test_results_and_gradients_equal_attention_written_out(written_out, of, case):
-    g, block, apart, padded, sink, alibi = of
+    g, block, apart, padded, sink, alibi, cap = of
     s, slopes = 300, Alibi(alibi_slopes(HEADS)) if alibi else None
     pattern = pattern_of(case, block, s) if isinstance(case, tuple) else case
     documents, padding = (
@@ -253,12 +257,12 @@ def test_results_and_gradients_equal_attention_written_out(written_out, of, case
     mask = mask if others is None else mask | others
 
     def flex(q, k, v, b=None):
-        return core_attention._flex(
+        return flex_choice._flex(
             q,
             k,
             v,
             visible=KeyVisibility(pattern, documents=documents, mask=padding),
-            scoring=Scoring(0.3, b, slopes),
+            scoring=Scoring(0.3, b, slopes, cap),
         )
 
     def oracle(q, k, v, b=None):
@@ -267,7 +271,7 @@ def test_results_and_gradients_equal_attention_written_out(written_out, of, case
             k,
             v,
             visible=KeyVisibility(FULL, mask=mask),
-            scoring=Scoring(0.3, b, slopes),
+            scoring=Scoring(0.3, b, slopes, cap),
         )
 
     assert_near(
@@ -281,7 +285,7 @@ def test_compiled_code_that_skips_tiles_has_the_same_results():
     pattern = pattern_of(CASES[1], 32, s)  # layouts of heads
     q, k, v = (draw(s, 2, heads, 16, seed=heads) for heads in (HEADS, 2, 2))
     with torch.no_grad():
-        out = core_attention._flex(
+        out = flex_choice._flex(
             q, k, v, visible=KeyVisibility(pattern, documents=documents)
         )
     expected = reference_attention(
@@ -312,7 +316,7 @@ def test_layers_micro_batches_and_lengths_are_not_compiled_anew(counter):
             layer,
         )
         q, k, v = (draw(s, 2, heads, 16).requires_grad_() for heads in (HEADS, 2, 2))
-        core_attention._flex(
+        flex_choice._flex(
             q, k, v, KeyVisibility(pattern, documents), **more
         ).sum().backward()
         return counter.frame_count
@@ -344,7 +348,7 @@ def test_the_check_leaves_the_first_length_of_a_run_to_code_of_its_own(
             lambda *given, **named: compile_(*given, **named, backend=counter),
         )
         flex_attention._compiled_for_check()
-    counts, in_run = [], core_attention._flex
+    counts, in_run = [], flex_choice._flex
     for s, function in (
         (300, flex_attention.compiled_apart),
         (400, in_run),
@@ -388,7 +392,7 @@ def test_a_plan_keeps_what_the_compiled_kernel_keeps(counter, sink):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: tensors.append(t) or t, lambda t: t
         ):
-            out = core_attention._flex(
+            out = flex_choice._flex(
                 q, k, v, visible=KeyVisibility(pattern), scoring=scoring
             )
         out.sum().backward()
@@ -449,6 +453,7 @@ TAKEN = {
     "documents": dict(visible=KeyVisibility(documents=documents_of(2, 256))),
     "sink": dict(scoring=Scoring(sink=torch.zeros(HEADS))),
     "alibi": dict(scoring=Scoring(alibi=Alibi(alibi_slopes(HEADS)))),
+    "capped": dict(scoring=Scoring(cap=2.0)),
     "padding": dict(visible=replace(LOCAL, mask=padding_of(2, 256, 99))),
     "fp16": dict(dtype=torch.float16, visible=LOCAL),
     "80 channels": dict(visible=LOCAL, d=80),

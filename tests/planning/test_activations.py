@@ -421,6 +421,7 @@ def test_what_normalized_and_interleaved_heads_keep_is_planned(flag, dropout):
         ("bert", "--window-size 10,5 --bf16"),
         ("llama", "--softmax-type off-by-one --bf16"),
         ("gpt", "--window-size 6,0 --softmax-type learnable"),
+        ("llama", "--attention-logit-softcapping 5 --final-logit-softcapping 9"),
     ],
 )
 @pytest.mark.parametrize("length", ["24", "192"])

@@ -7,6 +7,7 @@ import transformers
 from torch.nn.functional import logsigmoid
 
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
+from megatron_ds.config import parse
 from tests.harness.answer_pairs import write_pairs
 from tests.harness.pretraining import (
     MOCK,
@@ -169,3 +170,12 @@ def test_answers_alone_are_not_trained_on_a_corpus_of_pairs(folder):
     ]
     [ended] = run_pretrain(1, [*words, "--sft"])
     assert ended.code == 2 and "pairs of answers" in ended.err, ended.err
+
+
+def test_dropout_is_that_of_the_reference_unless_it_is_given():
+    words = " ".join([*TINY, "--dpo", "--data-path", "pairs", "--train-iters", "9"])
+    words = words.replace("--hidden-dropout 0.1 --attention-dropout 0.1", "").split()
+    model = parse(words).model
+    assert model.hidden_dropout == model.attention_dropout == 0
+    given = parse([*words, "--hidden-dropout", "0.2"]).model
+    assert (given.hidden_dropout, given.attention_dropout) == (0.2, 0)

@@ -9,6 +9,7 @@ from megatron_ds.batch.batch import Batch
 from megatron_ds.models import gpt_loss
 from megatron_ds.models.heads import head_logits
 from megatron_ds.mpu.group import coordinates_of, solo
+from megatron_ds.ops.soft_cap import capped
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ds.tensor_parallel.linear import column_linear, new_shard
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
@@ -54,6 +55,7 @@ def gradients(
     main_grad=False,
     smoothing=0.0,
     dtype=torch.float32,
+    cap=None,
 ):
     """(loss, dx, dw, db or None) of a rank; chunks None: the whole head."""
     weight = make_weight(group, padded, dtype)
@@ -71,8 +73,9 @@ def gradients(
         .requires_grad_()
     )
     if chunks is None:
+        logits = column_linear(x, weight, b, group, sequence_parallel)
         loss = vocab_parallel_cross_entropy(
-            column_linear(x, weight, b, group, sequence_parallel),
+            logits if cap is None else capped(logits, cap),
             LABELS,
             group,
             V,
@@ -80,7 +83,7 @@ def gradients(
         )
     else:
         loss = LogitsInChunks(
-            x, weight, b, group, sequence_parallel, chunks
+            x, weight, b, group, sequence_parallel, chunks, cap
         ).cross_entropy(LABELS, V, smoothing)
     loss.backward(DLOSS)
     assert not main_grad or weight.ready == 1 and weight.grad is None
@@ -94,8 +97,13 @@ def gradients(
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize(
-    "smoothing, bias, main_grad",
-    [(0.0, False, True), (0.1, True, False), (0.1, False, True), (0.0, True, True)],
+    "smoothing, bias, main_grad, cap",
+    [
+        (0.0, False, True, None),
+        (0.1, True, False, 0.9),
+        (0.1, False, True, None),
+        (0.0, True, True, 0.9),
+    ],
 )
 @pytest.mark.parametrize(
     "t, padded, sequence_parallel",
@@ -109,7 +117,7 @@ def gradients(
     ],
 )
 def test_chunks_give_the_loss_and_gradients_of_the_whole_head(
-    t, padded, sequence_parallel, smoothing, bias, main_grad, chunks
+    t, padded, sequence_parallel, smoothing, bias, main_grad, cap, chunks
 ):
     def main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
@@ -118,6 +126,7 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole_head(
             "bias": bias,
             "main_grad": main_grad,
             "smoothing": smoothing,
+            "cap": cap,
         }
         return gradients(group, padded, chunks, **options), gradients(
             group, padded, None, **options

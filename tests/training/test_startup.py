@@ -94,19 +94,27 @@ def test_the_model_is_counted_whole_whatever_a_rank_holds(tp, pp, tied):
     layout = (
         f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}".split()
     )
-    config = parse(
-        [*JOB, *layout, *([] if tied else ["--untie-embeddings-and-output-weights"])],
-        world_size=tp * pp,
-    )
+    words = [
+        *JOB,
+        *layout,
+        *([] if tied else ["--untie-embeddings-and-output-weights"]),
+    ]
+    config = parse([*words], world_size=tp * pp)
     config = config.with_values(
         {"model.vocab_size": 51}, Source("derived", "the tokenizer")
     )
     h, s, v = 24, 16, 51
     block = 12 * h * h + 13 * h  # qkv, proj, fc1, fc2 with biases, and two LayerNorms
     expected = 3 * block + v * h + s * h + 2 * h + (0 if tied else v * h)
-    assert (
-        count_parameters(config, Grid.fit(world_size=tp * pp, tp=tp, pp=pp)) == expected
+    grid = Grid.fit(world_size=tp * pp, tp=tp, pp=pp)
+    assert count_parameters(config, grid) == (expected, expected)
+    adapted = ["--lora-rank", "3", "--lora-target-modules", "linear_qkv"]
+    config = parse([*words, *adapted], world_size=tp * pp)
+    config = config.with_values(
+        {"model.vocab_size": 51}, Source("derived", "the tokenizer")
     )
+    of_adapters = 3 * 3 * (h + 3 * h)
+    assert count_parameters(config, grid) == (expected + of_adapters, of_adapters)
 
 
 def test_values_are_listed_by_source_in_a_few_lines(tmp_path):

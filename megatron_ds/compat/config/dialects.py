@@ -129,6 +129,9 @@ MINDSPEED = Dialect(
     names={
         "--context-parallel-algo": "--cp-comm-type",
         "--use-glm-rope": "--rotary-interleaved",
+        "--attn-logit-softcapping": "--attention-logit-softcapping",
+        "--output-logit-softcapping": "--final-logit-softcapping",
+        "--post-norm": "--norm-after-sublayer",
     },
     answers=table(
         accepted={
@@ -153,10 +156,10 @@ MINDSPEED = Dialect(
         },
         refused={
             "the raw file of a handler is not read. Convert it with megatron-ds preprocess, and remove it.": "--handler-name",
-            "a layer has no other place for its norms. Remove it.": "--post-norm --input-embeds-norm",
+            "write --embedding-multiplier with the root of --hidden-size.": "--input-embeds-norm",
             "norms multiply by their weight; --apply-layernorm-1p by 1 + weight. Write that.": "--add-rmsnorm-offset",
             "layers are not skipped. Write --pipeline-layout for an uneven pipeline.": "--noop-layers",
-            "logits are not capped. Remove it.": "--output-logit-softcapping --attn-logit-softcapping",
+            "write --softmax-scale with one over the root of the number.": "--query-pre-attn-scalar",
             "write --moe-shared-expert-intermediate-size, which is this times --moe-ffn-hidden-size.": "--n-shared-experts",
             "the weights of the chosen experts sum to 1 by default, also those of sigmoids. Remove it and "
             "--moe-router-pre-softmax, and with --moe-router-load-balancing-type aux_loss also "

@@ -79,8 +79,10 @@ MEGATRON_FLAGS = table(
         "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
         "the chat template of the tokenizer makes conversations texts, in megatron-ds preprocess --chat "
         "(--chat-template names another). Remove it.": "--sft-tokenizer-prompt-format",
-        "distillation is not available. Remove it.": "--hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher --mos "
-        "--num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
+        "distillation takes the teacher and its sizes from a checkpoint: write --distill-from PATH, with "
+        "--distill-weight and --distill-temperature (docs/use/finetune.md).": "--export-kd-cfg --export-kd-teacher-load --hidden-size-teacher --kd --kd-alpha-ce --kd-beta-ce --kd-temp "
+        "--load-teacher --num-attention-heads-teacher --num-experts-teacher --num-layers-teacher",
+        "a mixture of students is not available. Remove it.": "--mos",
         "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).": "--mup-base-hidden-size --use-mup",
         "this activation is not available. Remove it.": "--activation-func-clamp-value --enable-gpt-oss --glu-linear-offset --quick-geglu",
         "the layers of a model are chosen by its options. Remove it.": "--export-force-local-attention",

@@ -14,6 +14,8 @@ BEYOND = {
     "output_layer_bias": "a bias of the output layer (--output-layer-bias)",
     "embedding_multiplier": "a factor of the embeddings (--embedding-multiplier)",
     "softmax_scale": "a scale of scores of its own (--softmax-scale)",
+    "attention_logit_softcapping": "capped scores of attention (--attention-logit-softcapping)",
+    "final_logit_softcapping": "capped logits (--final-logit-softcapping)",
     "moe_router_linear_bias": "a bias of the router (--moe-router-linear-bias)",
     "window_rotary_base": "rotary positions of layers with a window (--window-rotary-base)",
 }

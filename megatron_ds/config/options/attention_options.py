@@ -49,6 +49,13 @@ class AttentionOptions:
         "1 / √(width of a head).",
         avoid="It is for models that were trained so.",
     )
+    attention_logit_softcapping: float | None = option(
+        None,
+        above=0,
+        help="C: the scores of attention become C tanh(scores / C) before the softmax (50 in Gemma 2).",
+        avoid="It is for models that were trained so. On GPUs without Triton, and on CPUs, attention is computed "
+        "without the fused kernels.",
+    )
     window_rotary_base: float | None = option(
         None,
         above=0,

@@ -26,7 +26,7 @@ class BlockOptions:
     norm_after_sublayer: bool = option(
         False,
         help="Normalize the outputs of attention and of the feed-forward, too, before they are added to the "
-        "hidden states (Gemma 3).",
+        "hidden states (Gemma 2 and 3).",
         avoid="Two more norms in each block.",
     )
     use_bias_in_attn_linear: bool = option(
@@ -43,6 +43,13 @@ class BlockOptions:
     output_layer_bias: bool = option(
         False,
         help="Give the output layer over the vocabulary a bias (GPT-J, Phi-2). BERT has it in any case.",
+        avoid="It is for models that were trained so.",
+    )
+    final_logit_softcapping: float | None = option(
+        None,
+        above=0,
+        help="C: the logits become C tanh(logits / C), in training and whenever tokens are scored or chosen "
+        "(30 in Gemma 2).",
         avoid="It is for models that were trained so.",
     )
     embedding_multiplier: float = option(

@@ -113,11 +113,18 @@ def with_activation(config: RunConfig) -> RunConfig:
 def with_finetuning(config: RunConfig) -> RunConfig:
     """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike.
 
-    A row of --dpo holds the two answers of a pair.
+    A row of --dpo holds the two answers of a pair, and the model has no dropout, as its reference has none.
     """
-    is_given = config.data.mock_data or "data.pack_documents" in config.sources
-    if config.preference.is_on and not is_given:
-        return _derived(config, "data.pack_documents", True, "--dpo")
+    if config.preference.is_on:
+        implied = dict.fromkeys(
+            ("model.hidden_dropout", "model.attention_dropout"), 0.0
+        )
+        if not config.data.mock_data:
+            implied["data.pack_documents"] = True
+        for path, value in implied.items():
+            if path not in config.sources:
+                config = _derived(config, path, value, "--dpo")
+        return config
     if not config.data.sft:
         return config
     for path in ("data.pack_documents", "train.calculate_per_token_loss"):

@@ -30,6 +30,7 @@ TITLES = {
     "random_ltd": "Random-LTD",
     "adapters": "Adapters (LoRA)",
     "preference": "Preferences (DPO)",
+    "distillation": "Distillation",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
     "profiler": "Measurements",

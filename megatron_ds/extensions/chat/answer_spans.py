@@ -38,10 +38,14 @@ class Surroundings(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """A rendered conversation, and the spans of its text that are answers to learn, ascending."""
+    """A rendered conversation, and the spans of its text that are answers to learn, ascending.
+
+    is_unmarked: the template has {% generation %}, and an answer is not inside of it
+    """
 
     text: str
     spans: list[Span]
+    is_unmarked: bool = False
 
 
 def find_answers(template: ChatTemplate, conversation: Conversation) -> Answers:
@@ -78,7 +82,7 @@ def _answers(template: ChatTemplate, conversation: Conversation) -> Answers:
     marked = template.render_marked(conversation.messages, conversation.tools)[1]
     marked = _joined(marked)
     is_agreed = all(_is_inside(span, marked) for span in spans)
-    return Answers(text, marked if is_agreed else spans)
+    return Answers(text, marked if is_agreed else spans, not is_agreed)
 
 
 def _check_is_encodable(text: str) -> None:

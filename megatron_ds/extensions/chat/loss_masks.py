@@ -37,6 +37,8 @@ class ChatEncoder:
 
     eod: id that is appended to each conversation, or None. It is learned if the last message is an answer to
     which the template gives no end of its own.
+
+    unmarked: conversations so far with an answer that the template's {% generation %} leaves out
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.eod = eod
         self.turn_end = turn_end_of(template, tokenizer)
+        self.unmarked = 0
 
     def encode(self, conversation: Conversation) -> MaskedTokens:
         """Raises AnswerNotFound, also for a mask that is all ones or all zeros; the message shows the sample."""
@@ -53,6 +56,7 @@ class ChatEncoder:
             answers = find_answers(self.template, conversation)
         except AnswerNotFound as error:
             raise AnswerNotFound(f"{error}. {_shown(conversation.messages)}") from None
+        self.unmarked += answers.is_unmarked
         ids, mask = self._masked(answers)
         # A mask of equal values is a mistake in the template or the data.
         if mask.all() or not mask.any():

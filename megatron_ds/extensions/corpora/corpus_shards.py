@@ -115,6 +115,7 @@ def preprocess_in_shards(
         total.documents += written.documents
         total.tokens += written.tokens
         total.num_bad += written.num_bad
+        total.unmarked += written.unmarked
         total.bad += written.bad[: 10 - len(total.bad)]
     # The shards of each key are merged in order.
     prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]

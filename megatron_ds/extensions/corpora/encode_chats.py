@@ -22,6 +22,7 @@ class EncodedChats:
     lengths    int64, the tokens of each conversation
     sequences  int64, the conversations of each line: one, or two of a pair
     bad        lines without a usable conversation
+    unmarked   conversations with an answer that the template's {% generation %} leaves out
     """
 
     ids: np.ndarray
@@ -29,6 +30,7 @@ class EncodedChats:
     lengths: np.ndarray
     sequences: np.ndarray
     bad: list[BadLine]
+    unmarked: int
 
 
 def encode_chats(
@@ -66,6 +68,7 @@ def encode_chats(
         lengths,
         np.array(sequences, np.int64),
         bad,
+        encoder.unmarked,
     )
 
 

@@ -86,22 +86,28 @@ DEFAULTS = PreprocessOptions()
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenized block: a column for each key; of conversations one, and the loss mask of its tokens, uint8."""
+    """A tokenized block: a column for each key; of conversations one, and the loss mask of its tokens, uint8.
+
+    unmarked: conversations with an answer that the template's {% generation %} leaves out
+    """
 
     columns: list[Column]
     bad: list[BadLine]
     path: str
     position: int
     mask: np.ndarray | None = None
+    unmarked: int = 0
 
 
 @dataclass
 class Written:
-    """Counts of what has been written so far. done_before: the corpus was complete already."""
+    """Counts of what has been written so far. done_before: the corpus was complete already; unmarked: as in
+    `Encoded`."""
 
     documents: int = 0
     tokens: int = 0
     num_bad: int = 0
+    unmarked: int = 0
     bad: list[BadLine] = field(default_factory=list)  # the first ten
     done_before: bool = False
 
@@ -247,6 +253,7 @@ def _write(
             f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, "
             "rows and documents of plain text with --skip-bad-lines."
         )
+    written.unmarked += encoded.unmarked
     written.num_bad += len(encoded.bad)
     written.bad += encoded.bad[: 10 - len(written.bad)]
     for writer, each, (tokens, lengths, sequences) in zip(
@@ -276,7 +283,14 @@ def encode_block(
     if options.chat is not None:
         chats = encode_chats(block, tokenizer, options.chat, eod, options.preference)
         column = (chats.ids.astype(dtype), chats.lengths, chats.sequences)
-        return Encoded([column], chats.bad, block.path, block.position, chats.mask)
+        return Encoded(
+            [column],
+            chats.bad,
+            block.path,
+            block.position,
+            chats.mask,
+            chats.unmarked,
+        )
     texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
     try:
         columns = [

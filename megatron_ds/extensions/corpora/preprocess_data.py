@@ -487,6 +487,12 @@ def report(
         logger.warning("skipped %s", line)
     if written.num_bad:
         logger.warning("skipped %d bad lines in all", written.num_bad)
+    if written.unmarked:
+        logger.warning(
+            "in %s conversations an answer is outside of the template's {%% generation %%}: what is learned of "
+            "them was found in their text instead",
+            f"{written.unmarked:,}",
+        )
     # A shard reads its part of the input.
     size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
     rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""

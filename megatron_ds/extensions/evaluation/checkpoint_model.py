@@ -20,6 +20,7 @@ from ...training.build import Replica, build_engine
 from ...training.foreign_checkpoints import foreign_checkpoints
 from ...training.from_checkpoint import options_of_checkpoint, saved_config
 from ...training.run_checkpoint import (
+    Start,
     all_pieces,
     check_same_run,
     describe_run,
@@ -126,7 +127,16 @@ def load_model(
         run = on_one_rank(world, lambda: read_run(as_given.checkpoint.load, iteration))
         start = replace(start, step=iteration, run=run)
     config, tokenizer = on_all_ranks(world, lambda: with_tokenizer(as_given))
-    described = describe_run(config, as_given, tokenizer, start.run_id)
+    return built_and_loaded(config, tokenizer, start, mesh)
+
+
+def built_and_loaded(
+    config: RunConfig, tokenizer: Tokenizer, start: Start, mesh: Mesh
+) -> LoadedModel:
+    """The model of `config`, which has the size of the vocabulary, with the weights of `start`. Collective over the
+    world. Raises CheckpointError on all ranks."""
+    world = mesh.group("world")
+    described = describe_run(config, config, tokenizer, start.run_id)
     if start.step is not None:
         on_all_ranks(
             world, lambda: check_same_run(start.run, described, config.checkpoint)

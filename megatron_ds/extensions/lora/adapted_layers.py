@@ -10,10 +10,11 @@ from torch import nn
 from ...config.options.model_options import ModelConfig
 from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
+from ...moe.mixture import MixtureOfExperts
 from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm
-from .adapter_dropout import AdapterDropout, BatchUnderWay
+from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
 from .dora import DoraExperts, DoraLinear
 from .lora_options import LoraConfig
 from .lora_targets import TARGETS
@@ -101,6 +102,8 @@ def _adapted(
     under_way = BatchUnderWay()
     if settings.lora_dropout:
         under_way.follow(module)
+        if isinstance(module.mlp, MixtureOfExperts):
+            module.mlp.token_keys = TokenKeys(ctx)
     for parent, name, linear in list(_linear_layers(module)):
         if parts := _parts_of(name, settings.targets):
             adapted = _with_adapter(linear, parts, settings, ctx, under_way)
@@ -132,7 +135,8 @@ def _with_adapter(
     form = AdapterForm(settings.lora_rank, settings.scale, ctx, tuple(parts))
     if isinstance(linear, GroupedLinear):
         kind = DoraExperts if settings.use_dora else AdaptedExperts
-        return kind(linear, form)
+        drop = _expert_dropout(linear, settings, ctx)
+        return kind(linear, replace(form, drops=(drop,)))
     # Adapters of one layer drop different elements of its input.
     weight = linear.weight.spec
     width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None
@@ -142,3 +146,19 @@ def _with_adapter(
         drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
     kind = DoraLinear if settings.use_dora else AdaptedLinear
     return kind(linear, replace(form, drops=tuple(drops)))
+
+
+def _expert_dropout(
+    linear: GroupedLinear, settings: LoraConfig, ctx: ParallelContext
+) -> ExpertDropout:
+    weight = linear.weight.spec
+    local = len(linear.weight)
+    first = ctx.group("ep").rank * local
+    return ExpertDropout(
+        settings.lora_dropout,
+        f"{weight.name}.lora",
+        weight.shape[0],
+        range(first, first + local),
+        weight.split_over("tp").dim == 2,
+        ctx,
+    )

@@ -42,7 +42,7 @@ class AdapterForm:
     rank   columns of B
     scale  of the sum
     parts  of the packed rows, each with an adapter; (None,): one adapter for all rows
-    drops  dropout of the input of each adapter; none for experts
+    drops  dropout of the input of each adapter; experts have one for all parts
     """
 
     rank: int
@@ -105,12 +105,16 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedExperts(nn.Module):
-    """A frozen linear layer of experts with an adapter for each expert, in all rows."""
+    """A frozen linear layer of experts with an adapter for each expert, in all rows.
+
+    drop: dropout of the input of the adapters
+    """
 
     def __init__(self, base: GroupedLinear, form: AdapterForm):
         super().__init__()
         self.base = base
         self.scale = form.scale
+        (self.drop,) = form.drops
         weight = base.weight.spec
         experts, rows, columns = weight.shape
         cut = weight.split_over("tp")
@@ -140,7 +144,8 @@ class AdaptedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Rows [n, in] of the experts in `runs` → [n, out]."""
-        return self.base(x, runs) + self.up(self.down(x, runs) * self.scale, runs)
+        down = self.down(self.drop(x, runs), runs)
+        return self.base(x, runs) + self.up(down * self.scale, runs)
 
 
 def _adapter_of(

@@ -1,7 +1,9 @@
-"""Dropout of the input of an adapter, whose mask is a function of (seed, layer, sample, position, channel).
+"""Dropout of the input of an adapter, whose mask is a function of (seed, layer, sample, position, channel), and of
+the expert if the adapter belongs to one.
 
 A linear layer is called without the micro-batch. The attention and the feed-forward that contain it are called with
 it, also where backward computes them again: hooks on these two keep the micro-batch of the call that is under way.
+Rows of experts are in another order, and of tokens of other ranks: the key of each token, int64, travels with it.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from torch import nn
 from ...batch.batch import Batch
 from ...mpu.context import ParallelContext
 from ...ops.dropout import apply_mask, dropout, hidden_mask, sample_keys
+from ...ops.grouped import RowRuns
+from ...ops.keep_tables import keep_rows
+from ...ops.keyed_random import random_numbers
 
 
 class BatchUnderWay:
@@ -62,3 +67,55 @@ class AdapterDropout:
         whole = hidden_mask((*outer, self.width), self.p, keys, rows, picked, x.device)
         first = ctx.tp.rank * held
         return apply_mask(x, whole[..., first : first + held].contiguous(), self.p)
+
+
+@dataclass(frozen=True)
+class TokenKeys:
+    """Keys of random numbers of the tokens that experts drop elements of, by (seed, sample, position)."""
+
+    ctx: ParallelContext
+
+    def __call__(self, batch: Batch) -> torch.Tensor | None:
+        """int64 [T] of the tokens of this rank's slice of the sequence; None outside of training."""
+        if not batch.training:
+            return None
+        ctx = self.ctx
+        rows, picked = batch.positions(ctx.slice.rows(batch.seq_length))
+        samples = sample_keys(ctx.seed, "tokens of experts", batch.sample_ids)
+        device = batch.tokens.device
+        keys = random_numbers(samples, len(rows), device, first=rows.start)
+        if picked is not None:
+            keys = keys.gather(1, picked)
+        return keys.t().flatten()  # [s, b], as of hidden states
+
+
+@dataclass(frozen=True)
+class ExpertDropout:
+    """In training, sets elements of rows of experts to 0 with probability p, and scales the others.
+
+    site       name of the adapters, part of the key of their masks
+    experts    of the layer; local: global numbers of those of this rank
+    is_cut     whether tensor-parallel ranks divide the channels
+    """
+
+    p: float
+    site: str
+    experts: int
+    local: range
+    is_cut: bool
+    ctx: ParallelContext
+
+    def __call__(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+        """x [n, in(/t)], rows of the experts in `runs`."""
+        if self.p == 0 or runs.token_keys is None:
+            return x
+        # The keys of token and expert together are that of a row.
+        of_site = [(self.ctx.seed, self.site)]
+        of_experts = random_numbers(of_site, self.experts, x.device)[0]
+        own = of_experts[self.local.start : self.local.stop]
+        rows, held = x.shape
+        of_rows = own.repeat_interleave(runs.on_device, output_size=rows)
+        # Ranks that divide the channels draw their own.
+        first = self.ctx.tp.rank * held if self.is_cut else 0
+        mask = keep_rows(self.p, runs.token_keys ^ of_rows, range(first, first + held))
+        return apply_mask(x, mask, self.p)

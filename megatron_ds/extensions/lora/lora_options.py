@@ -33,8 +33,7 @@ class LoraConfig(Adapters):
         at_least=0,
         below=1,
         needs=LORA,
-        help="Probability with which an element of the input of an adapter is set to 0 in training. Not for adapters "
-        "of experts.",
+        help="Probability with which an element of the input of an adapter is set to 0 in training.",
     )
     use_dora: bool = option(
         False,

@@ -37,18 +37,13 @@ def targets(config: RunConfig) -> Iterator[str]:
 
 
 def dropout(config: RunConfig) -> Iterator[str]:
-    """Dropout of adapters needs the positions of the tokens, which experts and tiles of a feed-forward lack."""
+    """Dropout of adapters needs the positions of the tokens, which tiles of a feed-forward lack."""
     adapters = config.adapters
     if not adapters.is_on or not adapters.lora_dropout:
         return
     layers = {TARGETS[name].layer for name in adapters.targets}
     in_feed_forward = layers & {"linear_fc1", "linear_fc2"}
-    if in_feed_forward and any(config.model.experts):
-        yield (
-            "[adapters.lora_dropout] with adapters of experts: the tokens of an expert are not in the order of their "
-            "positions. Use --lora-dropout 0, or --lora-target-modules linear_qkv linear_proj."
-        )
-    elif in_feed_forward and config.train.tiled_mlp != 1:
+    if in_feed_forward and config.train.tiled_mlp != 1:
         yield (
             "[adapters.lora_dropout] with [train.tiled_mlp]: a tile of a feed-forward does not know the positions of "
             "its tokens. Use --lora-dropout 0, or --tiled-mlp 1."

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...batch.batch import Batch
-from ...data.kind import PAD, Collator, Sample
+from ...data.kind import PAD, Collator, DataKind, Sample
 from ...data.samples.gpt_data import GPT_DATA
 from ...data.text.indexed import IndexedDataset
 from ...data.text.mask_file import LossMasks
@@ -163,3 +163,8 @@ PREFERENCE_DATA = replace(
     fills=False,
     identity=lambda config: {"preference": True},
 )
+
+
+def pairs_of_answers(own: DataKind, config: "RunConfig") -> DataKind:
+    """The kind of the data of a run on pairs, whatever that of its model is."""
+    return PREFERENCE_DATA

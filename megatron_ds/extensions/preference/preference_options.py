@@ -17,7 +17,8 @@ class PreferenceConfig(Preference):
         False,
         help="Train on pairs of answers (megatron-ds preprocess --preference) with the loss of DPO: the model learns "
         "to prefer the chosen answer to the rejected one by more than its own first weights do. A row holds the two "
-        "answers of a pair. Implies --pack-documents.",
+        "answers of a pair. Implies --pack-documents; and --hidden-dropout 0 and --attention-dropout 0 where they are "
+        "not given, since the reference has no dropout.",
         avoid="Answers that do not fit into a row together lose their end.",
     )
     dpo_beta: float = option(

@@ -19,10 +19,12 @@ import torch
 
 from ...batch.batch import Batch
 from ...checkpoint.save_folder import run_id_of
+from ...config import RunConfig
 from ...data.kind import Collator
 from ...data.loading.blend import BlendedDataset
 from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache
 from ...data.loading.loader import Loader
+from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
 from ...host import places
 from ...models.model_identity import model_identity
@@ -30,6 +32,7 @@ from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
 from ...progress.ramps import Progress
 from ...training.build import Replica
+from ...training.objective import Prepare
 from ...training.run_checkpoint import Start
 from ...training.trainer import Loaders
 from .answer_pairs import ANSWERS, PairDataset
@@ -37,6 +40,11 @@ from .pair_loss import AnswerScores, Logits, answer_scores, sizes_of
 
 logger = logging.getLogger(__name__)
 TITLE = "PreferenceReference"
+
+
+def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
+    """What fills the references when the weights of the run are loaded."""
+    return fill_references
 
 
 def fill_references(
@@ -51,6 +59,7 @@ def fill_references(
     start, description, progress: of the run, whose weights are loaded. Raises CheckpointError where a run continues
     and its scores are not found.
     """
+    _warn_of_dropout(engine)
     is_new = progress.step == 0
     weights = start.run.get(TITLE)
     if is_new:
@@ -63,6 +72,18 @@ def fill_references(
                 engine, dataset, loader.collate, weights, is_new
             )
     return {TITLE: weights}
+
+
+def _warn_of_dropout(engine: Replica) -> None:
+    """Log the dropout of a model whose reference has none."""
+    model = engine.config.model
+    largest = max(model.hidden_dropout, model.attention_dropout)
+    if largest and engine.mesh.rank == 0:
+        logger.warning(
+            "--dpo trains with dropout (up to %g), which the reference does not have: a model that equals the "
+            "reference then has other rewards than 0. --hidden-dropout 0 --attention-dropout 0 is usual",
+            largest,
+        )
 
 
 def pairs_in(dataset: object) -> Iterator[PairDataset]:

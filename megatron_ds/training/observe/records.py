@@ -139,7 +139,10 @@ class TrainRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """A finished evaluation. split: "validation" or "test"; metrics: as in `TrainRecord`."""
+    """A finished evaluation. split: "validation" or "test"; metrics: as in `TrainRecord`.
+
+    is_of_tokens: whether the loss is a mean over tokens, so that it has a perplexity
+    """
 
     step: int
     samples: int
@@ -147,6 +150,7 @@ class EvalRecord:
     loss: float
     eval_seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_of_tokens: bool = True
 
     @property
     def kind(self) -> str:
@@ -154,9 +158,9 @@ class EvalRecord:
         return self.split
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss), with the loss limited to 20 as in Megatron-LM."""
-        return math.exp(min(20.0, self.loss))
+    def perplexity(self) -> float | None:
+        """exp(loss), with the loss limited to 20 as in Megatron-LM; None for a loss of other things than tokens."""
+        return math.exp(min(20.0, self.loss)) if self.is_of_tokens else None
 
     def line(self) -> str:
         """Megatron-LM's three lines."""
@@ -164,9 +168,12 @@ class EvalRecord:
             f"{name} value: {mean:.6E} | "
             for name, mean in over_layers(self.metrics).items()
         )
+        loss = f"lm loss value: {self.loss:.6E} | "
+        if self.is_of_tokens:
+            loss += f"lm loss PPL: {self.perplexity:.6E} | "
         text = (
-            f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | lm loss "
-            f"PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | "
+            f" {self.split} loss at iteration {self.step} | {loss}{metrics}"
+            f"evaluation time (s): {self.eval_seconds:.2f} | "
         )
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
@@ -180,14 +187,17 @@ class EvalRecord:
                     f"{name} {mean:.4f}"
                     for name, mean in over_layers(self.metrics).items()
                 ),
-                f"perplexity {self.perplexity:.2f}",
+                *([f"perplexity {self.perplexity:.2f}"] if self.is_of_tokens else []),
                 f"{self.eval_seconds:.2f} s",
             )
         )
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
-        return _flat(self) | {"perplexity": self.perplexity}
+        values = _flat(self)
+        if values.pop("is_of_tokens"):
+            values["perplexity"] = self.perplexity
+        return values
 
 
 @dataclass(frozen=True)

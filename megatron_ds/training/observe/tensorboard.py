@@ -74,11 +74,10 @@ def scalars_of(
     if isinstance(record, EvalRecord):
         split = record.split
         others = {}
-        losses = {
-            f"lm loss {split}": record.loss,
-            f"lm loss {split} ppl": record.perplexity,
-            **{f"{name} {split}": mean for name, mean in record.metrics.items()},
-        }
+        losses = {f"lm loss {split}": record.loss}
+        if record.is_of_tokens:
+            losses[f"lm loss {split} ppl"] = record.perplexity
+        losses |= {f"{name} {split}": mean for name, mean in record.metrics.items()}
     elif isinstance(record, TaskRecord):
         losses = record.values
         others = {}

@@ -19,6 +19,7 @@ WINDOWED = {
     "--softmax-type": "learnable",
     "--softmax-scale": 0.4,
 }
+CAPPED = {"--attention-logit-softcapping": 0.3, "--final-logit-softcapping": 0.5}
 BIGBIRD = {
     "--sparse-attention": "bigbird",
     "--sparse-block": 2,
@@ -60,10 +61,7 @@ NORMED_TWICE = {"--norm-after-sublayer": "", "--embedding-multiplier": 2.5}
 
 # Adapters of whole layers, and of some of their rows.
 LORA = {"--lora-rank": 3, "--lora-alpha": 6}
-LORA_DROPPED = LORA | {
-    "--lora-target-modules": "k_proj,linear_proj",
-    "--lora-dropout": 0.2,
-}
+LORA_DROPPED = LORA | {"--lora-dropout": 0.2}
 LORA_ROWS = LORA | {"--lora-target-modules": "q_proj,v_proj,o_proj,down_proj"}
 
 ENCODED = ("int8", "nf4 dora")
@@ -81,6 +79,13 @@ def lora(options: dict) -> Callable[[Case], dict]:
         return options | steady | cut
 
     return of_case
+
+
+def dropped(case: Case) -> dict:
+    """Experts have adapters too; the tiles of a feed-forward know no positions."""
+    linear = "linear_proj" if case["tiles"] > 1 else "linear_proj,linear_fc1,linear_fc2"
+    targets = {"--lora-target-modules": f"k_proj,{linear}"}
+    return lora(LORA_DROPPED | targets)(case)
 
 
 def window(case: Case) -> dict:
@@ -157,6 +162,7 @@ AXES = (
             "plain": {},
             "normed": NORMED,
             "window": window,
+            "capped": CAPPED,
             "bigbird": BIGBIRD,
             "fixed": FIXED,
         },
@@ -191,7 +197,7 @@ AXES = (
             "none": {},
             "lora": lora(LORA),
             "rows": lora(LORA_ROWS),
-            "dropped": lora(LORA_DROPPED),
+            "dropped": dropped,
             "dora": lora(LORA | {"--use-dora": ""}),
             "int8": lora(LORA | {"--lora-base-bits": 8}),
             "nf4 dora": lora(LORA_ROWS | {"--lora-base-bits": 4, "--use-dora": ""}),

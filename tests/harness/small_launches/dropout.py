@@ -10,7 +10,11 @@ def launch() -> None:
     picked = torch.tensor([[4, 0, 2], [1, 1, 3]])
     for cols in (5, 24, 1032):
         x, residual = (torch.randn(3, 2, cols, requires_grad=True) for _ in range(2))
-        table = {"seeds": (1, 2**63 - 1), "threshold": 40000, "first_row": 6}
+        table = {
+            "seeds": torch.tensor([1, 2**63 - 1]),
+            "threshold": 40000,
+            "first_row": 6,
+        }
         dropout_kernels.dropout(x, residual, **table).sum().backward()
         dropout_kernels.dropout(x, None, **table, picked=picked).sum().backward()
     seeds = torch.tensor([[1, 2, 3], [4, 5, 6]])

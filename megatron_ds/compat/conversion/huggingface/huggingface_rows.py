@@ -168,7 +168,7 @@ PHI3_ROWS = (
     _layer("mlp.linear_fc1", f"{MLP}.gate_up_proj"),
     _layer("mlp.linear_fc2", f"{MLP}.down_proj"),
 )
-GEMMA3_ROWS = (
+GEMMA_ROWS = (
     _layer("post_self_attn_layernorm", "model.layers.{i}.post_attention_layernorm"),
     _layer("pre_mlp_layernorm", "model.layers.{i}.pre_feedforward_layernorm"),
     _layer("post_mlp_layernorm", "model.layers.{i}.post_feedforward_layernorm"),

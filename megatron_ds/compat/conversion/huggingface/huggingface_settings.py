@@ -86,6 +86,14 @@ ABSENT = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window_pattern": 2,
+    },
     "gemma3_text": {
         "num_key_value_heads": 4,
         "head_dim": 256,

@@ -178,6 +178,16 @@ GEMMA = (
     Key("hidden_act", "activation", TANH, {TANH: "geglu", "gelu": "geglu"}),
     Only("hidden_activation", (TANH, None)),
 )
+GEMMA2 = (
+    *GEMMA_BASE,
+    ROTARY,
+    Fixed("norm_after_sublayer", True),
+    Key("hidden_activation", "activation", TANH, {TANH: "geglu"}),
+    QueryScalar(),
+    Key("attn_logit_softcapping", "attention_logit_softcapping", None),
+    Key("final_logit_softcapping", "final_logit_softcapping", None),
+    Window(has_switch=False, layers=layers_by_pattern, hides=False),
+)
 GEMMA3 = (
     *GEMMA_BASE,
     RotaryByWindow(),
@@ -185,7 +195,7 @@ GEMMA3 = (
     Fixed("norm_after_sublayer", True),
     Key("hidden_activation", "activation", TANH, {TANH: "geglu"}),
     QueryScalar(),
-    Only("final_logit_softcapping", (None,)),
+    Key("final_logit_softcapping", "final_logit_softcapping", None),
     Only("attn_logit_softcapping", (None,)),
     Window(has_switch=False, layers=layers_by_pattern, hides=False),
 )

@@ -6,7 +6,8 @@ A window of W tokens there shows a token itself and the W - 1 before it, which i
     qwen3_moe              sliding_window, if use_sliding_window. All layers have it
     qwen2, qwen3           the same, and layer_types names the layers; if it is absent, those from
                            max_window_layers on
-    gemma3_text            sliding_window; layer_types names the layers; if it is absent, all but each sixth
+    gemma2                 sliding_window; layer_types names the layers; if it is absent, all but each second
+    gemma3_text            the same; if layer_types is absent, all but each sixth
     qwen2_moe              that of qwen3_moe, and layer_types must be given: versions of transformers differ without it
 """
 
@@ -83,7 +84,7 @@ class Window:
     default      sliding_window where it is absent
     has_switch   whether use_sliding_window must be true
     layers       function(settings, number of layers) -> which layers have the window
-    hides        whether a window that hides no token is left out
+    hides        whether a window that hides no token is left out; transformers needs one in other families
     """
 
     default: int | None = USUAL
@@ -134,8 +135,9 @@ class Window:
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Their settings."""
         windowed = model.windowed
+        without = None if self.hides else model.positions
         found: dict[str, Any] = {
-            self.theirs: model.window_size[0] + 1 if any(windowed) else None
+            self.theirs: model.window_size[0] + 1 if any(windowed) else without
         }
         if self.has_switch:
             found["use_sliding_window"] = any(windowed)

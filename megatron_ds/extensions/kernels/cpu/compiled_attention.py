@@ -374,7 +374,8 @@ def _suits_compiled(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> bool:
-    is_known = keep is None and visible.hides_by_key and not scoring.has_places
+    is_scored = scoring.cap is None and not scoring.has_places
+    is_known = keep is None and visible.hides_by_key and is_scored
     # Documents and padding are of keys.
     has_all_rows = (
         visible.mask is None and visible.documents is None or q.shape[0] <= k.shape[0]

@@ -3,12 +3,11 @@
 Random numbers are those of `ops.dropout`: a table of 16-bit numbers for each seed, drawn by Philox inside the
 kernel. Backward draws them again, so dropout keeps no tensor but `picked`, which the caller holds anyway.
 
-Seeds of dropout are arguments of the launch: nothing is copied to the device, and a CUDA graph would repeat
-the masks of its capture.
+Seeds are read from memory of the device, so a launch that a CUDA graph repeats draws the masks of the seeds that
+are there then.
 """
 
 import math
-import struct
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -18,10 +17,11 @@ import torch
 from ....ops import dropout as ops_dropout
 from ....ops.keep_tables import seeds_on, threshold_of
 from ....ops.kernel_table import FLOATS, GPU
-from ....ops.keyed_random import Key, seed_of
+from ....ops.keyed_random import Key
 from ....ops.meta_tensors import has_memory
 from .gpu_kernel import GpuKernel, type_name
 from .packets import reason_against_packets
+from .site_seeds import SiteSeeds
 
 NUMBERS = 16  # of a counter of Philox, that is, of a thread
 LEVELS = 1 << 16
@@ -29,15 +29,16 @@ MOST_THREADS = 512
 PICKED_THREADS = 256
 MOST_BLOCKS = (1 << 31) - 1  # in the first dimension of a grid
 MOST_TABLES = (1 << 16) - 1  # in the second
-MOST_SAMPLES = 64  # keys that one launch of `dropout` takes as an argument
 MOST_PICKED_COLUMNS = (
     1 << 17
 )  # of tables of which columns are picked: a row is in shared memory
 
+SEEDS = SiteSeeds()
+
 DROPOUT = GpuKernel(
     "dropout.cu",
     "dropout",
-    "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32",
+    "ptr ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 u32 f32",
     examples=[*product(("float", "bf16", "fp16"), (True, False), (True, False))],
 )
 MASKS = GpuKernel(
@@ -55,7 +56,7 @@ def dropout(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     *,
-    seeds: Sequence[int],
+    seeds: torch.Tensor,
     threshold: int,
     first_row: int,
     picked: torch.Tensor | None = None,
@@ -63,11 +64,11 @@ def dropout(
     """x [s, b, h] where the number of (seed, row, column) is below `threshold`, times LEVELS / threshold,
     else 0; plus `residual` [s, b, h], unless None. Rounded as the product and the sum of two operations.
 
-    seeds      of the b samples
+    seeds      int64 [b] on x's device
     first_row  of the tables: that of x[0]; with picked, int64 [b, s], row i of sample j is
                first_row + picked[j, i]
     """
-    return _Dropout.apply(x, residual, picked, tuple(seeds), threshold, first_row)
+    return _Dropout.apply(x, residual, picked, seeds, threshold, first_row)
 
 
 class _Dropout(torch.autograd.Function):
@@ -82,27 +83,23 @@ class _Dropout(torch.autograd.Function):
         positions, samples, cols = x.shape
         packets = not reason_against_packets(x, y, residual)
         strides = (0, 0) if picked is None else picked.stride()
-        # A launch takes the keys of some samples as an argument.
-        for first in range(0, samples, MOST_SAMPLES):
-            keys = seeds[first : first + MOST_SAMPLES]
-            DROPOUT(
-                (type_name(x), packets, residual is not None),
-                _grid(positions, len(keys)),
-                _threads(cols),
-                struct.pack(f"{len(keys)}Q", *keys),
-                x,
-                residual,
-                y,
-                picked,
-                *strides,
-                first_row,
-                positions,
-                samples,
-                first,
-                cols,
-                threshold,
-                LEVELS / threshold,
-            )
+        DROPOUT(
+            (type_name(x), packets, residual is not None),
+            _grid(positions, samples),
+            _threads(cols),
+            seeds,
+            x,
+            residual,
+            y,
+            picked,
+            *strides,
+            first_row,
+            positions,
+            samples,
+            cols,
+            threshold,
+            LEVELS / threshold,
+        )
         return y
 
     @staticmethod
@@ -114,6 +111,14 @@ class _Dropout(torch.autograd.Function):
             else None
         )
         return dx, dy if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+def fits(x: torch.Tensor, *_: object, **__: object) -> str:
+    """ "" if `dropout` takes x [s, b, h], else the reason."""
+    samples = x.shape[1]
+    return (
+        f"{samples} samples, more than {MOST_TABLES}" if samples > MOST_TABLES else ""
+    )
 
 
 def fill_keep_masks_(
@@ -185,14 +190,14 @@ def _units(cols: int) -> int:
     return max(64, 1 << (-(-cols // NUMBERS) - 1).bit_length())
 
 
-@ops_dropout.dropout.kernel("cuda", devices=GPU, dtypes=FLOATS)
+@ops_dropout.dropout.kernel("cuda", devices=GPU, dtypes=FLOATS, fits=fits)
 def _dropout_on_gpu(
     x: torch.Tensor, p: float, *table: Any, **named: Any
 ) -> torch.Tensor:
     return _with_kernel(x, None, p, *table, **named) if p else x
 
 
-@ops_dropout.dropout_add.kernel("cuda", devices=GPU, dtypes=FLOATS)
+@ops_dropout.dropout_add.kernel("cuda", devices=GPU, dtypes=FLOATS, fits=fits)
 def _dropout_add_on_gpu(
     x: torch.Tensor, residual: torch.Tensor, p: float, *table: Any, **named: Any
 ) -> torch.Tensor:
@@ -210,11 +215,10 @@ def _with_kernel(
     picked: torch.Tensor | None = None,
 ) -> torch.Tensor:
     ops_dropout.check_held(x.shape, sample_ids, rows, picked)
-    seeds = [seed_of(*key) for key in ops_dropout.sample_keys(seed, site, sample_ids)]
     return dropout(
         x,
         residual,
-        seeds=seeds,
+        seeds=SEEDS.on(x.device, seed, site, sample_ids),
         threshold=threshold_of(p),
         first_row=rows.start,
         picked=picked,

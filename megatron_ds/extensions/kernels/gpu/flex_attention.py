@@ -3,7 +3,7 @@ the tiles of scores that a pattern shows.
 
     pattern, documents, padding → VisibleBlocks → BlockMask      tiles: skipped, whole, or with a mask
                                 → mask_mod                     the mask within a tile, from positions
-    ALiBi                       → score_mod
+    cap, then ALiBi             → score_mod
     sink                        → the result times exp(lse) / (exp(sink) + exp(lse)), lse = log Σ exp(s)
 
 A `BlockMask` is made once for each pattern and length, and once for each micro-batch with documents or
@@ -125,9 +125,8 @@ def _attend(
     # Imported here: it takes a while, and runs without patterns should not wait for it.
     from torch.nn.attention.flex_attention import AuxRequest
 
-    score_mod = None if scoring.alibi is None else _alibi(scoring.alibi.slopes)
     arguments = dict(
-        score_mod=score_mod,
+        score_mod=_score_mod(scoring),
         block_mask=mask,
         scale=scoring.scale_of(queries.shape[-1]),
         enable_gqa=queries.shape[1] != keys.shape[1],
@@ -279,10 +278,30 @@ def _of_padding(hidden: torch.Tensor) -> MaskMod:
     return lambda sample, head, query, key: ~hidden[sample, key]
 
 
+def _score_mod(scoring: Scoring) -> Callable[..., torch.Tensor] | None:
+    """What is computed of each score; None: nothing."""
+    bias = None
+    if scoring.alibi is not None:
+        bias = _alibi(scoring.alibi.slopes)
+    if scoring.cap is None:
+        return bias
+    return _capped(scoring.cap, bias or _as_it_is)
+
+
 def _alibi(slopes: torch.Tensor) -> Callable[..., torch.Tensor]:
     return lambda score, sample, head, query, key: (
         score - slopes[head] * (query - key).abs()
     )
+
+
+def _capped(
+    cap: float, then: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    return lambda score, *place: then(cap * torch.tanh(score / cap), *place)
+
+
+def _as_it_is(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+    return score
 
 
 # ------------------------------------------------------------------------------------------ plans

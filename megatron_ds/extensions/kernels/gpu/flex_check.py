@@ -36,9 +36,10 @@ def reason_against(
     reference: Callable[..., torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
+    cap: float | None = None,
 ) -> str:
     """Why a function with the arguments of `core_attention.attention` is not used; "" if it equals the
-    reference. Logged once."""
+    reference. Logged once for each cap of scores."""
     visible = KeyVisibility(AttentionPattern(layout=_layout()))
     try:
         # Hooks of a checkpoint around this call must not count what the comparison saves.
@@ -48,8 +49,8 @@ def reason_against(
             torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         ):
             error = error_between(
-                partial(_called, function, visible),
-                partial(_called, reference, visible),
+                partial(_called, function, visible, cap),
+                partial(_called, reference, visible, cap),
                 partial(_arguments, dtype, device),
             )
         reason = (
@@ -87,9 +88,10 @@ def _arguments(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, 
 def _called(
     function: Callable[..., torch.Tensor],
     visible: KeyVisibility,
+    cap: float | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor,
 ) -> torch.Tensor:
-    return function(q, k, v, visible, scoring=Scoring(sink=sink))
+    return function(q, k, v, visible, scoring=Scoring(sink=sink, cap=cap))

@@ -26,7 +26,7 @@ def _suits_flex(
         q.shape[0] != k.shape[0] or q.shape[0] <= TILE
     ):  # one tile: nothing can be skipped
         return False
-    others = (visible.documents, scoring.sink, scoring.alibi)
+    others = (visible.documents, scoring.sink, scoring.alibi, scoring.cap)
     return not visible.pattern.is_plain or any(other is not None for other in others)
 
 
@@ -49,7 +49,11 @@ def _fits_flex(
     if reason or not q.is_cuda:  # a plan assumes that the check succeeds
         return reason
     return flex_check.reason_against(
-        flex_attention.compiled_apart, reference_attention, q.dtype, q.device
+        flex_attention.compiled_apart,
+        reference_attention,
+        q.dtype,
+        q.device,
+        scoring.cap,
     )
 
 

@@ -22,7 +22,7 @@ from ....errors import KernelError
 from ....ops.meta_tensors import has_memory
 from .cuda_backend import cuda_backend
 
-# Of the struct module. u64x64: up to 64 numbers as bytes, for a C++ struct of an array of 64.
+# Of the struct module.
 FORMATS = {
     "ptr": "Q",
     "i32": "i",
@@ -30,7 +30,6 @@ FORMATS = {
     "u32": "I",
     "u64": "Q",
     "f32": "f",
-    "u64x64": "512s",
 }
 TYPE_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 PLANNED_PROCESSORS = 132  # of an H100 or H200: what plans without a GPU count with
@@ -78,7 +77,7 @@ class GpuKernel:
 
     file       in csrc/gpu, or an absolute path
     name       of the __global__ function template
-    arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32, u64x64 (bytes)
+    arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32
     examples   template arguments of typical uses, for which tests look at the machine code
     """
 

@@ -1,0 +1,1 @@
+"""Training a student to predict what a larger, frozen model predicts (distillation)."""

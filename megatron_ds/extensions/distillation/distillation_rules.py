@@ -1,0 +1,37 @@
+"""Rules about training with a teacher."""
+
+from collections.abc import Iterator
+
+from ...config.run import RunConfig
+
+
+def distillation(config: RunConfig) -> Iterator[str]:
+    """The loss compares predictions of the next token, of every token alone."""
+    options = config.distillation
+    if not options.is_on:
+        return
+    if config.model.model == "bert":
+        yield (
+            "[distillation.distill_from] with [model.model]: BERT predicts masked tokens, and sees the tokens behind "
+            "them. Use --model gpt."
+        )
+    if config.preference.is_on:
+        yield (
+            "[distillation.distill_from] with [preference.dpo]: one loss is of tokens, the other of pairs of answers. "
+            "Train with one after the other."
+        )
+    if config.train.label_smoothing:
+        yield (
+            "[train.label_smoothing] with --distill-from: the teacher's probabilities take the place of smoothed "
+            "labels. Remove it."
+        )
+    vocab = config.model.vocab_size
+    count = options.distill_top_k
+    if count is not None and vocab is not None and count >= vocab:
+        yield (
+            f"[distillation.distill_top_k] of a vocabulary of {vocab} tokens leaves no other token. Remove it for the "
+            "whole vocabulary, or give a smaller number."
+        )
+
+
+DISTILLATION_RULES = (distillation,)

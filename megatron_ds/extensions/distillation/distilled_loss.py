@@ -1,0 +1,107 @@
+"""The loss of a run with a teacher.
+
+    loss = (1 - A) × language loss + A × T² × divergence        means over the tokens that count
+
+The factor T² keeps the gradient of the divergence as large as at temperature 1 (Hinton et al. 2015, arXiv:1503.02531,
+section 2). In evaluation the loss is the language loss alone, which no teacher changes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...batch.batch import Batch
+from ...config import RunConfig
+from ...models import MODELS, Loss
+from ...mpu.mesh import Mesh
+from ...ops.logits import row_parts
+from ...tensor_parallel.logits_in_chunks import LogitsInChunks
+from ...tensor_parallel.token_loss import TokenLoss
+from .distillation_options import DistillationConfig
+from .divergence import Columns, DistilledTokens
+
+Logits = torch.Tensor | LogitsInChunks
+
+
+def distillation_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch], Loss]:
+    """(logits [s, b, V'/t], batch) → the loss.
+
+    It is the model's own without `batch.reference`, the predictions of the teacher. Overwrites the logits. Collective
+    over tp. Adds both parts to the ledger of the batch.
+    """
+    options = config.distillation
+    tp = mesh.group("tp")
+    vocab_size = config.model.vocab_size
+    per_token = config.train.calculate_per_token_loss
+    own = MODELS[config.model.model].loss
+
+    def loss(logits: Logits, batch: Batch) -> Loss:
+        if batch.reference is None:
+            return own(logits, batch, tp=tp, vocab_size=vocab_size, per_token=per_token)
+        is_whole = isinstance(logits, torch.Tensor)
+        width = logits.shape[-1] if is_whole else len(logits.weight)
+        columns = Columns(width, tp, vocab_size, options.distill_temperature)
+        tokens = DistilledTokens(
+            batch.labels.t().reshape(-1), columns, batch.reference, is_reverse(options)
+        )
+        return _weighed(losses_of(logits, tokens), batch, options, per_token)
+
+    return loss
+
+
+def is_reverse(options: DistillationConfig) -> bool:
+    """Whether the divergence is KL(student, teacher)."""
+    return options.distill_divergence == "reverse"
+
+
+def _weighed(
+    losses: torch.Tensor, batch: Batch, options: DistillationConfig, per_token: bool
+) -> Loss:
+    """losses [2, s, b] → the loss."""
+    mask = batch.loss_mask.t().to(losses.dtype)
+    language, divergence = (losses * mask).sum((1, 2))
+    # For the log: tokens of this rank.
+    counted = mask.sum()
+    batch.ledger.record("language loss", language, counted)
+    batch.ledger.record("divergence", divergence, counted)
+    weight = options.distill_weight
+    scale = weight * options.distill_temperature**2
+    total = (1 - weight) * language + scale * divergence
+    tokens = batch.counted_tokens
+    return Loss(
+        total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens
+    )
+
+
+def losses_of(logits: Logits, loss: TokenLoss) -> torch.Tensor:
+    """logits [s, b, V'/t], which are overwritten → what `loss` has for each token, fp32 [r, s, b]."""
+    if isinstance(logits, LogitsInChunks):
+        return logits.losses(loss)
+    return _InParts.apply(logits, loss)
+
+
+class _InParts(torch.autograd.Function):
+    """A `TokenLoss` of whole logits [s, b, V'/t] → fp32 [r, s, b], some rows at a time. Backward overwrites them."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, loss: TokenLoss):
+        ctx.logits = logits.detach().flatten(0, -2)
+        ctx.loss = loss
+        ctx.shape = logits.shape
+        losses = loss.of(row_parts(ctx.logits))
+        return torch.ops.aten._unsafe_view(
+            losses, (*losses.shape[:-1], *logits.shape[:-1])
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses: torch.Tensor):
+        logits = ctx.logits
+        ctx.logits = None
+        assert logits is not None, (
+            "the first backward overwrote the logits: run the forward again"
+        )
+        for _ in ctx.loss.gradients(row_parts(logits), dlosses.flatten(1)):
+            pass
+        return logits.view(ctx.shape), None

@@ -1,0 +1,154 @@
+"""`Teacher`: a frozen model in the layout of a run, which predicts the tokens of the micro-batches of a step.
+
+Its forward of all micro-batches comes before the student's step, as a program of its own: so every schedule of the
+student remains as it is, and the teacher's activations are gone when the student's begin. Its predictions are kept on
+the ranks of the last stage, where the loss of the student is.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...batch.batch import Batch
+from ...config import RunConfig
+from ...config.options.distillation_choice import Distillation
+from ...data.tokenizers import Tokenizer
+from ...errors import CheckpointError, ConfigError
+from ...mpu.group import Group
+from ...ops.logits import row_parts
+from ...progress.ramps import Progress
+from ...tensor_parallel.logits_in_chunks import LogitsInChunks
+from ...tensor_parallel.token_loss import Parts
+from ...training.build import Replica
+from ...training.objective import Prepare
+from ...training.run_checkpoint import Start, find_start
+from ...training.trainer import Loaders
+from ..evaluation.checkpoint_model import built_and_loaded
+from .distilled_loss import Logits
+from .divergence import Columns, TeacherTokens
+from .likeliest_tokens import LikeliestTokens, likeliest_tokens
+from .teacher_config import teacher_config
+from .whole_teacher import WholeTeacher
+
+logger = logging.getLogger(__name__)
+
+
+class Teacher:
+    """engine: of the frozen model; keep: its last output and the batch → what is kept of it."""
+
+    def __init__(self, engine: Replica, keep: Callable[[Logits, Batch], TeacherTokens]):
+        self.engine = engine
+        self.keep = keep
+
+    def taught(self, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches of a step with the teacher's predictions, on the ranks of the last stage; the same
+        elsewhere. Collective over the ranks of the pipeline and of tensor parallelism."""
+        stages = self.engine.stages
+        read = [
+            replace(batch, training=False, kept_tokens=None) for batch in microbatches
+        ]
+        self._release()
+        with ExitStack() as inside:
+            for stage in stages.values():
+                inside.enter_context(stage.computing(self.keep))
+            found = self.engine.executor.forward(read)
+        if not found:
+            return microbatches
+        return tuple(
+            replace(batch, reference=tokens)
+            for batch, tokens in zip(microbatches, found, strict=True)
+        )
+
+    def _release(self) -> None:
+        """Free the layer that ZeRO 3 kept gathered after the last step, whose loss may have read it."""
+        for stage in self.engine.stages:
+            if gathering := self.engine.optimizer.gathering_of(stage):
+                gathering.reset()
+
+
+def teach(student: Replica, engine: Replica) -> None:
+    """Let the model of `engine` predict before every step of the student. Both share a mesh."""
+    config = student.config
+    keep = keeper(
+        config.distillation, config.model.vocab_size, student.mesh.group("tp")
+    )
+    student.executor.prepare = Teacher(engine, keep).taught
+
+
+def keeper(
+    options: Distillation, vocab_size: int, tp: Group
+) -> Callable[[Logits, Batch], TeacherTokens]:
+    """What is kept of the output of a teacher's last layer."""
+    count = options.distill_top_k
+    if count is None:
+        return lambda logits, batch: whole(logits)
+    return partial(
+        likeliest,
+        count=count,
+        tp=tp,
+        vocab_size=vocab_size,
+        temperature=options.distill_temperature,
+    )
+
+
+def whole(logits: LogitsInChunks) -> WholeTeacher:
+    """What the logits are computed from."""
+    return WholeTeacher(
+        logits.x, logits.weight, logits.bias, logits.sequence_parallel, logits.cap
+    )
+
+
+def likeliest(
+    logits: Logits,
+    batch: Batch,
+    *,
+    count: int,
+    tp: Group,
+    vocab_size: int,
+    temperature: float,
+) -> LikeliestTokens:
+    """The likeliest tokens of each row. Collective over tp."""
+    is_whole = not isinstance(logits, LogitsInChunks)
+    width = logits.shape[-1] if is_whole else len(logits.weight)
+    columns = Columns(width, tp, vocab_size, temperature)
+    parts: Parts = row_parts(logits.flatten(0, -2)) if is_whole else logits.parts()
+    return likeliest_tokens(parts, columns, count)
+
+
+def open_teacher(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
+    """What builds and loads the teacher. Raises for a folder without a teacher that suits the run."""
+    return partial(_prepare, teacher_config(config), tokenizer)
+
+
+def _prepare(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    student: Replica,
+    loaders: Loaders,
+    start: Start,
+    description: dict,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Build and load the teacher of `config`. Returns its checkpoint, for run.json. Collective over the world."""
+    folder = config.checkpoint.load
+    begin = time.perf_counter()
+    try:
+        found = find_start(config.checkpoint, student.mesh.group("world"))
+        loaded = built_and_loaded(config, tokenizer, found, student.mesh)
+    except (CheckpointError, ConfigError) as error:
+        text = str(error).replace(f"--load {folder}", folder)
+        raise CheckpointError(f"--distill-from: {text}") from None
+    teach(student, loaded.engine)
+    if student.mesh.rank == 0:
+        step = "" if loaded.iteration is None else f", iteration {loaded.iteration}"
+        logger.info(
+            "the teacher is %s%s, loaded in %.1f s",
+            folder,
+            step,
+            time.perf_counter() - begin,
+        )
+    return {"teacher": {"folder": folder, "step": loaded.iteration}}

@@ -1,0 +1,133 @@
+"""The configuration of a teacher: the model of its checkpoint, in the layout of the student's run."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ...config import RunConfig, Source
+from ...config.options.model_options import ModelConfig
+from ...config.options.parallel_options import ParallelConfig, ZeroConfig
+from ...config.options.training_options import (
+    CheckpointConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from ...config.parse import check
+from ...errors import CheckpointError, ConfigError
+from ...mpu.launch import Launch
+from ...planning.run_plan import RULES, pipeline_shape
+from ...training.run_tokenizer import with_tokenizer
+from ..evaluation.checkpoint_model import evaluation_config
+
+TEACHER = Source("script", "the checkpoint of --distill-from")
+# Chunks of the head of a teacher whose hidden states are kept: any number above 1 leaves its product to the loss.
+NOT_COMPUTED = 2
+# What of a training a forward has, too.
+OF_TRAINING = (
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "train_samples",
+    "train_tokens",
+    "calculate_per_token_loss",
+    "seed",
+    "kernels",
+    "tiled_mlp",
+)
+
+
+def teacher_config(config: RunConfig) -> RunConfig:
+    """The configuration of the teacher of a run. config: must have the size of the vocabulary.
+
+    Reads the folder; not collective. Raises CheckpointError and ConfigError where it has no model, one with another
+    vocabulary, or one that the layout cannot hold.
+    """
+    folder = config.distillation.distill_from
+    try:
+        model = saved_model(folder)
+    except (CheckpointError, ConfigError) as error:
+        text = str(error).replace(f"--load {folder}", folder)
+        raise CheckpointError(f"--distill-from: {text}") from None
+    rows = config.model.vocab_size
+    if model.vocab_size != rows:
+        raise ConfigError(
+            f"--distill-from {folder}: the teacher has a vocabulary of {model.vocab_size} tokens, and this run has "
+            f"{rows}. Their predictions can be compared for the same tokens alone: train with the teacher's "
+            f"tokenizer, and with --vocab-size {model.vocab_size} where its model has more rows than tokens."
+        )
+    teacher = _in_layout_of(config, model)
+    try:
+        check(teacher, rules=RULES)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--distill-from {folder}: the layout of this run does not suit the teacher. {error}"
+        ) from None
+    return teacher
+
+
+@lru_cache(maxsize=4)
+def saved_model(folder: str) -> ModelConfig:
+    """The model in a folder, with the size of its vocabulary."""
+    config, _ = with_tokenizer(evaluation_config(["--load", folder], Launch()))
+    return config.model
+
+
+def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
+    """The model where the layers of the student are."""
+    optimizer = config.optimizer
+    is_whole = config.distillation.distill_top_k is None
+    train = {name: getattr(config.train, name) for name in OF_TRAINING}
+    model = replace(
+        model,
+        seq_length=config.model.seq_length,
+        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
+    )
+    # Everything else has its default: a forward has no optimizer, and recomputes nothing.
+    return RunConfig(
+        model=model,
+        parallel=_as_many_stages(config, any(model.experts)),
+        zero=_split_alike(config.zero),
+        optimizer=OptimizerConfig(
+            lr=optimizer.lr, fp16=optimizer.fp16, bf16=optimizer.bf16
+        ),
+        train=TrainConfig(
+            **train, cross_entropy_chunks=NOT_COMPUTED if is_whole else 0
+        ),
+        data=config.data,
+        checkpoint=CheckpointConfig(
+            load=config.distillation.distill_from, finetune=True, no_load_optim=True
+        ),
+        world_size=config.world_size,
+        sources={f"model.{name}": TEACHER for name in vars(model)},
+    )
+
+
+def _as_many_stages(config: RunConfig, has_experts: bool) -> ParallelConfig:
+    """The layout of the student, whose stages the teacher's layers fill in their own way."""
+    chunks = pipeline_shape(config).chunks
+    parallel = config.parallel
+    return replace(
+        parallel,
+        expert_model_parallel_size=parallel.expert_model_parallel_size
+        if has_experts
+        else 1,
+        num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+        num_layers_per_virtual_pipeline_stage=None,
+        pipeline_layout=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_cut="flops",
+        pipeline_costs_path=None,
+    )
+
+
+def _split_alike(zero: ZeroConfig) -> ZeroConfig:
+    """Weights that stage 3 splits; all of them elsewhere, as there is no other state."""
+    return ZeroConfig(
+        stage=3 if zero.stage == 3 else 0,
+        param_persistence_threshold=zero.param_persistence_threshold,
+        prefetch_bucket_size=zero.prefetch_bucket_size,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        zero3_pin_stage="off",
+    )

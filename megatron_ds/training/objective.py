@@ -1,0 +1,32 @@
+"""`Prepare`: what the objective of a wing does between the loading of a run and its first step."""
+
+from typing import Any, Protocol
+
+from ..config import RunConfig
+from ..data.tokenizers import Tokenizer
+from ..plugins import plugged
+from ..progress.ramps import Progress
+from .build import Replica
+from .run_checkpoint import Start
+from .trainer import Loaders
+
+
+class Prepare(Protocol):
+    """A function of an objective."""
+
+    def __call__(
+        self,
+        engine: Replica,
+        loaders: Loaders,
+        start: Start,
+        description: dict,
+        progress: Progress,
+    ) -> dict[str, Any]:
+        """What run.json has to remember. The weights of the run are loaded. Collective over the world."""
+
+
+def open_objective(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
+    """The preparation of the run's objective. Not collective; raises what its files are refused with."""
+    if config.objective is None:
+        return lambda *loaded: {}
+    return plugged(f"{config.objective} start")(config, tokenizer)

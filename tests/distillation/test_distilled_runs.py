@@ -1,0 +1,147 @@
+"""Runs with --distill-from are those of plain torch, with teachers of this package and of Hugging Face."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy, kl_div
+
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
+from megatron_ds.data.samples.gpt_data import MockDataset
+from tests.harness.pretraining import (
+    MOCK,
+    VOCAB,
+    losses,
+    records,
+    run_pretrain,
+    train,
+)
+
+pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+
+ROOM = 16
+SIZE = 4
+STEPS = 3
+RATE = 1e-3
+WEIGHT, TEMPERATURE = 0.7, 2.0
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+).split()
+WIDE = "--num-layers 3 --hidden-size 48 --num-attention-heads 6 --init-method-std 0.3".split()
+PLAIN = (
+    f"--lr {RATE} --min-lr {RATE} --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --clip-grad 0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`teacher` and `student`, weights of one step; `teacher_hf` and `student_hf`, the same for transformers."""
+    folder = tmp_path_factory.mktemp("distill")
+    for name, more in (("teacher", WIDE), ("student", [])):
+        save = str(folder / name)
+        train(1, [*MOCK, *LLAMA, *PLAIN, *more, "--train-iters", "1", "--save", save])
+        convert(["--load", save, "--save", f"{save}_hf", "--to", "huggingface"])
+    return folder
+
+
+def job(folder, teacher: str, *more) -> list[str]:
+    return [
+        *(*MOCK, *LLAMA, *PLAIN, "--train-iters", str(STEPS)),
+        *("--pretrained-checkpoint", str(folder / "student")),
+        *("--distill-from", str(folder / teacher)),
+        *("--distill-weight", str(WEIGHT), "--distill-temperature", str(TEMPERATURE)),
+        *map(str, more),
+    ]
+
+
+def in_plain_torch(folder, reverse: bool, count: int | None) -> list[float]:
+    """The losses of the steps. With `count` the likeliest tokens of the teacher, and all others as one."""
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(folder / "student_hf")
+    teacher = read(folder / "teacher_hf").requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), RATE, eps=1e-8)
+    samples = MockDataset(
+        STEPS * SIZE, seq_length=ROOM, vocab_size=VOCAB + 1, eod=VOCAB, seed=1234
+    )
+    found = []
+    for first in range(0, STEPS * SIZE, SIZE):
+        rows = [samples[i]["tokens"] for i in range(first, first + SIZE)]
+        tokens = torch.stack([torch.as_tensor(row) for row in rows])
+        logits = model(tokens[:, :-1]).logits.flatten(0, 1)
+        with torch.no_grad():
+            theirs = teacher(tokens[:, :-1]).logits.flatten(0, 1)
+        p, q = ((x / TEMPERATURE).softmax(-1) for x in (theirs, logits))
+        if count is not None:
+            kept = p.topk(count).indices
+            p, q = (
+                torch.cat([x.gather(1, kept), 1 - x.gather(1, kept).sum(1)[:, None]], 1)
+                for x in (p, q)
+            )
+        target, of = (p, q) if reverse else (q, p)
+        apart = kl_div(target.log(), of, reduction="none").sum(1).mean()
+        loss = (1 - WEIGHT) * cross_entropy(logits, tokens[:, 1:].flatten())
+        loss = loss + WEIGHT * TEMPERATURE**2 * apart
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, teacher, words, reverse, count",
+    [
+        (1, "teacher_hf", "--micro-batch-size 2", False, None),
+        (2, "teacher", "--tensor-model-parallel-size 2 --distill-top-k 7", False, 7),
+        (2, "teacher", "--zero-stage 3 --distill-divergence reverse", True, None),
+    ],
+)
+def test_a_run_has_the_losses_of_plain_torch(
+    folder, tmp_path, ranks, teacher, words, reverse, count
+):
+    train(ranks, job(folder, teacher, "--save", tmp_path / "run", *words.split()))
+    expected = in_plain_torch(folder, reverse, count)
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(expected, rel=1e-5)
+    last = records(tmp_path / "run")[-1]
+    parts = (1 - WEIGHT) * last["language_loss"]
+    parts += WEIGHT * TEMPERATURE**2 * last["divergence"]
+    assert parts == pytest.approx(last["loss"], rel=1e-5)
+    # The checkpoint is the student's alone.
+    [step] = (tmp_path / "run").glob("iter_*")
+    saved = json.loads((step / "run.json").read_text())
+    assert saved["teacher"]["folder"] == str(folder / teacher)
+    assert saved["identity"]["model"]["hidden_size"] == 32
+
+
+def test_without_a_teacher_a_run_learns_otherwise(folder, tmp_path):
+    plain = [word for word in job(folder, "teacher")]
+    at = plain.index("--distill-from")
+    train(1, [*plain[:at], "--save", str(tmp_path / "run")])
+    apart = in_plain_torch(folder, False, None)
+    assert list(losses(tmp_path / "run").values()) != pytest.approx(apart, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["--vocab-size", "99"], "a vocabulary of 62 tokens, and this run has 100"),
+        (["--label-smoothing", "0.1"], "take the place of smoothed labels"),
+        (["--distill-top-k", "99"], "of a vocabulary of"),
+        (["--distill-from", "/nowhere"], "--distill-from"),
+        (["--num-layers", "4", "--pipeline-model-parallel-size", "4"], "the teacher"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder, words, problem):
+    argv = [word for word in job(folder, "teacher")]
+    at = argv.index("--pretrained-checkpoint")
+    ranks = 4 if "4" in words else 1
+    ended = run_pretrain(ranks, [*argv[:at], *argv[at + 2 :], *words])[0]
+    assert ended.code == 2 and problem in ended.err, ended.err
+
+
+def test_a_dry_run_counts_the_teacher(folder):
+    [ended] = run_pretrain(1, [*job(folder, "teacher"), "--dry-run"])
+    assert ended.code == 0, ended.err
+    assert "the teacher's weights and predictions" in ended.out
