@@ -48,6 +48,7 @@ SIGNATURES_OF_DEEPSPEED = {
     "compat.deepspeed.comm.init_distributed",
     "compat.deepspeed.checkpointing.configure",
     "compat.engine.initialization.initialize",
+    "compat.engine.pipeline_module.PipelineModule.__init__",
     "compat.engine.module_profiler.get_model_profile",
     "compat.engine.zero_init.Init.__init__",
     "compat.deepspeed.moe_layer.MoE.__init__",

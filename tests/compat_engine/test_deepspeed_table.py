@@ -36,10 +36,12 @@ USED = """accelerator.get_accelerator accelerator.real_accelerator.get_accelerat
     ops.adagrad.DeepSpeedCPUAdagrad compat.deepspeed.moe_layer.MoE moe.utils.is_moe_param
     moe.utils.split_params_into_different_moe_groups_for_optimizer comm.get_rank comm.comm.barrier
     sequence.layer.DistributedAttention checkpoint.utils.clone_tensors_for_torch_save OnDevice
-    init_inference InferenceEngine default_inference_config inference.engine.InferenceEngine
+    PipelineModule pipe.PipelineModule pipe.LayerSpec pipe.TiedLayerSpec PipelineEngine
+    runtime.pipe.module.PipelineModule init_inference InferenceEngine default_inference_config
+    inference.engine.InferenceEngine
     utils.init_on_device.OnDevice runtime.config.DeepSpeedConfigError monitor.monitor.MonitorMaster"""
-ADVISED = """PipelineModule pipe.PipelineModule pipe.LayerSpec pipe.TiedLayerSpec PipelineEngine
-    runtime.pipe.module.PipelineModule runtime.pipe.topology.PipelineParallelGrid zero.MiCS_Init
+ADVISED = """DualPipeVModule runtime.pipe.schedule.TrainSchedule
+    runtime.pipe.topology.PipelineParallelGrid zero.MiCS_Init
     runtime.zero.mics.MiCS_Init ops.op_builder.CPUAdamBuilder compression.compress.init_compression
     module_inject.replace_policy.HFBertLayerPolicy tp_model_init
     inference.config.DeepSpeedInferenceConfig ops.transformer.DeepSpeedTransformerLayer"""
@@ -126,7 +128,6 @@ def test_the_page_lists_each_package_and_name_that_gives_advice():
     missing += [
         name
         for name in (
-            "PipelineModule",
             "PipelineParallelGrid",
             "tp_model_init",
         )

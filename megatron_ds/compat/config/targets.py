@@ -68,7 +68,7 @@ PROGRAMS: Mapping[str, str] = {
 }
 # Blocks that an engine does not read, with the reason.
 LEFT_OUT: Mapping[str, str] = {
-    "pipeline": "an engine runs a module as a whole",
+    "pipeline": "an engine runs a module as a whole; for a PipelineModule it reads activation_checkpoint_interval",
     "dump_state": "engine.settings has every value",
     "monitor_config": '"tensorboard", "csv_monitor", "wandb" and "comet" turn on the curves',
 }

@@ -7,9 +7,9 @@ NOT_HERE         packages of DeepSpeed of which nothing is available → sentenc
 from collections.abc import Mapping
 
 PIPELINE = (
-    "an engine trains a module as a whole, without pipeline stages. pretrain_gpt.py trains this "
-    "package's models with --pipeline-model-parallel-size; for a module of your own use ZeRO stage "
-    "3."
+    "an engine trains a module as a whole, without pipeline stages: PipelineModule has num_stages=1. "
+    "pretrain_gpt.py trains this package's models with --pipeline-model-parallel-size; for a module of "
+    "your own use ZeRO stage 3."
 )
 SCHEDULE = "the schedules of this package are in megatron_ds.pipeline (docs/design/pipeline.md)."
 INFERENCE = (
@@ -69,7 +69,7 @@ SWAP = (
 
 ADVICE: Mapping[str, Mapping[str, str]] = {
     "": {
-        "PipelineModule PipelineEngine DualPipeVModule DualPipeVEngine": PIPELINE,
+        "DualPipeVModule DualPipeVEngine": PIPELINE,
         "DeepSpeedInferenceConfig": INFERENCE,
         "DeepSpeedHybridEngine": HYBRID,
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer "
@@ -108,9 +108,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "monitor.config": {"DeepSpeedMonitorConfig get_monitor_config": MONITOR},
     "ops": {"DeepSpeedTransformerLayer DeepSpeedTransformerConfig": KERNELS},
-    "pipe": {
-        "PipelineModule LayerSpec TiedLayerSpec DualPipeVModule PipelineEngine PipelineError": PIPELINE
-    },
+    "pipe": {"DualPipeVModule": PIPELINE},
     "runtime.activation_checkpointing.config": {
         "DeepSpeedActivationCheckpointingConfig": INTERNAL
     },
@@ -130,10 +128,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "runtime.fp16.onebit.lamb": {"OnebitLamb": ONEBIT},
     "runtime.fp16.onebit.zoadam": {"ZeroOneAdam": ONEBIT},
     "runtime.hybrid_engine": {"DeepSpeedHybridEngine": HYBRID},
-    "runtime.pipe.engine": {"PipelineEngine": PIPELINE},
-    "runtime.pipe.module": {
-        "PipelineModule LayerSpec TiedLayerSpec PipelineError": PIPELINE
-    },
     "runtime.pipe.p2p": {
         "send recv send_obj recv_obj init_process_groups can_send_recv": PIPELINE
     },

@@ -104,6 +104,13 @@ TOPOLOGY = _each(
     "compat.deepspeed.topology:",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
 )
+PIPELINE = _each(
+    "compat.engine.pipeline_module:", "PipelineModule LayerSpec TiedLayerSpec"
+)
+PIPELINE_ENGINE = {
+    "PipelineEngine": "compat.engine.pipeline_engine:PipelineEngine",
+    "PipelineError": "compat.engine.pipeline_module:PipelineError",
+}
 SPARSITY = _each(
     "compat.deepspeed.sparsity_configs:",
     "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
@@ -131,6 +138,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "dist": _COMM,
         "add_tuning_arguments": _SCHEDULES + "add_tuning_arguments",
         "DeepSpeedDataLoader": _LOADER + "EngineLoader",
+        "PipelineModule": PIPELINE["PipelineModule"],
+        "PipelineEngine": PIPELINE_ENGINE["PipelineEngine"],
         "DistributedAttention": _SEQUENCE + "DistributedAttention",
     },
     "accelerator": {
@@ -218,7 +227,12 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO "
         "TOTAL_NUM_STEPS EDGE_VALUE MID_VALUE"
     ),
-    "pipe": TOPOLOGY,
+    "pipe": {**TOPOLOGY, **PIPELINE, **PIPELINE_ENGINE},
+    "runtime.pipe.engine": PIPELINE_ENGINE,
+    "runtime.pipe.module": {
+        **PIPELINE,
+        "PipelineError": PIPELINE_ENGINE["PipelineError"],
+    },
     "runtime.pipe.topology": TOPOLOGY,
     "runtime.utils": _each(
         _FUNCTIONS,

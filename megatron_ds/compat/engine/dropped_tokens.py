@@ -146,7 +146,8 @@ class DroppedTokens:
         self._whole = whole
         self._index = _of_channels(index, whole, self.positions)
         part = whole.gather(self.positions, self._index)
-        # The arguments of the call with some of the tokens.
+        # The arguments of the call with some of the tokens; a positional one has its name from
+        # the signature, since BERT's layers take the mask by position.
         names = [*inspect.signature(layer.forward).parameters]
         named = zip_longest(names[1 : len(args)], args[1:], fillvalue="")
         others = [self._part(name, value, index, length) for name, value in named]
@@ -159,7 +160,14 @@ class DroppedTokens:
         return args, kwargs | {HIDDEN: part}
 
     def _part(self, name: str, value: Any, index: torch.Tensor, length: int) -> Any:
-        """An argument for the kept tokens. Raises ConfigError where that is not known."""
+        """An argument for the kept tokens, by its name in the layer's forward.
+
+        value   of all tokens, or anything that is not of tokens
+        index   int64 [b, k], the kept ones
+        length  of all tokens
+        Raises ConfigError where that is not known.
+        """
+        # Keys of some tokens would be wrong for later calls.
         if value is None or name in CACHES:
             return None
         if name == self.mask_name:

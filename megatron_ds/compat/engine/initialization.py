@@ -68,6 +68,8 @@ from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
 from .number_formats import BLOCK, formats_of
+from .pipeline_engine import PipelineEngine
+from .pipeline_module import PipelineModule
 from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers
 from .zero_init import Partition, check_values, move_into, partitions_of, zeros
@@ -301,7 +303,8 @@ def _build_engine(
     monitor = on_all_ranks(
         world.world, lambda: Monitor(settings if world.rank == 0 else None)
     )
-    engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
+    engine = kind(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)
     record_communication(settings.profiler, world)

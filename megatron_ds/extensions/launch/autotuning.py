@@ -145,13 +145,17 @@ def autotune(
 def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
     """What `autotune` would do, for --dry-run: no trial is started, and no folder is touched.
 
+    program  as for `autotune`
+    mode     "tune" or "run"
+
     Raises ConfigError as `autotune` does.
     """
     metric = _metric(program, mode)
     results, exps = _places(program.tuning)
     steps = _steps(program.config)
     yield f"--autotuning {mode} would make these trials; --dry-run starts none:"
-    # The trials, as far as their number of ranks does not matter.
+    # The trials, as far as they follow from the JSON alone: the number of ranks, by which the batch
+    # grows, is known after the first.
     largest = program.tuning.get("max_train_batch_size")
     sizes = [
         size
@@ -169,7 +173,8 @@ def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
     most = program.tuning.get("tuner_num_trials", 50)
     yield f"  at most {most} trials; a stage ends where a trial fails, where the next would not fit the device, or"
     yield f"  where {metric} gets less than {LEAST_GAIN:.0%} better"
-    # What they leave, and how the first is started.
+    # What they leave behind, and how the first is started: its command has the path of a JSON that
+    # a search would write.
     yield f"results in {results}, settings in {exps}; trials of an earlier search there are removed"
     first = Trial(stages[0], sizes[0], steps)
     path = (results / first.name / "ds_config.json").resolve()
