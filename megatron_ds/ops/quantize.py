@@ -35,16 +35,17 @@ def quantize(
     if numel % block:
         x = F.pad(x, (0, blocks * block - numel))
     table = x.view(blocks, block)
-    scales = table.abs().amax(1) * (1 / most)
+    largest = table.abs().amax(1)
+    scales = largest * (1 / most)
     scales = scales.where(scales.isfinite(), torch.nan)
-    codes = (
-        (table / scales[:, None])
-        .round()
-        .clamp(-most, most)
-        .where(scales[:, None] > 0, 0)
-        .to(torch.int8)
-    )
-    codes = codes.flatten()[:numel]
+    of_rows = scales[:, None]
+    codes = table / of_rows
+    codes.round_()
+    codes.clamp_(-most, most)
+    # Blocks of zeros have the scale 0.
+    codes = codes.where(of_rows > 0, 0)
+    codes = codes.to(torch.int8).flatten()
+    codes = codes[:numel]
     if bits == 4:
         codes = _in_pairs(codes)
     return codes, scales
@@ -64,10 +65,12 @@ def dequantize(
 
     out: contiguous memory for the result; None: new memory
     """
+    # A number's code and its scale, in fp32.
     if bits == 4:
         codes = _apart(codes)
     codes = codes[:numel]
     scales = scales.detach().float()
+    # The last block may be shorter than the others.
     if numel % block:
         numbers = codes * scales.repeat_interleave(block)[:numel]
     else:
@@ -86,7 +89,9 @@ def _dequantize_example(
 ) -> tuple:
     where = random_generator(device, rows * width).device
     x, *how = _quantize_example(bits, rows, width, torch.float32, where)
-    codes, scales = (t.to(device) for t in quantize.in_torch(x, *how))
+    codes, scales = quantize.in_torch(x, *how)
+    codes = codes.to(device)
+    scales = scales.to(device)
     return scales, codes, x.numel(), *how, dtype
 
 

@@ -131,7 +131,10 @@ def reference_rotary(
     else:
         first, second = rotated.chunk(2, dim=-1)
     # Both channels of each pair, in the places that they came from.
-    halves = (first * cos - second * sin, second * cos + first * sin)
+    halves = (
+        first * cos - second * sin,
+        second * cos + first * sin,
+    )
     if interleaved:
         turned = torch.stack(halves, dim=-1).flatten(-2)
     else:

@@ -321,6 +321,20 @@ OTHER_MODELS = {
     "no size": ({"hidden_size": None}, "hidden_size is missing"),
     "a size that is text": ({"hidden_size": "eight"}, "config.json"),
     "a list": ({"num_attention_heads": [2]}, "config.json"),
+    "a table that is text": (
+        {"model_type": "mpt", "attn_config": "x"},
+        "config.json is damaged: AttributeError",
+    ),
+    "an infinite length": (
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": float("inf"),
+            }
+        },
+        "config.json is damaged: OverflowError",
+    ),
     "a negative size": ({"num_hidden_layers": -1}, "num_layers: -1 is out of range"),
     "too many layers": ({"num_hidden_layers": 10**12}, "1000000000000 is out of range"),
     "heads that form no groups": (

@@ -29,6 +29,8 @@ from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE
 from tests.planning.test_activations import kept
 
+pytestmark = pytest.mark.parts(2)
+
 JOB = (
     "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 61 "
     f"--make-vocab-size-divisible-by 4 --global-batch-size {GLOBAL_BATCH} --train-iters 4 "

@@ -11,6 +11,8 @@ from megatron_ds.pipeline.passes import add_transfers, forward_only, lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement
 from megatron_ds.pipeline.simulate import check, simulate
 
+pytestmark = pytest.mark.parts(2)
+
 SIZES, MICROBATCHES, CHUNKS = (
     range(1, 9),
     (1, 2, 3, 5, 8, 9, 12, 16, 19, 32),

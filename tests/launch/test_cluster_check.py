@@ -10,6 +10,8 @@ from megatron_ds.extensions.launch.cluster_check import rounds
 from megatron_ds.extensions.launch.cluster_findings import Measured, problems, text_of
 from tests.launch.starts import launch
 
+pytestmark = pytest.mark.parts(2, together=True)
+
 PROGRAM = Path(__file__).with_name("check_program.py")
 
 

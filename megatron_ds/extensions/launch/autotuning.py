@@ -115,13 +115,7 @@ def autotune(
     Raises ConfigError for a wrong mode or block, for folders that are not to be overwritten, and where no trial
     succeeds.
     """
-    if mode not in MODES:
-        raise ConfigError(f"--autotuning {mode}: give {' or '.join(MODES)}.")
-    metric = program.tuning.get("metric", "throughput")
-    if metric not in METRICS:
-        raise ConfigError(
-            f'"autotuning.metric" is {metric!r}; it must be one of {", ".join(METRICS)}.'
-        )
+    metric = _metric(program, mode)
     # The trials of each stage.
     results, exps = _folders(program.tuning)
     trials: list[Trial] = []
@@ -146,6 +140,55 @@ def autotune(
     _write(results / "summary.txt", summary)
     say(summary)
     return subprocess.run(command).returncode if mode == "run" else 0
+
+
+def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
+    """What `autotune` would do, for --dry-run: no trial is started, and no folder is touched.
+
+    Raises ConfigError as `autotune` does.
+    """
+    metric = _metric(program, mode)
+    results, exps = _places(program.tuning)
+    steps = _steps(program.config)
+    yield f"--autotuning {mode} would make these trials; --dry-run starts none:"
+    # The trials, as far as their number of ranks does not matter.
+    largest = program.tuning.get("max_train_batch_size")
+    sizes = [
+        size
+        for size in _micro_batches(program)
+        if largest is None or size * steps <= largest
+    ]
+    if not sizes:
+        raise ConfigError(
+            f'"autotuning.max_train_batch_size" is {largest}, less than the smallest batch. Give a larger one.'
+        )
+    stages = _stages(program.config)
+    for stage in stages:
+        shown = ", ".join(map(str, sizes))
+        yield f"  ZeRO stage {stage}: micro-batches of {shown} samples, {steps} of them in an update"
+    most = program.tuning.get("tuner_num_trials", 50)
+    yield f"  at most {most} trials; a stage ends where a trial fails, where the next would not fit the device, or"
+    yield f"  where {metric} gets less than {LEAST_GAIN:.0%} better"
+    # What they leave, and how the first is started.
+    yield f"results in {results}, settings in {exps}; trials of an earlier search there are removed"
+    first = Trial(stages[0], sizes[0], steps)
+    path = (results / first.name / "ds_config.json").resolve()
+    command = program.command(path, settings_of(program, first))
+    yield f"the first trial: {shlex.join(command)}"
+    if mode == "run":
+        yield f"then the program with {results / 'ds_config_optimal.json'}"
+
+
+def _metric(program: TunedProgram, mode: str) -> str:
+    """The metric of the search. Raises ConfigError for it and for the mode."""
+    if mode not in MODES:
+        raise ConfigError(f"--autotuning {mode}: give {' or '.join(MODES)}.")
+    metric = program.tuning.get("metric", "throughput")
+    if metric not in METRICS:
+        raise ConfigError(
+            f'"autotuning.metric" is {metric!r}; it must be one of {", ".join(METRICS)}.'
+        )
+    return metric
 
 
 def settings_of(program: TunedProgram, trial: Trial) -> dict[str, Any]:
@@ -292,6 +335,19 @@ def _run(
 
 def _folders(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
     """The folders of results and of settings, empty. Raises ConfigError where they may not be overwritten."""
+    folders = _places(tuning)
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("z?_gas*_tmbspg*"):
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
+    return folders
+
+
+def _places(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
+    """The folders of results and of settings. Raises ConfigError where they may not be overwritten."""
     results = tuning.get("results_dir") or "autotuning_results"
     exps = tuning.get("exps_dir") or "autotuning_exps"
     folders = Path(results), Path(exps)
@@ -300,13 +356,6 @@ def _folders(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
             raise ConfigError(
                 f'autotuning: {folder} exists, and "autotuning.overwrite" is false. Move it, or choose another one.'
             )
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("z?_gas*_tmbspg*"):
-            if old.is_dir():
-                shutil.rmtree(old)
-            else:
-                old.unlink()
     return folders
 
 

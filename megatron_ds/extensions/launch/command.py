@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ...cli import Arguments
 from ...errors import ConfigError
-from .autotuning import autotune, program_of
+from .autotuning import autotune, plan_lines, program_of
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram, core_list
 from .layout_check import LayoutCheck
@@ -37,6 +37,7 @@ HOSTFILE = Path("/job/hostfile")
 PORT = 29500
 LOCAL = "localhost"
 SSH_SECONDS = 30
+DRY_RUN = ("--dry-run", "--print-command")
 OWN = ("megatron_ds", "megatron-ds")  # their first argument is a command
 
 
@@ -150,7 +151,7 @@ def _add_watch(add: Callable[..., object]) -> None:
 
 
 def _add_own(add: Callable[..., object]) -> None:
-    add("--dry-run", "--print-command", action="store_true", help="print the commands")
+    add(*DRY_RUN, action="store_true", help="print the commands")
     add("--save_pid", action="store_true", help="write TMP/PID.deepspeed while it runs")
     add(
         "--autotuning",
@@ -168,7 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parsed(argv)
     if args.autotuning:
         words = sys.argv[1:] if argv is None else list(argv)
-        return autotune(program_of(*_untuned(words)), args.autotuning)
+        program = program_of(*_untuned(words))
+        if args.dry_run:
+            print(*plan_lines(program, args.autotuning), sep="\n")
+            return 0
+        return autotune(program, args.autotuning)
     # The job.
     slots = slots_of(args, os.environ)
     name = launcher_of(args, slots)
@@ -275,9 +280,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _untuned(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the launcher's flags but --autotuning, the script and its arguments)"""
+    """(the launcher's flags but --autotuning and --dry-run, the script and its arguments)"""
     own, rest = split_words(words)
-    flags = [word for word in own[:-1] if not word.startswith("--autotuning=")]
+    left_out = ("--autotuning=", *DRY_RUN)
+    flags = [word for word in own[:-1] if not word.startswith(left_out)]
     return flags, [*own[-1:], *rest]
 
 

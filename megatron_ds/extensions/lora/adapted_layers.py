@@ -13,7 +13,7 @@ from ...moe.experts import GroupedLinear
 from ...moe.mixture import MixtureOfExperts
 from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .adapter import AdaptedExperts, AdaptedLinear
+from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm
 from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
 from .dora import DoraExperts, DoraLinear
 from .lora_options import LoraConfig
@@ -132,11 +132,11 @@ def _with_adapter(
     ctx: ParallelContext,
     under_way: BatchUnderWay,
 ) -> nn.Module:
-    rank = settings.lora_rank
-    scale = settings.scale
+    form = AdapterForm(settings.lora_rank, settings.scale, ctx, tuple(parts))
     if isinstance(linear, GroupedLinear):
         kind = DoraExperts if settings.use_dora else AdaptedExperts
-        return kind(linear, rank, scale, ctx, _expert_dropout(linear, settings, ctx))
+        drop = _expert_dropout(linear, settings, ctx)
+        return kind(linear, replace(form, drops=(drop,)))
     # Adapters of one layer drop different elements of its input.
     weight = linear.weight.spec
     width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None
@@ -145,7 +145,7 @@ def _with_adapter(
         site = f"{weight.name}.lora.{part}"
         drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
     kind = DoraLinear if settings.use_dora else AdaptedLinear
-    return kind(linear, parts, rank, scale, ctx, drops)
+    return kind(linear, replace(form, drops=tuple(drops)))
 
 
 def _expert_dropout(

@@ -4,6 +4,7 @@ training   steps whose result the run has kept, without their waits for data
 repeated   steps that a later process computed again, since it resumed from before them
 data       steps waited for their batch
 evaluation, saves
+measuring  plans and files of --record-memory-history, beside the step that it measures
 starting   each process, from its begin to its first step: building, loading
 stopped    no process of the run was there
 unexplained  the rest
@@ -20,6 +21,7 @@ PARTS = (
     "data",
     "evaluation",
     "saves",
+    "measuring",
     "starting",
     "stopped",
     "unexplained",
@@ -102,6 +104,7 @@ def goodput(run: Run) -> Goodput:
         for record in process.records:
             parts["evaluation"] += record.get("eval_seconds", 0.0)
             parts["saves"] += record.get("save_seconds", 0.0)
+            parts["measuring"] += record.get("measuring_seconds", 0.0)
     wall = processes[-1].end - processes[0].began
     parts["unexplained"] = wall - sum(parts.values())
     return Goodput(wall, parts)

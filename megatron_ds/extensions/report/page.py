@@ -31,7 +31,7 @@ p.note { color: #555; margin: .3rem 0; }
 PART_COLOURS = dict(
     zip(
         PARTS,
-        "#009e73 #d55e00 #e69f00 #56b4e9 #0072b2 #cc79a7 #999999 #dddddd".split(),
+        "#009e73 #d55e00 #e69f00 #56b4e9 #f0e442 #0072b2 #cc79a7 #999999 #dddddd".split(),
         strict=True,
     )
 )

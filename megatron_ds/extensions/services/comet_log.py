@@ -1,6 +1,7 @@
 """The sink for Comet, under the same names as TensorBoard."""
 
 import hashlib
+from collections.abc import Mapping
 from importlib import import_module
 
 from ...config import RunConfig
@@ -10,8 +11,8 @@ from ...training.observe.records import Record
 from ...training.observe.tensorboard import scalars_of
 
 
-class CometLog:
-    """Writes to one experiment of Comet, which continues under the same key after a resume.
+class CometPoints:
+    """Points of one experiment of Comet, which continues under the same key after a resume.
 
     With --comet-offline-dir each process writes an archive there, which `comet upload` sends.
     """
@@ -20,7 +21,6 @@ class CometLog:
 
     def __init__(self, config: RunConfig, run_id: str):
         logging = config.logging
-        self._timers = logging.log_timers_to_tensorboard
         try:
             self._experiment = _experiment(config, run_id)
             if logging.comet_experiment_name:
@@ -34,18 +34,36 @@ class CometLog:
                 "--comet-offline-dir, a folder for archives that comet upload sends later."
             ) from error
 
-    def write(self, record: Record) -> None:
-        """Log the values of the record at its step. Raises OSError."""
-        losses, others = scalars_of(record, self._timers)
-        values = {**losses, **others, "samples": record.samples}
+    def write(self, values: Mapping[str, float], x: int) -> None:
+        """Log a point of each curve. Raises OSError."""
         try:
-            self._experiment.log_metrics(values, step=record.step)
+            self._experiment.log_metrics(values, step=x)
         except Exception as error:  # any kind, as above
             raise OSError(str(error)) from error
 
     def close(self) -> None:
         """Send what is waiting, or complete the archive."""
         self._experiment.end()
+
+
+class CometLog:
+    """The sink of records."""
+
+    place = CometPoints.place
+
+    def __init__(self, config: RunConfig, run_id: str):
+        self._points = CometPoints(config, run_id)
+        self._timers = config.logging.log_timers_to_tensorboard
+
+    def write(self, record: Record) -> None:
+        """Log the values of the record at its step. Raises OSError."""
+        losses, others = scalars_of(record, self._timers)
+        values = {**losses, **others, "samples": record.samples}
+        self._points.write(values, record.step)
+
+    def close(self) -> None:
+        """Send what is waiting, or complete the archive."""
+        self._points.close()
 
 
 def _experiment(config: RunConfig, run_id: str):

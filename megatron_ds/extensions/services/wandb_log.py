@@ -1,5 +1,6 @@
 """The sink for Weights & Biases, under the same names as TensorBoard."""
 
+from collections.abc import Mapping
 from importlib import import_module
 
 from ...config import RunConfig
@@ -9,14 +10,13 @@ from ...training.observe.records import Record
 from ...training.observe.tensorboard import scalars_of
 
 
-class WandbLog:
-    """Writes to one run of W&B, which continues under the same id after a resume."""
+class WandbPoints:
+    """Points of one run of W&B, which continues under the same id after a resume."""
 
     place = "Weights & Biases"
 
     def __init__(self, config: RunConfig, run_id: str):
         logging = config.logging
-        self._timers = logging.log_timers_to_tensorboard
         try:
             self._run = import_module("wandb").init(
                 project=logging.wandb_project,
@@ -34,12 +34,26 @@ class WandbLog:
                 "WANDB_MODE=offline."
             ) from error
 
+    def write(self, values: Mapping[str, float], x: int) -> None:
+        """Log a point of each curve. Raises OSError."""
+        try:
+            # Not committed: W&B adds later values of the same x, such as validation losses.
+            self._run.log(values, step=x)
+        except Exception as error:  # any kind, as above
+            raise OSError(str(error)) from error
+
+
+class WandbLog:
+    """The sink of records."""
+
+    place = WandbPoints.place
+
+    def __init__(self, config: RunConfig, run_id: str):
+        self._points = WandbPoints(config, run_id)
+        self._timers = config.logging.log_timers_to_tensorboard
+
     def write(self, record: Record) -> None:
         """Log the values of the record at its step. Raises OSError."""
         losses, others = scalars_of(record, self._timers)
         values = {**losses, **others, "samples": record.samples}
-        try:
-            # Not committed: W&B adds the values of later records of the same step, such as validation losses.
-            self._run.log(values, step=record.step)
-        except Exception as error:  # any kind, as above
-            raise OSError(str(error)) from error
+        self._points.write(values, record.step)
