@@ -32,7 +32,7 @@ from ...tensor_parallel.linear import (
 from .lora_targets import PackedRows
 
 Linear = ColumnParallelLinear | RowParallelLinear
-Drop = Callable[[torch.Tensor], torch.Tensor]
+Drop = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AdapterForm:
     rank   columns of B
     scale  of the sum
     parts  of the packed rows, each with an adapter; (None,): one adapter for all rows
-    drops  dropout of the input of each adapter; experts have one for all parts
+    drops  dropout of the input of each adapter; of experts one, whose call takes the runs of rows too
     """
 
     rank: int
@@ -105,16 +105,13 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedExperts(nn.Module):
-    """A frozen linear layer of experts with an adapter for each expert, in all rows.
-
-    drop: dropout of the input of the adapters
-    """
+    """A frozen linear layer of experts with an adapter for each expert, in all rows."""
 
     def __init__(self, base: GroupedLinear, form: AdapterForm):
         super().__init__()
         self.base = base
         self.scale = form.scale
-        (self.drop,) = form.drops
+        [self.drop] = form.drops
         weight = base.weight.spec
         experts, rows, columns = weight.shape
         cut = weight.split_over("tp")
