@@ -26,6 +26,7 @@ from ...config import RunConfig
 from ...errors import ConfigError
 from ...moe.balance import StepState
 from ...mpu.external_groups import DataParallelWorld
+from ...mpu.host_reads import read_number
 from ...mpu.launch import read_launch
 from ...progress.ramps import Progress
 from ...training.observe.csv_monitor import CsvFiles
@@ -319,7 +320,7 @@ class Monitor:
             return
         losses = self._losses
         self._losses = []
-        mean = sum(loss.item() for loss in losses) / len(losses) if losses else None
+        mean = sum(map(read_number, losses)) / len(losses) if losses else None
         points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
         self.write_events(
             (f"Train/Samples/{name}", value, samples)
