@@ -336,8 +336,11 @@ def _memory_folder() -> str | None:
 def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:
     """Print the line of a report, if there is one; the reader of the output may be gone."""
     if report is not None:
+        # One write: a line of a rank, which another thread passes on, cannot come between.
+        line = f"{report.line(*arguments)}\n"
         with contextlib.suppress(OSError, ValueError):
-            print(report.line(*arguments), flush=True)
+            sys.stdout.buffer.write(line.encode())
+            sys.stdout.buffer.flush()
 
 
 def _die_with_parent() -> Callable[[], object] | None:
