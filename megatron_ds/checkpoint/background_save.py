@@ -25,6 +25,7 @@ from ..host.direct_file import TILE
 from ..host.pace import Pace
 from ..host.page_locked import page_locked
 from ..host.side_streams import Mark, side_stream
+from ..mpu.host_reads import wait_for_mark_in_thread
 from ..mpu.param_spec import ParamSpec
 from .pieces import Piece, key
 from .save import Saving
@@ -201,7 +202,7 @@ class BackgroundSave:
         """Thread: this rank's part of the index, and its reason against the save."""
         if failed is not None:
             raise failed
-        self.copied.synchronize()
+        wait_for_mark_in_thread(self.copied)
         self._sources = []
         reason = self._reason_against(self._paced(pieces))
         part = self._saving.write(pieces, self._pace) if reason is None else None

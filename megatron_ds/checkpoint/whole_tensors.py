@@ -18,6 +18,7 @@ import torch
 from ..errors import CheckpointError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
+from ..mpu.host_reads import wait_for_work
 from ..mpu.param_spec import Coordinates, Init, ParamSpec
 from ..mpu.parameter_piece import ParameterPiece
 from .load import explain_way_back, find_checkpoint
@@ -111,6 +112,7 @@ class TensorStream:
                     target.numel(), dtype=entry.dtype, device=self._device
                 )
                 transport.irecv(message, rank, TAG).wait()
+                wait_for_work(self._device, self._world)
                 target.copy_(message.view(target.shape))
         return whole
 

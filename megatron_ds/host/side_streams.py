@@ -46,13 +46,8 @@ class Mark:
         if self._event is not None:
             self._event.wait()
 
-    def synchronize(self) -> None:
-        """Return when it is reached: the host waits."""
-        if self._event is not None:
-            self._event.synchronize()
-
     def is_completed(self) -> bool:
-        """Whether it is reached."""
+        """Whether it is reached. The host waits for it by mpu/host_reads.py."""
         return self._event is None or self._event.query()
 
 

@@ -31,8 +31,8 @@ import torch
 
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
-from ..mpu.device_wait import read_numbers
 from ..mpu.group import Group
+from ..mpu.host_reads import read_numbers
 from ..mpu.regions import copy_to_region, reduce_from_region
 from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from ..ops.grouped import RowRuns

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .group import RING_FACTOR, Group, Work
+from .host_reads import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class StreamClock:
     ) -> float | None:
         """The seconds between; None while the stream has not reached the end, unless the host is to wait."""
         if wait:
-            end.synchronize()
+            wait_until(end.query)
         elif not end.query():
             return None
         return start.elapsed_time(end) / 1e3

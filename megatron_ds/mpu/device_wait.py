@@ -1,63 +1,67 @@
-"""`read_numbers`: numbers of a GPU on the host, by a wait that has an end.
+"""`wait_for_device`: a wait of the host for a GPU that has an end.
 
-Where the work before them includes a collective of NCCL for which another rank does not come, a plain read never
+Where the work of the GPU includes a collective of NCCL for which another rank does not come, a plain wait never
 returns: NCCL's watchdog ends the process after the timeout, without a message that names the rank. Here the host
 asks an event instead, and raises an error that names the rank before the watchdog acts. The watchdog counts from
 the launch of a collective, the host from the end of its launches: the time between the two must be below the
 margin.
+
+`host_reads.py` has the reads and waits that the package uses.
 """
 
+import math
 import time
-from typing import Any
-
-import torch
-
-from ..host.places import WAITING
-from .group import Group
+from collections.abc import Callable
+from typing import Protocol
 
 SHARE = 0.1  # of the timeout that is left for the reports of the ranks, before the watchdog acts
 FEWEST_SECONDS = 30.0  # of it
-SPIN_SECONDS = (
-    1.0  # in which the host asks without a pause, as the driver's own wait does
-)
+SPIN_SECONDS = 1.0  # without a pause between two questions, as in the driver's own wait
 PAUSE_SECONDS = 0.001
 
 
-def read_numbers(numbers: torch.Tensor, group: Group) -> list:
-    """`numbers.tolist()`. group: ranks whose timeout limits the wait for a GPU, and whose error is raised.
+class Failing(Protocol):
+    """The part of a transport that a wait for the device needs."""
 
-    Raises CommunicationError, with the ranks that are stuck, if the GPU does not come to the numbers in time.
+    wait_seconds: float
+
+    def failure(self, what: str, error: Exception) -> Exception:
+        """The error to raise."""
+
+
+def wait_for_device(
+    is_reached: Callable[[], bool],
+    transport: Failing | None,
+    spin_seconds: float = SPIN_SECONDS,
+) -> None:
+    """Return when the GPU comes to a point, which `event.query` answers for an event.
+
+    transport: its timeout limits the wait; None: without other ranks the work of a GPU ends
+    spin_seconds: in which the host asks without a pause
+
+    Raises its failure, with the ranks that are stuck, if the GPU does not come there in time.
     """
-    if not numbers.is_cuda or group.transport is None:
-        return numbers.tolist()
-    on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    on_host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    seconds = patience(group.transport.wait_seconds)
-    with WAITING:
-        is_reached = _is_reached(event, seconds)
-    if not is_reached:
+    seconds = math.inf if transport is None else patience(transport.wait_seconds)
+    if not _comes(is_reached, seconds, spin_seconds):
         error = TimeoutError(
             f"the work of the device timed out: it was not complete after {seconds:g} s"
         )
-        raise group.transport.failure("waiting for the device", error)
-    return on_host.tolist()
+        raise transport.failure("waiting for the device", error)
 
 
 def patience(timeout: float) -> float:
     """Seconds that the host waits for work whose collectives may take `timeout` seconds: less by a margin in
     which all ranks report."""
     margin = max(FEWEST_SECONDS, SHARE * timeout)
-    return max(timeout - margin, timeout / 2)
+    return max(timeout / 2, timeout - margin)
 
 
-def _is_reached(event: Any, seconds: float) -> bool:
-    """Whether a GPU comes to the event within that time."""
+def _comes(is_reached: Callable[[], bool], seconds: float, spin_seconds: float) -> bool:
+    """Whether the GPU comes there within that time."""
     start = time.monotonic()
-    while not event.query():
+    while not is_reached():
         waited = time.monotonic() - start
         if waited > seconds:
             return False
-        time.sleep(0 if waited < SPIN_SECONDS else PAUSE_SECONDS)
+        time.sleep(0 if waited < spin_seconds else PAUSE_SECONDS)
     return True

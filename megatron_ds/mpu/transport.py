@@ -35,6 +35,7 @@ from ..host import places
 from ..host.memory_maps import SharedPages, share_pages
 from ..host.signal_pipes import SignalPipes, share_pipes
 from .control import ring_gather
+from .device_wait import wait_for_device
 from .flight_recorder import save_record
 from .group import DONE, AllOf, Messages, Work
 from .stuck_ranks import (
@@ -254,6 +255,10 @@ class TorchTransport:
         for i in far:
             near[i] = arguments[i].to(device)
         self._start(what, function, *near).wait()
+        reached = torch.cuda.Event()
+        reached.record()
+        with places.WAITING:
+            wait_for_device(reached.query, self)
         for i in far:
             arguments[i].copy_(near[i])
         return DONE

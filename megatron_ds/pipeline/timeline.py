@@ -24,6 +24,7 @@ from statistics import median
 import torch
 
 from ..errors import DataError
+from ..mpu.host_reads import wait_until
 from .instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from .simulate import Cost, Simulation
 
@@ -38,8 +39,8 @@ class Timeline:
         self._entries: list[tuple] = []
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
-            torch.cuda.synchronize(device)
             self._zero = self.now()
+            wait_until(self._zero.query)
             self._epoch = time.time()
         else:
             self._epoch = time.time() - time.perf_counter()
@@ -60,10 +61,10 @@ class Timeline:
         """The entries since the last call, in seconds since 1970. The host waits for the device."""
         entries = self._entries
         self._entries = []
-        if self._is_cuda:
-            torch.cuda.synchronize()
         read = []
         for instruction, start, end in entries:
+            if self._is_cuda:
+                wait_until(end.query)
             read.append((instruction, self._seconds(start), self._seconds(end)))
         return read
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..mpu.collectives import all_gather_object
+from ..mpu.host_reads import read_number
 from ..mpu.mesh import Mesh
 
 
@@ -45,7 +46,7 @@ def _bad_parameter(
     layers: Mapping[str, tuple[int, nn.Module]],
 ) -> tuple[int, str] | None:
     """(stage, description) of the first stage that holds a non-finite parameter."""
-    bad = {name for name, values in weights if not torch.isfinite(values).all()}
+    bad = {name for name, values in weights if not _is_finite(values)}
     found = []
     for stage, module in layers.values():
         names = (p.spec.name for p in module.parameters())
@@ -54,6 +55,10 @@ def _bad_parameter(
     return (
         None if name is None else (stage, f"parameter {name} holds non-finite values")
     )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return read_number(torch.isfinite(values).all())
 
 
 def _bad_output(
@@ -68,9 +73,9 @@ def _bad_output(
                 stage not in first
                 and isinstance(output, torch.Tensor)
                 and output.is_floating_point()
-                and not torch.isfinite(output).all()
+                and not _is_finite(output)
             ):
-                bad = (~torch.isfinite(output)).sum().item()
+                bad = read_number((~torch.isfinite(output)).sum())
                 first[stage] = (
                     f"output of {name} ({type(module).__name__}, shape {list(output.shape)}): "
                     f"{bad} non-finite values"

@@ -6,6 +6,7 @@ import torch
 
 from ..errors import MegatronDSError
 from ..mpu.collectives import all_gather_object
+from ..mpu.host_reads import wait_for_work
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES
 from ..zero.optimizer import ZeroOptimizer
@@ -23,6 +24,7 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     Raises ReplicaError on all ranks, with the first weight that differs. The host waits for the device.
     """
     optimizer.wait_for_weights()
+    wait_for_work(mesh.device, mesh.group("world"))
     # Weights that every data-parallel rank holds whole.
     digests = {}
     for s in optimizer.sets:

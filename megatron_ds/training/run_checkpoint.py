@@ -49,6 +49,7 @@ from ..models.model_identity import (
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
+from ..mpu.host_reads import wait_for_work
 from ..planning.run_model import data_kind
 from ..progress.ramps import Progress
 from ..zero.settings import ZeroSettings
@@ -277,7 +278,10 @@ def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
     """
     begin = time.perf_counter()
     pieces = saved_pieces(engine)
-    found = all_gather_object(not_finite(pieces), engine.mesh.group("world"))
+    world = engine.mesh.group("world")
+    # The reads of a GPU from here on wait for no other rank.
+    wait_for_work(engine.mesh.device, world)
+    found = all_gather_object(not_finite(pieces), world)
     if not is_finite(found, progress, engine):
         return False
     saving = new_saving(engine, progress)

@@ -18,7 +18,7 @@ from ..batch.batch import Batch
 from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
 from ..errors import MegatronDSError
 from ..host import places
-from ..mpu.device_wait import read_numbers
+from ..mpu.host_reads import read_numbers
 from ..pipeline.timeline import Timeline, write_trace
 from ..progress.ramps import Progress
 from .batches import BatchSource

@@ -24,6 +24,7 @@ from ..host.device_copies import column, on_device
 from ..models import Loss
 from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.grid import ranks_in_short
+from ..mpu.host_reads import read_numbers
 from ..mpu.mesh import Mesh
 from .observe.records import EvalRecord, TrainRecord
 
@@ -96,7 +97,9 @@ class StepMetrics:
         samples are distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses
         itself.
         """
-        return self.report(self.queue(losses, entries, stop).tolist(), losses, entries)
+        return self.report(
+            self._read(self.queue(losses, entries, stop)), losses, entries
+        )
 
     def queue(
         self,
@@ -127,7 +130,7 @@ class StepMetrics:
         of_ranks = pairs[2 * len(self.names) :]
         if votes >= NEW_NAMES:
             self._exchange(_names(entries))
-            pairs = self._summed(losses, entries, 0.0).tolist()[4:]
+            pairs = self._read(self._summed(losses, entries, 0.0))[4:]
         means = {
             name: pairs[2 * i] / max(pairs[2 * i + 1], 1)
             for i, name in enumerate(self.names)
@@ -143,6 +146,10 @@ class StepMetrics:
             int(votes % NEW_NAMES // READY),
             of_ranks,
         )
+
+    def _read(self, sums: torch.Tensor) -> list[float]:
+        """The numbers on the host, which waits for the device."""
+        return read_numbers(sums, self.mesh.group("world"))
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
         """Agree on the names of all ranks, at the first step and for new names. Collective over the world."""

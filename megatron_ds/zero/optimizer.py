@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..mpu.collectives import barrier
+from ..mpu.host_reads import read_numbers
 from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, reads_in_place
@@ -243,7 +244,7 @@ class ZeroOptimizer:
         self, lr: Rates, weight_decay: float = 0.0, grad_divisor: float = 1.0
     ) -> StepResult:
         """`measure` and `update`; between them the host waits for the device. Collective over the world."""
-        return self.update(self.measure().tolist(), lr, weight_decay, grad_divisor)
+        return self.update(read_numbers(self.measure()), lr, weight_decay, grad_divisor)
 
     @torch.no_grad()
     def measure(self, zeros: bool = False) -> torch.Tensor:

@@ -8,7 +8,7 @@ instead.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from ..host.page_locked import PageLockedPool, page_locked
 from ..host.scratch_file import Region, ScratchFile
 from ..host.side_streams import Mark, side_stream
 from ..mpu.group import DONE, Work
+from ..mpu.host_reads import wait_for_mark
 
 DEVICE = "device"
 
@@ -142,11 +143,11 @@ class Array:
         """Begin to copy to a buffer, which may be of another dtype. The host waits for a buffer of its own;
         for one on a GPU the current stream waits."""
         copied = _copy(out, self.tensor)
-        return copied if out.is_cuda else Then(DONE, copied.synchronize)
+        return copied if out.is_cuda else Then(DONE, partial(wait_for_mark, copied))
 
     def write(self, values: torch.Tensor) -> Work:
         """Begin to copy from a buffer; after the wait the host may use both."""
-        return Then(DONE, _copy(self.tensor, values).synchronize)
+        return Then(DONE, partial(wait_for_mark, _copy(self.tensor, values)))
 
 
 class MemoryTier(Tier):
@@ -204,7 +205,7 @@ def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if near:
         torch._foreach_copy_(*map(list, zip(*near)))
     for mark in marks.values():
-        mark.synchronize()
+        wait_for_mark(mark)
 
 
 def _copy(out: torch.Tensor, values: torch.Tensor) -> Mark:
@@ -263,7 +264,7 @@ class OnDisk(Array):
 
     def _read_to_device(self, out: torch.Tensor) -> Work:
         buffer, is_copied = self.pool.borrow(self.region.nbytes)
-        is_copied.synchronize()  # the disk writes to it without a stream
+        wait_for_mark(is_copied)  # the disk writes to it without a stream
 
         def copy() -> None:
             mark = _copy(out, buffer.view(self.tensor.dtype)[: out.numel()])

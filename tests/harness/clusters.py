@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,8 +122,19 @@ def descendants_of(process: int) -> list[int]:
     return [*children, *(each for child in children for each in descendants_of(child))]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the sshd of a host listens. before: words that start a program there"""
+
+    address: str
+    before: tuple[str, ...] = ()
+
+
+LOOPBACK = (Place("127.0.1.1"), Place("127.0.1.2"))
+
+
 @contextlib.contextmanager
-def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
+def ssh_hosts(folder: Path, places: Sequence[Place] = LOOPBACK) -> Iterator[SshHosts]:
     """Hosts n1, n2, … on this machine, each with its sshd."""
     key = folder / "user_key"
     for path in (key, folder / "host_key"):
@@ -135,15 +146,15 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
     starts: dict[str, Callable[[], subprocess.Popen]] = {}
     daemons: dict[str, subprocess.Popen] = {}
     with contextlib.ExitStack() as stack:
-        for i in range(1, count + 1):
-            address = f"127.0.1.{i}"
+        for i, place in enumerate(places, 1):
+            address = place.address
             settings = folder / f"sshd{i}.conf"
             settings.write_text(
                 f"ListenAddress {address}\nPort {port}\nHostKey {folder}/host_key\n"
                 f"AuthorizedKeysFile {key}.pub\nStrictModes no\nPidFile none\nUsePAM no\n"
                 "PasswordAuthentication no\nMaxStartups 100\nPermitRootLogin yes\n"
             )
-            words = [which("sshd"), "-D", "-e", "-f", str(settings)]
+            words = [*place.before, which("sshd"), "-D", "-e", "-f", str(settings)]
             log = folder / f"sshd{i}.log"
             starts[f"n{i}"] = lambda words=words, log=log: stack.enter_context(
                 daemon(words, log)
@@ -157,6 +168,74 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
         config = folder / "ssh_config"
         config.write_text("".join(sections))
         yield SshHosts(tuple(starts), config, starts, daemons)
+
+
+# ------------------------------------------------------------------------------------------------ networks
+NETWORK = "10.213.0"
+
+
+class Network:
+    """Hosts in network namespaces of their own, joined by a bridge. Their interface is `eth0`; of the bridge's end of
+    a host the name is in `links`."""
+
+    def __init__(self, count: int = 2):
+        self.links: dict[str, str] = {}
+        self.places: list[Place] = []
+        self._count = count
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> "Network":
+        with contextlib.ExitStack() as stack:
+            self._undo = stack
+            bridge = f"mds{os.getpid()}"
+            self._make(f"link add {bridge} type bridge", f"link del {bridge}")
+            _ip(f"addr add {NETWORK}.254/24 dev {bridge}")
+            _ip(f"link set {bridge} up")
+            for i in range(1, self._count + 1):
+                self._add_host(i, bridge)
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def set_link(self, host: str, state: str) -> None:
+        """Plug the cable of a host in or pull it: up or down. No packet comes, and no connection is closed."""
+        _ip(f"link set {self.links[host]} {state}")
+
+    def _make(self, make: str, undo: str) -> None:
+        _ip(make)
+        self._undo.callback(_ip, undo)
+
+    def _add_host(self, i: int, bridge: str) -> None:
+        space = f"{bridge}n{i}"
+        link = f"{bridge}v{i}"
+        self._make(f"netns add {space}", f"netns del {space}")
+        _ip(f"link add {link} type veth peer name eth0 netns {space}")
+        _ip(f"link set {link} master {bridge} up")
+        inside = f"-n {space}"
+        _ip(f"{inside} link set lo up")
+        _ip(f"{inside} addr add {NETWORK}.{i}/24 dev eth0")
+        _ip(f"{inside} link set eth0 up")
+        self.links[f"n{i}"] = link
+        words = (which("ip"), "netns", "exec", space)
+        self.places.append(Place(f"{NETWORK}.{i}", words))
+
+
+def no_networks() -> str:
+    """Why this machine cannot make network namespaces; "" if it can."""
+    if reason := missing("ip"):
+        return reason
+    try:
+        with Network():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces: {error.stderr.strip()}"
+
+
+def _ip(words: str) -> None:
+    command = [which("ip"), *words.split()]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
 
 
 # ----------------------------------------------------------------------------------------------------- Slurm

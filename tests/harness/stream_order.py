@@ -15,7 +15,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 HOST = "host"
-FOR_CALLERS = ("/mpu/device_wait.py", "/host/page_locked.py")
+FOR_CALLERS = (
+    "/mpu/device_wait.py",
+    "/mpu/host_reads.py",
+    "/host/page_locked.py",
+)
 Clock = dict[str, int]
 Range = tuple["Memory", int, int]  # memory, first byte, end
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from megatron_ds.extensions.launch.job import Job, RankProgram
+from megatron_ds.extensions.launch.program_check import reason_against
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
@@ -124,10 +125,44 @@ def test_a_failure_names_the_log(folder):
     assert text.rstrip().endswith(f"its whole output: {folder}/logs/rank0.log")
 
 
-def test_a_program_that_does_not_exist_is_named(folder):
-    code, text = launch(["--num_gpus", "1", "--no_python", "./absent.sh"], folder)
-    assert code != 0
-    assert "rank 0 cannot be started on localhost by ./absent.sh" in text
+@pytest.mark.parametrize(
+    "words, what",
+    [
+        ("--no_python ./absent.sh", "the program ./absent.sh does not exist"),
+        ("train/absent.py", "the script {folder}/train/absent.py does not exist"),
+        ("--module absent.train", "Python finds no module absent"),
+    ],
+)
+def test_a_program_that_does_not_exist_is_named_before_any_rank_starts(
+    folder, words, what
+):
+    before = ["--num_gpus", "2", "--max-restarts", "3"]
+    code, text = launch([*before, *words.split()], folder)
+    assert code == 2
+    reason = f"no rank can be started on localhost: {what.format(folder=folder)}"
+    assert reason in text and "Traceback" not in text
+    # Another start would end alike.
+    assert "no restart: exit code 2" in text and text.count(reason) == 1
+
+
+def test_programs_of_each_kind_are_found_where_ranks_find_them(tmp_path):
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far/distant.py").touch()
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path / "far")}
+    found = lambda first, python=sys.executable, is_module=False: reason_against(
+        RankProgram((first,), python, is_module), tmp_path, variables
+    )
+    assert not found("run.sh") and not found("sh", "") and not found(sys.executable)
+    assert "exists, but cannot be executed" in found("./run.sh", "")
+    (tmp_path / "run.sh").chmod(0o755)
+    assert not found("./run.sh", "") and "does not exist" in found("run.sh.py", "")
+    for module in ("json.tool", "distant", "pkg.train", "__main__"):
+        assert not found(module, is_module=True), module
+    # An interpreter of its own may have other modules.
+    assert found("absent", is_module=True)
+    assert not found("absent", "/opt/python", is_module=True)
 
 
 def test_a_module_and_a_program_of_another_language_are_started(folder):

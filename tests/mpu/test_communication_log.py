@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ds.config.options.profiler_options import COMMUNICATION
-from megatron_ds.mpu import collectives
+from megatron_ds.mpu import collectives, communication_log
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.communication_log import (
     CommunicationLog,
@@ -238,7 +238,7 @@ class StandInEvent:
     def query(self):
         return self.number <= StandInEvent.reached
 
-    def synchronize(self):
+    def reach(self):
         StandInEvent.waits += 1
         StandInEvent.reached = max(StandInEvent.reached, self.number)
 
@@ -251,6 +251,8 @@ def test_times_of_a_stream_are_read_later_without_a_wait(monkeypatch):
     for name in ("reached", "made", "waits"):
         monkeypatch.setattr(StandInEvent, name, 0)
     monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    wait = lambda is_reached: is_reached.__self__.reach()
+    monkeypatch.setattr(communication_log, "wait_until", wait)
     log = make_log(Wish(), 0, torch.device("cuda"))
     group = fake_group("tp", 4)
     group.traffic.log = log

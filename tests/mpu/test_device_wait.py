@@ -1,5 +1,6 @@
 """The wait of the host for a GPU: it ends before NCCL's watchdog acts, with an error that names the stuck rank."""
 
+import math
 import os
 import time
 from datetime import timedelta
@@ -8,12 +9,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ds.config import parse
 from megatron_ds.errors import CommunicationError
-from megatron_ds.mpu.device_wait import patience, read_numbers
+from megatron_ds.host.side_streams import Mark
+from megatron_ds.mpu import device_wait
+from megatron_ds.mpu.device_wait import patience
 from megatron_ds.mpu.flight_recorder import DEFAULTS, switch_on
 from megatron_ds.mpu.group import Group, solo
+from megatron_ds.mpu.host_reads import (
+    read_number,
+    read_numbers,
+    to_host,
+    wait_for_mark,
+    wait_for_work,
+)
 from megatron_ds.mpu.launch import Launch, connect_torch
 from megatron_ds.training import distributed
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
@@ -32,6 +43,7 @@ RECORD = b"the last collectives"
 def test_the_host_gives_up_before_the_watchdog_and_leaves_time_for_reports(timeout):
     assert timeout / 2 <= patience(timeout) < timeout
     assert timeout - patience(timeout) >= min(30.0, timeout / 2)
+    assert patience(math.inf) == math.inf
 
 
 @pytest.mark.threads
@@ -47,10 +59,21 @@ def test_numbers_of_a_device_that_works_are_read():
             assert numbers == alone == [rank, rank + 1, rank + 2] and waits == 2
 
 
+def wait_for_a_mark(x, group):
+    """A wait that is given no group: the timeout and the ranks are those of torch.distributed."""
+    wait_for_mark(Mark(torch.cuda.current_stream().record_event()))
+
+
+WAITS = {0: read_numbers, 2: wait_for_a_mark}
+NAMES = {0: "dp", 2: "world"}
+
+
 def read_behind_a_stuck_rank(rank, world, folder):
     """The rank STUCK comes late; the devices of all others wait for it."""
     ranks = tuple(range(RANKS))
-    transport = connect_torch("dp", [ranks], rank, timeout=timedelta(seconds=TIMEOUT))
+    timeout = timedelta(seconds=TIMEOUT)
+    transport = connect_torch("dp", [ranks], rank, timeout=timeout)
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
     if rank == STUCK:
         time.sleep(2 * TIMEOUT + 4)
         return "late"
@@ -61,9 +84,9 @@ def read_behind_a_stuck_rank(rank, world, folder):
     with record, names, fake_cuda(), FakeGpu() as gpu:
         gpu.is_stuck = True
         try:
-            read_numbers(
-                torch.ones(2, device="cuda"), Group("dp", ranks, rank, transport)
-            )
+            group = Group("dp", ranks, rank, transport)
+            wait = WAITS[rank]
+            wait(torch.ones(2, device="cuda"), group)
         except CommunicationError as error:
             return str(error)
     return "read"
@@ -77,9 +100,32 @@ def test_a_rank_that_the_devices_of_all_others_wait_for_is_named(tmp_path):
             assert story == "late"
             continue
         record = Path(tmp_path, "new", f"trace-{rank}")
-        assert f"rank {rank}: waiting for the device failed in the dp group" in story
+        what = f"waiting for the device failed in the {NAMES[rank]} group of ranks"
+        assert f"rank {rank}: {what}" in story
         assert f"rank {STUCK} is stuck" in story and f"{TIMEOUT / 2:g} s" in story
         assert f"are in {record}" in story and record.read_bytes() == RECORD
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "read",
+    [
+        to_host,
+        lambda x, group: read_number(x.sum(), group),
+        lambda x, group: wait_for_work(x.device, group),
+    ],
+)
+def test_no_read_waits_without_end_for_a_device_that_is_stuck(read, monkeypatch):
+    def fail(rank, world):
+        with FakeGpu() as gpu:
+            gpu.is_stuck = True
+            x = torch.ones(2, device="cuda")
+            with pytest.raises(TimeoutError, match="of the device timed out"):
+                read(x, world.group("dp", (0, 1), rank))
+
+    monkeypatch.setattr(device_wait, "patience", lambda timeout: 0.01)
+    with fake_cuda():
+        run_ranks(2, fail)
 
 
 @pytest.mark.plan

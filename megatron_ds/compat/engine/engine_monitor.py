@@ -17,6 +17,7 @@ import torch
 
 from ...config import RunConfig
 from ...errors import ConfigError
+from ...mpu.host_reads import read_number
 from ...plugins import plugged
 from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
@@ -89,7 +90,7 @@ class Monitor:
             return
         losses = self._losses
         self._losses = []
-        mean = sum(loss.item() for loss in losses) / len(losses) if losses else None
+        mean = sum(map(read_number, losses)) / len(losses) if losses else None
         points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
         self.write_events(
             (f"Train/Samples/{name}", value, samples)

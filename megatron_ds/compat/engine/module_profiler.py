@@ -26,6 +26,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from ...mpu.host_reads import wait_until
+
 PRECISION = 2
 UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
@@ -375,7 +377,7 @@ def _now(device: torch.device) -> Any:
 def _seconds_between(begin: Any, end: Any) -> float:
     if isinstance(begin, float):
         return end - begin
-    end.synchronize()
+    wait_until(end.query)
     return begin.elapsed_time(end) / 1000
 
 

@@ -14,6 +14,7 @@ from ...mpu.agree import on_all_ranks
 from ...mpu.collectives import all_gather_object
 from ...mpu.external_groups import group_of, join_world, tensor_parallel_group
 from ...mpu.group import Group, solo
+from ...mpu.host_reads import read_number
 from ...mpu.mesh import default_device
 from ...mpu.stuck_ranks import doing
 from ..engine.engine import show
@@ -172,7 +173,9 @@ class InferenceEngine(nn.Module):
         if self.group.size == 1:
             return
         tensors = [v for v in (*inputs, *options.values()) if torch.is_tensor(v)]
-        own = [(tuple(t.shape), t.double().sum().item()) for t in tensors]
+        own = [
+            (tuple(t.shape), read_number(t.double().sum(), self.group)) for t in tensors
+        ]
         found = all_gather_object(own, self.group)
         if any(theirs != found[0] for theirs in found):
             shapes = [[shape for shape, _ in theirs] for theirs in found]

@@ -10,12 +10,14 @@ traffic of a step, payload of rank 5 (last column: the part sent in a ring):
   …
 """
 
+import os
 from collections.abc import Callable, Iterator
 
 from ...mpu.group import RING_FACTOR
 from ...planning.rank_plan import RankPlan
 from ...planning.world_plan import WorldPlan, wire_bytes
 from .expert_text import has_experts
+from .nccl_buffers import nccl_buffers
 from .plan_tables import in_bytes, table
 
 
@@ -64,6 +66,9 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
             for place in places:
                 in_place = lambda p, place=place: in_bytes(p.away.get(place, 0))
                 add(f"  of these in {place}", in_place)
+    if plan.device == "cuda" and plan.config.world_size > 1:
+        buffers = lambda p: nccl_buffers(p, plan.config, plan.grid, os.environ)
+        add("NCCL buffers (estimate)", lambda p: in_bytes(buffers(p)))
     yield from table(rows)
 
 

@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from ...host import places
 from ...models import MODELS
 from ...mpu.collectives import all_reduce_
+from ...mpu.host_reads import to_host
 from ...tensor_parallel.token_scores import TokenScores, token_scores
 from ...training.build import Replica
 from .score_plan import Portion, ScoreRequest, plan_portions
@@ -109,7 +110,9 @@ class Scorer:
                 self._run(part, requests, ends, found)
         # Each number is on one rank, and zero on all others.
         all_reduce_(found, self.world)
-        parts = found.cpu().split([request.scored for request in requests], dim=1)
+        parts = to_host(found, self.world).split(
+            [request.scored for request in requests], dim=1
+        )
         return [_scored(r, part) for r, part in zip(requests, parts, strict=True)]
 
     def _run(

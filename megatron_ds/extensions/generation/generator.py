@@ -29,6 +29,7 @@ from ...host import places
 from ...models import MODELS
 from ...models.attention_layouts import attention_layouts
 from ...mpu.collectives import all_gather, all_gather_object, all_reduce_
+from ...mpu.host_reads import to_host
 from ...training.build import Replica
 from .cached_keys import CachedKeys
 from .choice import NO_TOKEN, Pick, choose
@@ -221,7 +222,7 @@ class Generator:
                     found[first : first + len(own)] = own
         # Each number is on one rank, and zero on all others.
         all_reduce_(found, self._world)
-        return found.cpu()
+        return to_host(found, self._world)
 
     def _logits(self, parts: Sequence[BatchPart]) -> Tensor | None:
         """[r, Vp/t] of what is wanted of the micro-batches, on the ranks of the last stage; None elsewhere."""

@@ -32,6 +32,7 @@ from ...host.places import PLACES_FILE, read_places
 from .failures import Failure, first_failure
 from .job import Job, Rank
 from .output import pieces
+from .program_check import reason_against
 from .rank_places import NodeReport
 from .restarts import USER_ERROR
 from .signals import END, FORWARDED, KILL, STACKS, pid_file
@@ -195,18 +196,45 @@ class Node:
             ) as folder,
         ):
             try:
-                for rank in self.job.ranks(self.host):
-                    made = RankProcess(self.job, self.host, rank, Path(folder))
-                    self.ranks.append(made)
-                # threads begin after the last fork
-                for started in self.ranks:
-                    started.read()
+                self._start(Path(folder))
                 if listens:
                     threading.Thread(target=_listen, daemon=True).start()
                 return self._supervise()
+            except ConfigError as error:
+                self._report_no_start(error)
+                return USER_ERROR
             finally:
                 for started in self.ranks:
                     started.send(signal.SIGKILL)
+
+    def _start(self, folder: Path) -> None:
+        """Start all ranks. Raises ConfigError where this host has no program for them."""
+        job = self.job
+        ranks = list(job.ranks(self.host))
+        variables = {**os.environ, **job.environment(self.host, ranks[0])}
+        reason = reason_against(job.program, Path(job.folder), variables)
+        if reason:
+            raise ConfigError(f"no rank can be started on {self.host}: {reason}.")
+        for rank in ranks:
+            self.ranks.append(RankProcess(job, self.host, rank, folder))
+        # threads begin after the last fork
+        for started in self.ranks:
+            started.read()
+
+    def _report_no_start(self, error: ConfigError) -> None:
+        """Print the failure of the first rank of this node, which another start would not mend."""
+        first = next(self.job.ranks(self.host))
+        failure = Failure(
+            rank=first.rank,
+            local_rank=first.local_rank,
+            host=self.host,
+            code=USER_ERROR,
+            time=time.time(),
+            message=str(error),
+            is_passing=False,
+        )
+        _print_line(failure, time.time())
+        _print_line(NodeReport(self.host, is_last=True))
 
     def _supervise(self) -> int:
         is_reported = False
@@ -308,8 +336,11 @@ def _memory_folder() -> str | None:
 def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:
     """Print the line of a report, if there is one; the reader of the output may be gone."""
     if report is not None:
+        # One write: a line of a rank, which another thread passes on, cannot come between.
+        line = f"{report.line(*arguments)}\n"
         with contextlib.suppress(OSError, ValueError):
-            print(report.line(*arguments), flush=True)
+            sys.stdout.buffer.write(line.encode())
+            sys.stdout.buffer.flush()
 
 
 def _die_with_parent() -> Callable[[], object] | None:

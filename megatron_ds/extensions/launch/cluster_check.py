@@ -17,6 +17,7 @@ import torch
 
 from ...mpu import collectives
 from ...mpu.group import Group
+from ...mpu.host_reads import wait_for_work
 from ...mpu.launch import connect_torch, read_launch, start, stop
 from .cluster_findings import Measured, problems, text_of
 
@@ -216,7 +217,7 @@ class ClusterMeter:
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            wait_for_work(self.device, self.group)
 
 
 def rounds(size: int) -> Iterator[dict[int, int]]:

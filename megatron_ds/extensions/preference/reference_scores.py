@@ -30,6 +30,7 @@ from ...host import places
 from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
+from ...mpu.host_reads import to_host
 from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.objective import Prepare
@@ -121,7 +122,7 @@ def score_pairs(engine: Replica, dataset: PairDataset, collate: Collator) -> np.
         if outputs and reports:
             found[list(batch.sample_ids)] = torch.cat([o.log_probs for o in outputs])
     all_reduce_(found, mesh.group("world"))
-    return found[:count].cpu().numpy()
+    return to_host(found[:count], mesh.group("world")).numpy()
 
 
 def _forward(

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from ...batch.batch import Batch
+from ...mpu.host_reads import read_numbers
 from ..build import Replica
 
 KEPT = 0.9  # weight of the earlier measurements at each new one
@@ -87,7 +88,7 @@ def first_square(engine: Replica, batch: Batch) -> float:
         batch.split(config.train.micro_batch_size)[:1],
         scale if per_token else scale / engine.mesh.samples.size,
     )
-    square = optimizer.measure().tolist()[0]
+    square = read_numbers(optimizer.measure(), engine.mesh.group("world"))[0]
     tokens = (
         engine.metrics.reduce(losses, engine.executor.entries).tokens
         if per_token

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ...mpu.collectives import all_reduce_
+from ...mpu.host_reads import read_number, read_numbers
 from ...mpu.mesh import Mesh
 from ...zero.norm import is_counted
 from ...zero.optimizer import ZeroOptimizer
@@ -35,7 +36,7 @@ def params_norm(optimizer: ZeroOptimizer, mesh: Mesh) -> float:
         if piece.kind == "weight":
             total += _squares(piece.tensor).to(mesh.device)
     all_reduce_(total, mesh.group("world"))
-    return math.sqrt(total.item())
+    return math.sqrt(read_number(total, mesh.group("world")))
 
 
 @torch.no_grad()
@@ -66,8 +67,8 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     # Sums and maxima over all ranks, which hold different parts of the state.
     all_reduce_(sums, mesh.group("world"))
     all_reduce_(largest, mesh.group("world"), op="max")
-    squares, absolutes = sums.tolist()
-    maxima = largest.tolist()
+    found = torch.cat([sums, largest[None]])
+    squares, absolutes, maxima = read_numbers(found, mesh.group("world"))
     # Three tags for each kind.
     found = {}
     for at, name in enumerate(TAG_ORDER):
