@@ -287,7 +287,7 @@ class _ColumnLinear(torch.autograd.Function):
             x = collectives.all_gather(x, call.group)
             s *= call.group.size
         y = ctx.products.affine(x, *parameters)  # [s b, out/t]
-        return _reshaped(y, s, *others, y.shape[1])
+        return _reshaped(y, call, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -333,7 +333,7 @@ class _RowLinear(torch.autograd.Function):
         weight, bias = parameters
         # In a group of one, the bias inside the matrix product is the only difference.
         y = ctx.products.affine(x, weight, None if call.is_divided else bias)
-        y = _reshaped(y, *ctx.shape[:-1], y.shape[1])
+        y = _reshaped(y, call, *ctx.shape[:-1], y.shape[1])
         if not call.is_divided:
             return y
         if call.sequence_parallel:
@@ -396,10 +396,10 @@ def _wanted(ctx) -> tuple[bool, bool, bool]:
     return needs_dx, weight.requires_grad, bias is not None and bias.requires_grad
 
 
-def _reshaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
+def _reshaped(y: torch.Tensor, call: LinearCall, *shape: int) -> torch.Tensor:
     """y, which no one else holds, in another shape. Autograd forbids writing in place to a view that a Function
     returns, so it is none."""
-    if torch.compiler.is_dynamo_compiling():
+    if call.products is None:  # as in torch.compile, which does not trace resize_
         return torch.ops.aten._unsafe_view(y, shape)
     return y.resize_(shape)  # in a third of the time
 
