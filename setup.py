@@ -24,7 +24,7 @@ class BuildWithKernels(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
-            folder = Path(self.build_lib, "megatron_ds/ops/gpu/sources")
+            folder = Path(self.build_lib, "megatron_ds/extensions/kernels/gpu/sources")
             shutil.rmtree(
                 folder, ignore_errors=True
             )  # of an earlier build, with other files

@@ -22,8 +22,8 @@ import numpy as np
 from megatron_ds.config.options.data_options import DataConfig
 from megatron_ds.data.loading import blend, index_maps
 from megatron_ds.data.loading.datasets import build_datasets
-from megatron_ds.data.samples import bert_maps
 from megatron_ds.data.text.indexed import DTYPES, IndexedDataset, IndexedWriter
+from megatron_ds.extensions.bert import bert_maps
 
 
 def main():

@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ds.config import RunConfig, parse
+from megatron_ds.extensions.kernels.prepared_kernels import prepare_kernels
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
@@ -33,7 +34,6 @@ from megatron_ds.planning.keep_gathered import free_memory
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.prepared_kernels import prepare_kernels
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import open_loader, random_samples
 

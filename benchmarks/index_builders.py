@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.data.loading import blend, index_maps
-from megatron_ds.data.samples import bert_maps
+from megatron_ds.extensions.bert import bert_maps
 
 ITEMS = 10_000_000
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import megatron_ds
 from benchmarks.kernel_clock import Clock, copy_bandwidth, tensors_of, traffic
 from benchmarks.kernel_contestants import TINY, contestant, has_own, names_of, written
-from megatron_ds.ops.kernel_table import OPERATIONS, Operation
+from megatron_ds.ops.kernel_table import OPERATIONS, Operation, load_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPEATS = 30
@@ -107,6 +107,7 @@ def load_operations() -> dict[str, Operation]:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
+    load_kernels()
     return dict(sorted(OPERATIONS.items()))
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ds.config import parse  # noqa: E402
-from megatron_ds.planning.longest_sequence import (  # noqa: E402
+from megatron_ds.extensions.dry_run.longest_sequence import (  # noqa: E402
     bytes_of,
     length_unit,
     longest,

@@ -7,7 +7,7 @@ Plain products have the shapes of a linear layer: forward, gradient of the input
 of runs are those of eight experts, in one call against one product of torch an expert. Both take turns, and the least
 times of each are compared. The last lines have, for each dtype, the least number of multiplications from which the
 compiled product was at least as fast in all shapes and numbers of threads: the values of `LEAST_MULTIPLICATIONS`
-in megatron_ds/ops/cpu/compiled_product.py. The table has one value for all machines, so choose the largest that
+in extensions/kernels/cpu/compiled_product.py. The table has one value for all machines, so choose the largest that
 machines have shown.
 
 A processor without AVX-512 BF16 has no compiled products; then the reason is printed.
@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ds.ops.cpu import compiled_grouped, compiled_product
+from megatron_ds.extensions.kernels.cpu import compiled_grouped, compiled_product
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rows, numbers of a sum and columns, in parts of a size that is doubled.

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ds.ops.cpu import compiled_attention  # noqa: E402
+from megatron_ds.extensions.kernels.cpu import compiled_attention  # noqa: E402
 
 
 def forward(

@@ -10,18 +10,34 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# name → "module below megatron_ds:object in it"
+# name → "module below megatron_ds:object in it", or a module, whose functions are asked for
 PLUGINS = {
     "adapted layers": "extensions.lora.adapted_layers:with_adapters",
     "adapter merge": "extensions.lora.merging:merged",
     "adapter norms": "extensions.lora.merging:row_norms",
     "adapter options": "extensions.lora.lora_options:LoraConfig",
     "adapter rules": "extensions.lora.lora_rules:LORA_RULES",
+    "elastic check": "compat.deepspeed.elasticity:compute_elastic_config",
+    "elastic enabled": "compat.deepspeed.elasticity:elasticity_enabled",
+    "dry run": "extensions.dry_run.dry_run:dry_run",
+    "comet points": "extensions.services.comet_log:CometPoints",
+    "comet sink": "extensions.services.comet_log:CometLog",
+    "mlflow sink": "extensions.services.mlflow_log:MlflowLog",
+    "otel sink": "extensions.services.otel_log:OtelLog",
+    "wandb points": "extensions.services.wandb_log:WandbPoints",
+    "wandb sink": "extensions.services.wandb_log:WandbLog",
+    "models": "extensions.bert.bert",
     "evaluation check": "extensions.evaluation.harness:check_harness",
     "evaluation tasks": "extensions.evaluation.harness:harness_of_run",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",
     "foreign modules": "compat.deepspeed.deepspeed_modules:Finder",
+    "attention kernel": "extensions.kernels.cpu.compiled_attention",
+    "attention tiles": "extensions.kernels.gpu.flash_tiles",
+    "grouped products": "extensions.kernels.cpu.compiled_grouped",
+    "kernels": "extensions.kernels",
+    "prepared kernels": "extensions.kernels.prepared_kernels:prepare_kernels",
     "moved modules": "compat.moved_modules:MovedFinder",
+    "foreign json": "compat.config.deepspeed_json:load_json",
     "foreign words": "compat.config.installed_words:WORDS",
     "foreign checkpoints": "compat.conversion.foreign_start:CHECKPOINTS",
     "adapter targets": "extensions.lora.lora_targets:TARGETS",
@@ -57,18 +73,20 @@ WINGS = ("compat", "extensions")
 def plugged(name: str) -> Any | None:
     """The object of a plugin; None if its package is not installed."""
     module, _, attribute = PLUGINS[name].partition(":")
-    if not _is_installed(module.partition(".")[0]):
+    if not is_installed(module.partition(".")[0]):
         return None
-    return getattr(import_module(f"{__package__}.{module}"), attribute)
+    found = import_module(f"{__package__}.{module}")
+    return getattr(found, attribute) if attribute else found
 
 
 def missing_wings() -> str:
     """A sentence for messages about unknown names: the wings that are not installed. Empty if all are."""
-    missing = [f"{__package__}.{wing}" for wing in WINGS if not _is_installed(wing)]
+    missing = [f"{__package__}.{wing}" for wing in WINGS if not is_installed(wing)]
     if not missing:
         return ""
     return f" Not installed: {', '.join(missing)}, which may have it. Install the whole package."
 
 
-def _is_installed(wing: str) -> bool:
+def is_installed(wing: str) -> bool:
+    """Whether a package below megatron_ds is there."""
     return find_spec(f"{__package__}.{wing}") is not None

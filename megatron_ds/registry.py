@@ -76,10 +76,9 @@ class Registry(Generic[T]):
 
     def _load(self) -> None:
         """Register the entries of the plugin, once."""
-        plugin = self._plugin
-        self._plugin = None
-        if plugin is not None:
-            plugged(plugin)
+        if self._plugin is not None:
+            plugged(self._plugin)
+            self._plugin = None
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

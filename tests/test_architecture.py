@@ -347,14 +347,14 @@ CACHES_WITH_TENSORS = {
     # A plan and a run have objects of their own as keys.
     "batch.documents._foreign",
     "batch.documents._bias",
-    "ops.gpu.flex_attention._of_batch",
+    "extensions.kernels.gpu.flex_attention._of_batch",
     # Weights are encoded and decoded in runs alone.
     "ops.normal_float._borders",
     "ops.normal_float._pairs",
     # Keyed by the device, which is "meta" in plans for GPUs.
-    "ops.gpu.flex_attention._of_pattern",
-    "ops.gpu.flex_attention._pattern_tiles",
-    "ops.gpu.flex_attention._pattern_mods",
+    "extensions.kernels.gpu.flex_attention._of_pattern",
+    "extensions.kernels.gpu.flex_attention._pattern_tiles",
+    "extensions.kernels.gpu.flex_attention._pattern_mods",
 }
 MAY_HOLD_TENSORS = (
     "Tensor",

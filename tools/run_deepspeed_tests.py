@@ -237,16 +237,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    # Which tests, and whose package.
     parser.add_argument(
         "tests",
         nargs="?",
         type=Path,
         help="the folder `tests` of DeepSpeed's repository",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="a file for the outcomes, to which those of tests not in it are added",
     )
     parser.add_argument(
         "--deepspeed",
@@ -255,23 +251,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="test DeepSpeed, which is in this folder",
     )
     parser.add_argument(
-        "--sample",
-        type=int,
-        default=0,
-        help="most tests of each file, drawn at random; 0: all",
-    )
-    parser.add_argument("--limit", type=int, default=100, help="seconds for a test")
-    parser.add_argument(
-        "--size",
-        type=int,
-        default=2,
-        help="most processes of a test; others are skipped",
-    )
-    parser.add_argument(
-        "--only", type=Path, help="run the tests that pass in this outcome file"
-    )
-    parser.add_argument(
         "--files", nargs="+", default=PUBLIC, help="files and folders below TESTS"
+    )
+    _add_choices(parser)
+    # The outcomes.
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file for the outcomes, to which those of tests not in it are added",
     )
     parser.add_argument(
         "--compare",
@@ -281,6 +268,26 @@ def make_parser() -> argparse.ArgumentParser:
         help="two outcome files",
     )
     return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose tests of the files, and limit each."""
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=0,
+        help="most tests of each file, drawn at random; 0: all",
+    )
+    parser.add_argument(
+        "--only", type=Path, help="run the tests that pass in this outcome file"
+    )
+    parser.add_argument("--limit", type=int, default=100, help="seconds for a test")
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=2,
+        help="most processes of a test; others are skipped",
+    )
 
 
 def main() -> None:

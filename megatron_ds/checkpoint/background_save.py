@@ -3,8 +3,8 @@
     begin      all      the stall: agree, and copy what this rank writes into host memory
     write      thread   of each rank: check, write and sync its file
     gather     all      the ranks' parts of the index
-    index      thread   of rank 0: write and sync the index and run.json
-    publish    all      the checkpoint becomes visible
+    publish    thread   of rank 0: write and sync the index and run.json; the checkpoint becomes visible
+    agree      all      every rank has the outcome
     prune      thread   of rank 0: delete old checkpoints
 
 Steps of "all" are collective and short. `is_ready` is whether this rank's thread has ended; when all ranks are ready,
@@ -15,12 +15,13 @@ after a crash.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..host.direct_file import TILE
 from ..host.pace import Pace
 from ..host.page_locked import page_locked
 from ..host.side_streams import Mark, side_stream
@@ -171,7 +172,7 @@ class BackgroundSave:
         self._work: ThreadedCall | None = ThreadedCall(
             lambda: self._write(copied, failed)
         )
-        self._next = [self._index, self._publish, self._end]
+        self._next = [self._publish, self._agree, self._end]
 
     @property
     def is_ready(self) -> bool:
@@ -208,11 +209,17 @@ class BackgroundSave:
         return part, reason
 
     def _paced(self, pieces: list[CopiedPiece]) -> Iterator[CopiedPiece]:
-        for piece in pieces:
-            self._pace.pause()
-            yield piece
+        """The pieces, in parts that torch computes with the calling thread alone.
 
-    def _index(self) -> None:
+        A parallel operation would give this thread a team of its own. While a process has more OpenMP threads than
+        processors, those of the step sleep at each barrier, where they would have waited for a moment.
+        """
+        for piece in pieces:
+            for tile in piece.tensor.view(-1).split(TILE):
+                yield replace(piece, tensor=tile)
+            self._pace.pause()
+
+    def _publish(self) -> None:
         found = self._saving.collect(self._work.result)
         self.reasons = [reason for _, reason in found]
         if any(self.reasons):
@@ -220,10 +227,10 @@ class BackgroundSave:
             self._next.clear()
             return
         parts = [part for part, _ in found]
-        self._work = self._on_rank_0(lambda: self._saving.index(parts))
+        self._work = self._on_rank_0(lambda: self._saving.publish(parts))
 
-    def _publish(self) -> None:
-        self.path = self._saving.publish(lambda: self._work.result())
+    def _agree(self) -> None:
+        self.path = self._saving.agree(lambda: self._work.result())
         self._work = self._on_rank_0(self._saving.prune)
 
     def _end(self) -> None:

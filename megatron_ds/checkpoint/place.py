@@ -15,6 +15,11 @@ def is_store(directory: str | os.PathLike) -> bool:
     return "://" in str(directory)
 
 
+def absolute(directory: str | os.PathLike) -> str:
+    """The name of the same folder in every working directory; places in a store have one."""
+    return str(directory) if is_store(directory) else os.path.abspath(directory)
+
+
 def place_of(directory: str | os.PathLike) -> Path:
     """The folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
 

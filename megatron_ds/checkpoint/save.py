@@ -2,14 +2,14 @@
 
     begin    all      agree on the bytes; rank 0 makes     .iter_0000200.writing-5f0c2a91/
     write    all      own chunks, sync                     .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
-    index    rank 0   index, run.json, sync                .iter_0000200.writing-5f0c2a91/.metadata, run.json
-    publish  rank 0   rename; tracker                      iter_0000200/, latest_checkpointed_iteration.txt
+    publish  rank 0   index, run.json, sync                .iter_0000200.writing-5f0c2a91/.metadata, run.json
+                      rename; tracker                      iter_0000200/, latest_checkpointed_iteration.txt
     prune    rank 0   delete old checkpoints
 
 A crash at any point leaves the checkpoint that the tracker named before (see `folder.py`). Rank 0 holds the
 lock of the folder during a save (`lock.py`); a training run holds it from start to end.
 
-`save` goes through the stages at once. `Saving` has them one by one: `write`, `index` and `prune` do not
+`save` goes through the stages at once. `Saving` has them one by one: `write`, `publish` and `prune` do not
 communicate, so another thread may do them while training goes on (`background_save.py`).
 """
 
@@ -66,7 +66,7 @@ def save(
 class Saving:
     """The save of one step, stage by stage. Arguments as of `save`.
 
-    In order: `begin`, `write`, `collect`, `index`, `publish`, `prune`, `close`.
+    In order: `begin`, `write`, `collect`, `publish`, `agree`, `prune`, `close`.
     """
 
     def __init__(
@@ -147,10 +147,11 @@ class Saving:
         with self._abandoned_on_error():
             return gather_from_all_ranks(self._world, written, **self._failing)
 
-    def index(self, parts: list) -> None:
-        """Rank 0: write and sync the index and run.json. Not collective.
+    def publish(self, parts: list) -> Path:
+        """Rank 0: write and sync the index and run.json, and make the checkpoint visible. Not collective.
 
         parts: what `write` returned on each rank
+        Returns the path of the checkpoint.
         """
         from .storage import write_index
 
@@ -160,15 +161,19 @@ class Saving:
             write_run_file(self._writing, self.step, self._values, save_id, index)
 
         self._guarded(write)
+        self._lock.check()
+        publish = lambda: folders.publish(self.folder, self.step, self._writing)
+        path = self._guarded(publish)
+        self._lock.saves.look(self.folder)
+        return path
 
-    def publish(self, indexed: Callable[[], Any]) -> Path:
-        """Make the checkpoint visible; its path. Collective over the world.
+    def agree(self, published: Callable[[], Path]) -> Path:
+        """The path of the checkpoint on all ranks. Collective over the world.
 
-        indexed: called on rank 0, it waits for `index`, and raises its error
+        published: called on rank 0, it waits for `publish`, and raises its error
         """
-        publish = lambda: self._publish(indexed)
         with self._abandoned_on_error():
-            return on_one_rank(self._world, publish, **self._failing)
+            return on_one_rank(self._world, published, **self._failing)
 
     def prune(self) -> None:
         """Rank 0: delete old checkpoints. Not collective."""
@@ -179,8 +184,8 @@ class Saving:
         self._held.close()
 
     def complete(self, parts: list) -> Path:
-        """`index`, `publish`, `prune` and `close`, one after the other. Collective over the world."""
-        path = self.publish(lambda: self.index(parts))
+        """`publish`, `agree`, `prune` and `close`, one after the other. Collective over the world."""
+        path = self.agree(lambda: self.publish(parts))
         if self.is_first_rank:
             self.prune()
         self.close()
@@ -199,14 +204,6 @@ class Saving:
         except BaseException:
             self.abandon()
             raise
-
-    def _publish(self, indexed: Callable[[], Any]) -> Path:
-        indexed()
-        self._lock.check()
-        publish = lambda: folders.publish(self.folder, self.step, self._writing)
-        path = self._guarded(publish)
-        self._lock.saves.look(self.folder)
-        return path
 
     def _guarded(self, action: Callable[[], T]) -> T:
         """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""

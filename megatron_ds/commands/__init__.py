@@ -1,8 +1,7 @@
-"""`megatron-ds COMMAND …` and `python -m megatron_ds COMMAND …`: one module for each command.
+"""`megatron-ds COMMAND …` and `python -m megatron_ds COMMAND …`: the table of the commands.
 
-`COMMANDS` is the table of them. A module is imported when its command runs, so that the list of commands
-is printed at once, also where torch is not installed. Scripts in tools/ of the checkout run the same
-commands.
+Each command is a module of the subject that it serves, imported when the command runs: the list of commands is
+printed at once, also where torch is not installed. Scripts in tools/ of the checkout run the same commands.
 """
 
 import shutil
@@ -15,16 +14,18 @@ from typing import Any, NoReturn
 
 from ..cli import main_guard, run_command
 from ..errors import ConfigError
+from ..plugins import is_installed, missing_wings
 from ..registry import did_you_mean
 from ..version import __version__
 
 PROGRAM = "megatron-ds"
-PRETRAIN = "megatron_ds.training.pretrain"
+PACKAGE = __name__.partition(".")[0]
+PRETRAIN = "training.pretrain"
 
 
 @dataclass(frozen=True)
 class Command:
-    """module: of this folder, or absolute; summary: a line of the list of commands.
+    """module: below the package; summary: a line of the list of commands.
 
     function   takes the command line and returns the exit code
     before     flags that the command adds in front of those given
@@ -57,76 +58,108 @@ COMMANDS: dict[str, Command] = {
         "--dry-run",
     ),
     "launch": Command(
-        "launch.command", "start the ranks of a training on one machine or many", rank=0
+        "extensions.launch.command",
+        "start the ranks of a training on one machine or many",
+        rank=0,
     ),
     "env": Command(
-        "env_report", "print what this machine offers, or measure ranks (--check)"
+        "extensions.launch.env_report",
+        "print what this machine offers, or measure ranks (--check)",
     ),
     "generate": Command(
-        "generate_text", "continue text with a trained model", "run_tool"
+        "extensions.generation.generate_text",
+        "continue text with a trained model",
+        "run_tool",
     ),
     "serve": Command(
-        "serve", "answer requests for text over HTTP with a trained model", "run_tool"
+        "extensions.serving.serve",
+        "answer requests for text over HTTP with a trained model",
+        "run_tool",
     ),
     "evaluate": Command(
-        "evaluate", "measure a checkpoint on texts and benchmarks", "run_tool"
+        "extensions.evaluation.evaluate",
+        "measure a checkpoint on texts and benchmarks",
+        "run_tool",
     ),
     "check": Command(
-        "check_recipe", "list what a recipe of Megatron or DeepSpeed would do here"
+        "compat.recipes.check_recipe",
+        "list what a recipe of Megatron or DeepSpeed would do here",
     ),
     "engine-check": Command(
-        "check_recipe",
+        "compat.recipes.check_recipe",
         "the same for the JSON of a program that calls initialize()",
         before=("--for", "engine"),
     ),
     "corpus": Command(
-        "build_corpus",
+        "extensions.corpora.build_corpus",
         "build a corpus of English from the documentation of this Python",
     ),
-    "tokenizer": Command("train_tokenizer", "train a tokenizer on text"),
-    "preprocess": Command("preprocess_data", "turn text into tokens for training"),
-    "merge": Command("merge_datasets", "merge several corpora into one"),
-    "inspect": Command("inspect_dataset", "show what is in a corpus, and check it"),
+    "tokenizer": Command(
+        "extensions.corpora.train_tokenizer", "train a tokenizer on text"
+    ),
+    "preprocess": Command(
+        "extensions.corpora.preprocess_data", "turn text into tokens for training"
+    ),
+    "merge": Command(
+        "extensions.corpora.merge_datasets", "merge several corpora into one"
+    ),
+    "inspect": Command(
+        "extensions.corpora.inspect_dataset", "show what is in a corpus, and check it"
+    ),
     "analyze": Command(
-        "analyze_data", "measure how difficult samples are, for a curriculum"
+        "extensions.data_efficiency.analyze_data",
+        "measure how difficult samples are, for a curriculum",
     ),
     "prepare-cache": Command(
-        "prepare_cache", "build the index maps of a training before it starts"
+        "commands.prepare_cache", "build the index maps of a training before it starts"
     ),
     "convert": _alone(
-        "convert_checkpoint",
+        "compat.conversion.convert_checkpoint",
         "convert checkpoints of Hugging Face, Megatron and DeepSpeed",
     ),
     "export": _alone(
-        "checkpoint_to_safetensors",
+        "commands.checkpoint_to_safetensors",
         "write weights, with this package's names, as safetensors",
     ),
     "zero-to-fp32": _alone(
-        "weights_of_zero", "take the fp32 weights out of an engine's checkpoint"
+        "compat.deepspeed.weights_of_zero",
+        "take the fp32 weights out of an engine's checkpoint",
     ),
     "upcycle": _alone(
-        "upcycle_checkpoint", "make a checkpoint with experts from a dense one"
+        "extensions.upcycling.upcycle_checkpoint",
+        "make a checkpoint with experts from a dense one",
     ),
     "merge-adapter": _alone(
-        "merge_adapter", "add adapters to the weights beside which they were trained"
+        "compat.conversion.merge_adapter",
+        "add adapters to the weights beside which they were trained",
     ),
-    "verify": _alone("verify_checkpoint", "compare a checkpoint with its checksums"),
+    "verify": _alone(
+        "commands.verify_checkpoint", "compare a checkpoint with its checksums"
+    ),
     "longest-sequence": Command(
-        "find_longest_sequence", "find the longest sequence that fits the memory"
+        "extensions.dry_run.find_longest_sequence",
+        "find the longest sequence that fits the memory",
     ),
     "schedule": Command(
-        "show_schedule", "draw a pipeline schedule, planned or measured"
+        "extensions.report.show_schedule",
+        "draw a pipeline schedule, planned or measured",
     ),
     "report": Command(
-        "report.report_command", "write a page about runs: curves, goodput, settings"
+        "extensions.report.report_command",
+        "write a page about runs: curves, goodput, settings",
     ),
-    "watch": Command("watch_run", "show a run in the terminal while it trains"),
-    "plot-loss": Command("plot_loss", "draw the loss curve of a run"),
+    "watch": Command(
+        "extensions.report.watch_run", "show a run in the terminal while it trains"
+    ),
+    "plot-loss": Command("extensions.report.plot_loss", "draw the loss curve of a run"),
     "plot-experts": Command(
-        "plot_expert_load", "draw how evenly the experts of a run are used"
+        "extensions.report.plot_expert_load",
+        "draw how evenly the experts of a run are used",
     ),
     "draw-context": Command(
-        "draw_context", "draw how context-parallel ranks share a sequence", "run_tool"
+        "extensions.report.draw_context",
+        "draw how context-parallel ranks share a sequence",
+        "run_tool",
     ),
 }
 EXAMPLES = f"""examples:
@@ -162,7 +195,9 @@ def run(
     argv = [*command.before, *(sys.argv[1:] if argv is None else argv)]
     sys.argv = [program or sys.argv[0], *argv]
     if command.module == PRETRAIN:
-        run_command(PRETRAIN, command.function, argv=argv, **command.defaults)
+        run_command(
+            f"{PACKAGE}.{PRETRAIN}", command.function, argv=argv, **command.defaults
+        )
     sys.exit(
         main_guard(
             lambda: _function_of(command)(argv, **command.defaults), rank=command.rank
@@ -171,7 +206,10 @@ def run(
 
 
 def _function_of(command: Command) -> Any:
-    return getattr(import_module(f"{__name__}.{command.module}"), command.function)
+    wing = command.module.partition(".")[0]
+    if not is_installed(wing):
+        raise ConfigError(f"The command needs {PACKAGE}.{wing}.{missing_wings()}")
+    return getattr(import_module(f"{PACKAGE}.{command.module}"), command.function)
 
 
 def overview() -> str:
@@ -197,7 +235,10 @@ def overview() -> str:
 def _unknown(name: str) -> NoReturn:
     """Raise ConfigError with the nearest command. Names of files in tools/ are known, too."""
     tool = name.removeprefix("tools/").removesuffix(".py").replace("-", "_")
-    modules = {command.module: known for known, command in reversed(COMMANDS.items())}
+    modules = {
+        command.module.rpartition(".")[2]: known
+        for known, command in reversed(COMMANDS.items())
+    }
     hint = (
         f"; it is {modules[tool]!r} here."
         if tool in modules

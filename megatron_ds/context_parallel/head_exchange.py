@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu.collectives import all_to_all_
 from ..mpu.group import Group
-from ..ops.cpu.compiled_attention import row_dots
-from ..ops.cpu.widened_products import WORKSPACE
+from ..ops.attention_kernel import row_dots
+from ..ops.widened_products import WORKSPACE
 
 
 def to_heads(

@@ -26,6 +26,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ class ScratchFile:
     """A file without a name in `directory`, whose regions are reached through the engine `io`.
 
     direct: use O_DIRECT where the file system allows it, else log the reason. The caller closes `io`, after
-    this file. Raises ConfigError for a directory that is missing or cannot be written to.
+    this file. The directory is made if it is missing. Raises ConfigError where it cannot be written to.
     """
 
     def __init__(
@@ -262,6 +263,8 @@ def _open_nameless(directory: Path) -> int:
             "State can be offloaded to a disk on Linux only: this system cannot reserve disk "
             "space."
         )
+    with suppress(OSError):  # the next lines raise
+        directory.mkdir(parents=True, exist_ok=True)
     try:
         return os.open(
             directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600
@@ -274,7 +277,7 @@ def _open_nameless(directory: Path) -> int:
         return fd
     except OSError as error:
         raise ConfigError(
-            f"{directory} cannot hold offloaded state: {error.strerror}. Give an existing "
+            f"{directory} cannot hold offloaded state: {error.strerror}. Give a "
             "directory that this process may write to, preferably on a local NVMe "
             "disk."
         ) from error

@@ -4,7 +4,6 @@
 """
 
 from .architecture import MODELS, Architecture, Loss, gpt_loss, language_model
-from .bert import bert_layers, bert_loss
 from .gpt import gpt_layers
 from .layer import Layer, LayerFlops
 from .stage_modules import build_stage, build_stages, count_uses, run_layers
@@ -15,8 +14,6 @@ __all__ = [
     "Layer",
     "LayerFlops",
     "Loss",
-    "bert_layers",
-    "bert_loss",
     "build_stage",
     "build_stages",
     "count_uses",

@@ -129,7 +129,7 @@ class Models(Registry[Architecture]):
         return checked
 
 
-MODELS = Models("model")
+MODELS = Models("model", "models")
 
 
 def language_model(layers: Callable[..., list[Layer]]) -> Architecture:

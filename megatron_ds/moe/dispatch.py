@@ -36,8 +36,8 @@ from ..mpu.host_reads import read_numbers
 from ..mpu.regions import copy_to_region, reduce_from_region
 from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from ..ops.grouped import RowRuns
+from ..ops.meta_tensors import has_memory
 from ..ops.permute import combine, permute, reorder
-from ..ops.product import has_memory
 from .router import Routing
 
 

@@ -1,7 +1,8 @@
 """`CommunicationLog`: how often, how much and how long a rank communicates, by operation, group and message size.
 
 `Traffic.log` of the groups of a mesh is None, which costs nothing, or the one log of them all. Collectives of tensors
-and the sends of a pipeline are in it; objects, barriers and receives are not.
+and the sends of a pipeline are in it; an engine adds the objects that a program exchanges. A barrier has no payload,
+and a receive is in the log of its sender: its own time is mostly a wait.
 
 Note: what a time is. Every time includes the wait for ranks that come later. On CPUs the clock is that of the host. A
 collective whose caller waits for it at once takes until the wait returns. One that runs in the background takes until
@@ -122,18 +123,30 @@ class CommunicationLog:
 
     def record(self, message: LoggedMessage, begin: Callable[[], Work]) -> Work:
         """`start`, for a message that no `Group` describes."""
-        if self._operations is not None and message.operation not in self._operations:
+        if not self._records(message):
             return begin()
-        started = self._clock.now()
+        started = self.now()
         return _Logged(begin(), lambda: self._end(message, started))
+
+    def now(self) -> Any:
+        """A time of the clock, for `add`."""
+        return self._clock.now()
+
+    def add(self, message: LoggedMessage, started: Any) -> None:
+        """Record a call that began at `started` and is complete, of which the bytes are known only now."""
+        if self._records(message):
+            self._end(message, started)
 
     def complete_rows(self) -> dict[LoggedMessage, Spent]:
         """`rows` with all calls that were found complete. The host waits for the device."""
         self._read(wait=True)
         return self.rows
 
+    def _records(self, message: LoggedMessage) -> bool:
+        return self._operations is None or message.operation in self._operations
+
     def _end(self, message: LoggedMessage, started: Any) -> None:
-        self._unread.append((message, started, self._clock.now()))
+        self._unread.append((message, started, self.now()))
         self._read(wait=False)
 
     def _read(self, wait: bool) -> None:

@@ -1,13 +1,11 @@
 """The maths of a layer, without parallelism: a plain reference beside each fast implementation.
 
-Each file names its implementations and the devices and dtypes that they are used for. Importing the package
-imports gpu/, whose self-check must be registered before any operation runs on a GPU.
+The faster ones are kernels of a wing (extensions/kernels), which the table of kernels asks for (kernel_table.py).
 """
 
 from typing import Any
 
 from .. import foreign_name
-from . import gpu as gpu
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,8 @@
 A gated activation takes [.., 2f], the halves being [gate; up], and returns [.., f].
 `gelu` is the tanh approximation, as in Megatron's fused kernel and GPT-2; `gelu_exact` the one with erf.
 
-Implementations: `gelu` and `swiglu` on a CPU are compiled (cpu/compiled_gelu.py, cpu/compiled_gated.py).
-`squared_relu` and `swiglu` are one launch each on GPUs (gpu/gated_kernels.py), else torch's operations with a
+Implementations: `gelu` and `swiglu` on a CPU are compiled.
+`squared_relu` and `swiglu` are one launch each on GPUs, else torch's operations with a
 backward of our own, which keeps less.
 """
 
@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .cpu import compiled_gated, compiled_gelu
-from .gpu import gated_kernels
-from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
-from .meta_tensors import has_memory
+from .kernel_table import Bound, Operation, random_tensors
 
 LIMIT = 7.0  # of the parts of `clamped_swiglu`
 SLOPE = 1.702  # of its sigmoid
@@ -46,17 +43,6 @@ class Activation:
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2."""
     return F.gelu(x, approximate="tanh")
-
-
-@gelu.implementation(
-    "c++",
-    devices=CPU,
-    dtypes=compiled_gelu.DTYPES,
-    suits=has_memory,
-    available=lambda: "" if compiled_gelu.extension() else "not compiled",
-)
-def _compiled(x: torch.Tensor) -> torch.Tensor:
-    return compiled_gelu.compiled_gelu(x)
 
 
 def gelu_exact(x: torch.Tensor) -> torch.Tensor:
@@ -107,19 +93,6 @@ def _clamped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = x.chunk(2, dim=-1)
     return gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
 
-
-squared_relu.implementation(
-    "cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_plain
-)(gated_kernels.squared_relu)
-swiglu.implementation(
-    "cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fits_gated
-)(gated_kernels.swiglu)
-swiglu.implementation(
-    "c++",
-    devices=CPU,
-    dtypes=compiled_gated.DTYPES,
-    available=lambda: "" if compiled_gated.extension() else "not compiled",
-)(compiled_gated.swiglu)
 
 ACTIVATIONS = {
     "gelu": Activation(gelu),

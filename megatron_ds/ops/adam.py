@@ -1,20 +1,17 @@
 """One AdamW update of flat fp32 tensors; and Adam with the names and arguments of DeepSpeed's classes.
 
-Implementations: a pass over memory, on CPUs cpu/compiled_adam.py, on GPUs gpu/adam_kernels.py, with the bits
-of the reference in torch's operations. `optim/row_adamw.py` is torch's interface to them.
+Implementations: a pass over memory, by kernels (extensions/kernels) of CPUs and GPUs, with the bits of the
+reference in torch's operations. `optim/row_adamw.py` is torch's interface to them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 
 from .. import foreign_name
 from ..errors import ConfigError
-from .cpu import compiled_adam
-from .gpu import adam_kernels
-from .kernel_table import CPU, GPU, Operation, random_generator
+from .kernel_table import Operation, random_generator
 from .update_rows import AdamRow, AdamStep, fp32
 
 
@@ -33,32 +30,6 @@ def adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
             weight_decay=how.weight_decay,
             grad_scale=how.grad_scale,
         )
-
-
-@adamw.implementation(
-    "c++",
-    devices=CPU,
-    available=lambda: "" if compiled_adam.extension() else "not compiled",
-)
-def _compiled(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
-    if how.skip is not None and how.skip:
-        return
-    wide = [r for r in rows if r.grad.dtype == torch.float32]
-    others = (
-        [r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32
-    )
-    for part in chain([wide], others):  # one copy at a time
-        compiled_adam.adamw_(
-            part,
-            lr=how.lr,
-            betas=how.betas,
-            eps=how.eps,
-            weight_decay=how.weight_decay,
-            grad_scale=how.grad_scale,
-        )
-
-
-adamw.implementation("cuda", devices=GPU)(adam_kernels.adamw)
 
 
 adamw.benchmark_sizes = (

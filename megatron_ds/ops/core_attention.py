@@ -5,11 +5,10 @@ head i // (n/g)), d channels. Queries may be fewer than keys: they are then the 
 key-value cache).
 
 Implementations: torch's fused attention, with a mask of all scores for what is not plain or causal;
-`reference_attention` with dropout or a sink, since these need the probabilities. On a CPU,
-cpu/compiled_attention.py: in fp32 with AVX-512 or AVX2, in bf16 with AMX or AVX-512 BF16; and fp32 where the
-processor has no matrix products of the dtype. On a GPU with Triton, what torch's fused attention needs a mask
-for, or cannot do: gpu/flex_attention.py; and with dropout, rows of queries one part after another
-(attention_rows.py).
+`reference_attention` with dropout or a sink, since these need the probabilities. On a CPU fp32 where the processor
+has no matrix products of the dtype. On a GPU with dropout, rows of queries one part after another
+(attention_rows.py). Kernels (extensions/kernels): compiled attention of CPUs; on GPUs FlexAttention for what torch's
+fused attention needs a mask for, or cannot do.
 """
 
 from dataclasses import replace
@@ -19,17 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from . import attention_rows
+from .attention_kernel import ScoreBlock, attention_kernel, places_of
 from .attention_pattern import CAUSAL, FULL
-from .cpu import compiled_attention
-from .cpu.widened_products import is_widened
 from .dropout import KeepMask
-from .gpu import flex_attention, flex_check
-from .gpu.flex_attention import TILE
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .kernel_table import CPU, GPU, Operation, random_tensors
 from .key_visibility import CAUSAL_KEYS, KeyVisibility
 from .product import LOW
 from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
+from .widened_products import is_widened
 
 
 @Operation
@@ -88,21 +85,15 @@ def _allowed(
     hidden = _hidden(q, k, visible)
     if scoring.alibi is None:
         return None if hidden is None else ~hidden
-    bias = scoring.alibi.bias(*_positions(q, k)).to(q.dtype)
+    bias = scoring.alibi.bias(*places_of(q, k)).to(q.dtype)
     return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
-
-
-def _positions(q: torch.Tensor, k: torch.Tensor) -> tuple[range, range]:
-    """Positions of the queries, which are the last ones, and of the keys."""
-    sk = k.shape[0]
-    return range(sk - q.shape[0], sk), range(sk)
 
 
 def _hidden(
     q: torch.Tensor, k: torch.Tensor, visible: KeyVisibility
 ) -> torch.Tensor | None:
     """bool, True where a query does not see a key; None: nowhere, as of a single causal query."""
-    mask = visible.hidden_besides_later(*_positions(q, k), q.device)
+    mask = visible.hidden_besides_later(*places_of(q, k), q.device)
     return forbidden(q.shape[0], k.shape[0], visible.pattern.causal, mask, q.device)
 
 
@@ -121,57 +112,6 @@ def _attention_example(
     )
 
 
-def _suits_compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
-) -> bool:
-    is_known = keep is None and visible.hides_by_key and not scoring.has_places
-    # Documents and padding are of keys.
-    has_all_rows = (
-        visible.mask is None and visible.documents is None or q.shape[0] <= k.shape[0]
-    )
-    return (
-        is_known
-        and has_all_rows
-        and q.dtype == k.dtype == v.dtype
-        and k.shape == v.shape
-        and not is_widened(q)
-        and compiled_attention.suits(q, k, visible.pattern)
-    )
-
-
-@attention.implementation(
-    "c++",
-    devices=CPU,
-    dtypes=(torch.float32,),
-    suits=_suits_compiled,
-    available=lambda: compiled_attention.reason_against(torch.float32),
-)
-@attention.implementation(
-    "c++",
-    devices=CPU,
-    dtypes=(torch.bfloat16,),
-    suits=_suits_compiled,
-    available=lambda: compiled_attention.reason_against(torch.bfloat16),
-)
-def _compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: None = None,
-    scoring: Scoring = PLAIN,
-) -> torch.Tensor:
-    block = compiled_attention.ScoreBlock(visible, *_positions(q, k))
-    return compiled_attention.compiled_attention(q, k, v, block, scoring)
-
-
 @attention.implementation(
     "fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q)
 )
@@ -186,66 +126,6 @@ def _in_fp32(
 ) -> torch.Tensor:
     wide = (t.float() for t in (q, k, v))
     return attention(*wide, visible, keep=keep, scoring=scoring).to(q.dtype)
-
-
-def _suits_flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
-) -> bool:
-    if (
-        q.shape[0] != k.shape[0] or q.shape[0] <= TILE
-    ):  # one tile: nothing can be skipped
-        return False
-    others = (visible.documents, scoring.sink, scoring.alibi)
-    return not visible.pattern.is_plain or any(other is not None for other in others)
-
-
-def _fits_flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
-) -> str:
-    if keep is not None:
-        return "dropout of probabilities"
-    if not visible.hides_by_key:
-        return "a mask that differs between queries or heads"
-    if scoring.has_places:
-        return "ALiBi of tokens that are no neighbours"
-    reason = flex_attention.fits(q, k, v)
-    if reason or not q.is_cuda:  # a plan assumes that the check succeeds
-        return reason
-    return flex_check.reason_against(
-        flex_attention.compiled_apart, reference_attention, q.dtype, q.device
-    )
-
-
-@attention.implementation(
-    "flex",
-    devices=GPU,
-    dtypes=FLOATS,
-    suits=_suits_flex,
-    fits=_fits_flex,
-    available=flex_attention.reason_against,
-)
-def _flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: None = None,
-    scoring: Scoring = PLAIN,
-) -> torch.Tensor:
-    return flex_attention.flex_attention(q, k, v, visible, scoring)
 
 
 def _suits_rows(
@@ -318,9 +198,11 @@ def exchanged_attention(
     """`attention` and an exchange of its output → [rows, b, heads * d]. The compiled kernel keeps no output:
     the exchange keeps its result."""
     settings = {"keep": keep, "scoring": scoring}
-    if attention.choice(q, k, v, visible, **settings) is _compiled:
-        block = compiled_attention.ScoreBlock(visible, *_positions(q, k))
-        parts = compiled_attention.compiled_attention_not_kept(q, k, v, block, scoring)
+    kernel = attention_kernel()
+    chosen = attention.choice(q, k, v, visible, **settings)
+    if kernel is not None and chosen is kernel.attention_of_keys:
+        block = ScoreBlock(visible, *places_of(q, k))
+        parts = kernel.compiled_attention_not_kept(q, k, v, block, scoring)
         return exchange.of_rows(*parts).flatten(2)
     out = attention(q, k, v, visible, **settings)
     return exchange(out.unflatten(2, (q.shape[2], -1))).flatten(2)
@@ -341,7 +223,7 @@ def reference_attention(
     positions: of the queries among the keys; the last ones unless given. A causal pattern needs the last ones.
     """
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
-    last, all_keys = _positions(q, k)
+    last, all_keys = places_of(q, k)
     places = (last if positions is None else positions), all_keys
     mask = visible.hidden_besides_later(*places, q.device)
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)

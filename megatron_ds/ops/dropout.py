@@ -7,7 +7,7 @@ A mask is a slice of a table of random numbers (keep_tables.py), whose rows are 
 site, sample) or (seed, site, sample, head).
 
 Implementations, of the same bits, so that a run on a GPU drops what the same run on a CPU drops: torch's
-operations draw a mask and keep it for backward; kernels for GPUs (gpu/dropout_kernels.py) draw it inside the
+operations draw a mask and keep it for backward; kernels for GPUs draw it inside the
 dropout, and once more inside its backward.
 
 Where only some tokens of a sequence are present, their masks are selected from the whole table, so a token's
@@ -16,20 +16,16 @@ mask does not depend on the others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from .gpu import dropout_kernels
 from .keep_tables import (
     draw_keep_masks_,
     keep_masks,
     keep_scale,
-    seeds_on,
-    threshold_of,
 )
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
-from .keyed_random import Key, seed_of
+from .kernel_table import Operation, random_tensors
+from .keyed_random import Key
 
 
 @dataclass(frozen=True)
@@ -142,42 +138,6 @@ def _dropout_add_example(
     return x, residual, 0.3, 1, "here", (4, 7), range(3, 3 + rows)
 
 
-@dropout.implementation("cuda", devices=GPU, dtypes=FLOATS)
-def _dropout_on_gpu(
-    x: torch.Tensor, p: float, *table: Any, **named: Any
-) -> torch.Tensor:
-    return _with_kernel(x, None, p, *table, **named) if p else x
-
-
-@dropout_add.implementation("cuda", devices=GPU, dtypes=FLOATS)
-def _dropout_add_on_gpu(
-    x: torch.Tensor, residual: torch.Tensor, p: float, *table: Any, **named: Any
-) -> torch.Tensor:
-    return _with_kernel(x, residual, p, *table, **named) if p else residual + x
-
-
-def _with_kernel(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    p: float,
-    seed: int,
-    site: str,
-    sample_ids: tuple[int, ...],
-    rows: range,
-    picked: torch.Tensor | None = None,
-) -> torch.Tensor:
-    _check_held(x.shape, sample_ids, rows, picked)
-    seeds = [seed_of(*key) for key in sample_keys(seed, site, sample_ids)]
-    return dropout_kernels.dropout(
-        x,
-        residual,
-        seeds=seeds,
-        threshold=threshold_of(p),
-        first_row=rows.start,
-        picked=picked,
-    )
-
-
 def _hidden_mask(
     x: torch.Tensor,
     p: float,
@@ -198,7 +158,7 @@ def hidden_mask(
 ) -> torch.Tensor:
     """bool [s, b, h], contiguous: where `dropout` keeps a tensor of this shape. keys: of the b samples."""
     s, b, h = shape
-    _check_held(shape, keys, rows, picked)
+    check_held(shape, keys, rows, picked)
     if picked is None:
         mask = torch.empty(s, b, h, dtype=torch.bool, device=device)
         draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
@@ -211,9 +171,10 @@ def hidden_mask(
     )
 
 
-def _check_held(
+def check_held(
     shape: Sequence[int], samples: Sequence, rows: range, picked: torch.Tensor | None
 ) -> None:
+    """Fail where x is not of these samples and rows."""
     held = len(rows) if picked is None else picked.shape[1]
     assert (held, len(samples)) == tuple(shape[:2]), (
         f"x is {list(shape)}, got {len(samples)} samples, {held} rows"
@@ -260,37 +221,6 @@ def _attention_mask_example(
     )
     out = torch.zeros(2, 3, rows, width, dtype=torch.bool, device=device)
     return out, keep.p, keep.of_heads, keep.rows, keep.cols
-
-
-def _takes_mask(
-    out: torch.Tensor,
-    p: float,
-    keys: Sequence[Key],
-    rows: range,
-    cols: int,
-    picked: torch.Tensor | None = None,
-) -> str:
-    return dropout_kernels.masks_fit(out, cols, picked)
-
-
-@fill_attention_mask_.implementation("cuda", devices=GPU, fits=_takes_mask)
-def _attention_mask_on_gpu(
-    out: torch.Tensor,
-    p: float,
-    keys: Sequence[Key],
-    rows: range,
-    cols: int,
-    picked: torch.Tensor | None = None,
-) -> None:
-    seeds = seeds_on(out.device, keys).view(out.shape[:2])
-    dropout_kernels.fill_keep_masks_(
-        out,
-        seeds,
-        threshold=threshold_of(p),
-        first_row=rows.start,
-        cols=cols,
-        picked=picked,
-    )
 
 
 def apply_mask(

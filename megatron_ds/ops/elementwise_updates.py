@@ -1,17 +1,16 @@
 """Lion's and Adagrad's update of flat fp32 tensors, whose one tensor of state has the weight's size.
 
-Implementations: a pass over memory on CPUs (cpu/compiled_adam.py); elsewhere torch's multi-tensor operations,
+Implementations: a pass over memory on CPUs; elsewhere torch's multi-tensor operations,
 some ten launches for all rows of a parameter group. Every product and sum is rounded by itself, so the bits
 do not depend on where tensors are cut.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .cpu import compiled_adam
-from .kernel_table import CPU, Operation, random_generator
+from .kernel_table import Operation, random_generator
 from .update_rows import UpdateRow, fp32
 
 AT_A_TIME = 1 << 26  # elements whose temporaries exist at once, about
@@ -60,25 +59,6 @@ def lion(grad: torch.Tensor, rows: Sequence[UpdateRow], how: LionStep) -> None:
         _write_low(part)
 
 
-@lion.implementation(
-    "c++",
-    devices=CPU,
-    available=lambda: "" if compiled_adam.extension() else "not compiled",
-)
-def _compiled_lion(
-    grad: torch.Tensor, rows: Sequence[UpdateRow], how: LionStep
-) -> None:
-    _compiled(
-        "lion",
-        rows,
-        how.divisor,
-        lr=how.lr,
-        beta1=how.betas[0],
-        beta2=how.betas[1],
-        weight_decay=how.weight_decay,
-    )
-
-
 @lion.example
 def _lion_example(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
@@ -107,24 +87,6 @@ def adagrad(grad: torch.Tensor, rows: Sequence[UpdateRow], how: AdagradStep) -> 
         _write_low(part)
 
 
-@adagrad.implementation(
-    "c++",
-    devices=CPU,
-    available=lambda: "" if compiled_adam.extension() else "not compiled",
-)
-def _compiled_adagrad(
-    grad: torch.Tensor, rows: Sequence[UpdateRow], how: AdagradStep
-) -> None:
-    _compiled(
-        "adagrad",
-        rows,
-        how.divisor,
-        lr=how.lr,
-        eps=how.eps,
-        weight_decay=how.weight_decay,
-    )
-
-
 @adagrad.example
 def _adagrad_example(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
@@ -146,7 +108,7 @@ def _parts(rows: Sequence[UpdateRow], divisor: float) -> Iterator[Part]:
         part.append(row)
         if i + 1 == len(rows) or sum(r.p.numel() for r in part) >= AT_A_TIME:
             grads = torch._foreach_mul(
-                [r.grad.to(r.p.dtype) for r in part], _inverse(divisor)
+                [r.grad.to(r.p.dtype) for r in part], inverse(divisor)
             )
             yield [r.p for r in part], list(grads), [r.state for r in part], part
             part = []
@@ -159,29 +121,14 @@ def _roots(values: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_sqrt(values))
 
 
-def _inverse(divisor: float) -> float:
+def inverse(divisor: float) -> float:
+    """1 / divisor in fp32."""
     return fp32(1.0 / fp32(divisor))
 
 
 def _write_low(rows: Sequence[UpdateRow]) -> None:
     if pairs := [(r.low, r.p) for r in rows if r.low is not None]:
         torch._foreach_copy_(*map(list, zip(*pairs)))
-
-
-def _compiled(
-    rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: float
-) -> None:
-    update: Callable = compiled_adam.with_one_state_
-    wide = [r for r in rows if r.grad.dtype == torch.float32]
-    update(rule, wide, grad_scale=_inverse(divisor), **numbers)
-    for r in rows:  # one copy at a time
-        if r.grad.dtype != torch.float32:
-            update(
-                rule,
-                [r._replace(grad=r.grad.float())],
-                grad_scale=_inverse(divisor),
-                **numbers,
-            )
 
 
 def _example_rows(

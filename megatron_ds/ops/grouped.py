@@ -5,8 +5,8 @@ Experts are such products: the rows are tokens sorted by expert. Implementations
     torch's grouped_mm   GPUs of compute capability 9 and 10 (Hopper, Blackwell) in bf16, where the sizes are
                          multiples of 16 bytes: one launch for all experts. On others torch would copy the
                          numbers of rows to the host, which has them, and wait
-    one compiled call    CPUs with compiled products (cpu/compiled_grouped.py), from the sizes on at which one product
-                         is faster
+    one compiled call    CPUs with compiled products (extensions/kernels), from the sizes on at which one product is
+                         faster
     one product a run    everywhere else, and the reference
 
 Runs may be empty; all rows must belong to a run, because grouped_mm leaves rows behind the last run
@@ -17,11 +17,12 @@ memory is that of all.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from .cpu import compiled_grouped
+from ..plugins import plugged
 from .kernel_table import choice_recorded, is_selected
 from .meta_tensors import has_memory
 from .product import FP32_SUMS, add_product_, affine, product_into
@@ -82,7 +83,7 @@ def grouped_affine(
         )
     y = x.new_empty(x.shape[0], weight.shape[1])
     if _is_one_call("grouped_affine", weight, runs, x, weight):
-        compiled_grouped.affine_into(y, x, weight, bias, runs.counts)
+        one_call().affine_into(y, x, weight, bias, runs.counts)
         return y
     if bias is None:
         for out, part, w in runs.parts((y, x), (weight,)):
@@ -101,7 +102,7 @@ def grouped_product(
         return F.grouped_mm(x, weight, offs=runs.ends)
     y = x.new_empty(x.shape[0], weight.shape[2])
     if _is_one_call("grouped_product", weight, runs, x, weight):
-        compiled_grouped.product_into(y, x, weight, runs.counts)
+        one_call().product_into(y, x, weight, runs.counts)
         return y
     for out, part, w in runs.parts((y, x), (weight,)):
         product_into(out, part, w)
@@ -130,7 +131,7 @@ def add_grouped_gradient_(
     if out.dtype == torch.float32 and _is_one_call(
         "grouped_gradient", out, runs, dy, x
     ):
-        compiled_grouped.write_gradient(out, dy, x, runs.counts, not overwrites)
+        one_call().write_gradient(out, dy, x, runs.counts, not overwrites)
         return
     for part, into, w in runs.parts((dy, x), (out,)):
         add_product_(w, part.t(), into, overwrites)
@@ -145,7 +146,7 @@ def new_grouped_gradient(
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
     _clear_empty(out, runs)
     if _is_one_call("grouped_gradient", out, runs, dy, x):
-        compiled_grouped.write_gradient(out, dy, x, runs.counts)
+        one_call().write_gradient(out, dy, x, runs.counts)
         return out
     for part, into, w in runs.parts((dy, x), (out,)):
         product_into(w, part.t(), into)
@@ -166,13 +167,20 @@ def sums_of_runs(x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
     return sums
 
 
+@cache
+def one_call() -> ModuleType | None:
+    """Compiled calls for all runs: `suits`, `affine_into`, `product_into` and `write_gradient`; None without the wing
+    of kernels."""
+    return plugged("grouped products")
+
+
 def _is_one_call(
     name: str, matrices: torch.Tensor, runs: RowRuns, *factors: torch.Tensor
 ) -> bool:
     """Whether all products of an operation are one compiled call; then the choice is recorded by its name."""
-    is_chosen = is_selected("auto") and compiled_grouped.suits(
-        matrices, runs.counts, *factors
-    )
+    if not is_selected("auto") or one_call() is None:
+        return False
+    is_chosen = one_call().suits(matrices, runs.counts, *factors)
     if is_chosen:
         choice_recorded(name, "c++")
     return is_chosen

@@ -3,14 +3,16 @@
     @Operation
     def rms_norm(x, weight, eps): ...                              # in torch's operations
 
-    @rms_norm.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=rows_of_packets)
-    def _cuda(x, weight, eps): ...
+    @rms_norm.kernel("cuda", devices=GPU, dtypes=FLOATS, fits=rows_of_packets)
+    def rms_norm_on_gpus(x, weight, eps): ...
 
     rms_norm(x, weight, eps)             the first implementation that takes the arguments, else torch's
 
 An operation is a function of torch's operations, which takes every device, dtype and shape, and any number of
-faster implementations, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's on
-GPUs and CPUs. Which implementations a device has is decided once; a call asks only about its arguments.
+faster implementations, in the order of preference: kernels first, which the wing `extensions/kernels` registers
+when an operation is first called, then other functions of torch's operations. `select("torch")` (--kernels
+torch) leaves only torch's on GPUs and CPUs. Which implementations a device has is decided once; a call asks only
+about its arguments.
 
 A layer calls an operation again and again with arguments alike. It holds a `Bound`, which asks once for each
 shape of the first tensor:
@@ -21,7 +23,7 @@ shape of the first tensor:
 Code inside torch.compile runs torch's operations: the compiler fuses those, and cannot look into kernels.
 
 Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeCpuTensors: an implementation must
-therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` launches nothing then).
+therefore work without memory, by allocating its results.
 """
 
 import functools
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..plugins import plugged
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,7 @@ class Operation:
         self.name = in_torch.__name__
         self.in_torch = in_torch
         self.implementations = [Implementation("torch", in_torch)]
+        self._kernels = 0  # of the implementations
         self.examples: list[Callable[..., tuple]] = []
         self.benchmark_sizes: tuple[tuple[int, int], ...] = BENCHMARK_SIZES
         OPERATIONS[self.name] = self
@@ -130,6 +134,18 @@ class Operation:
 
         def add(function: Callable) -> Callable:
             self.implementations.insert(-1, Implementation(name, function, **limits))
+            CHOICES.change()
+            return function
+
+        return add
+
+    def kernel(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
+        """Adds the decorated function behind earlier kernels; limits: fields of `Implementation`."""
+
+        def add(function: Callable) -> Callable:
+            found = Implementation(name, function, **limits)
+            self.implementations.insert(self._kernels, found)
+            self._kernels += 1
             CHOICES.change()
             return function
 
@@ -313,9 +329,16 @@ def selected(mode: str) -> Iterator[None]:
 
 
 @functools.cache
+def load_kernels() -> None:
+    """Import the modules that register kernels, where the wing is installed."""
+    plugged("kernels")
+
+
+@functools.cache
 def _candidates(
     operation: Operation, device: str, dtype: torch.dtype, mode: str
 ) -> list[Implementation]:
+    load_kernels()
     return [
         entry
         for entry in operation.implementations

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .cpu.kept_probabilities import CPU_BLOCK, ProbabilitiesKept, row_blocks
-from .gpu import cross_entropy_kernels
-from .kernel_table import FLOATS, GPU, VOCABULARY_SIZES, Operation, random_tensors
+from .kept_probabilities import CPU_BLOCK, ProbabilitiesKept, row_blocks
+from .kernel_table import VOCABULARY_SIZES, Operation, random_tensors
 
 GPU_BLOCK = (
     2**24
@@ -116,32 +115,6 @@ def _gradient_example(
 def _labels(rows: int, width: int, device: torch.device) -> torch.Tensor:
     """Some of them on other ranks."""
     return torch.arange(rows, device=device) * 5 % (width + 2) - 1
-
-
-@cross_entropy_facts.implementation(
-    "cuda", devices=GPU, dtypes=FLOATS, fits=cross_entropy_kernels.fits
-)
-def _facts_in_one_reading(
-    logits: torch.Tensor, labels: torch.Tensor, valid: int, smoothed: bool
-) -> torch.Tensor:
-    return cross_entropy_kernels.cross_entropy_facts(logits, labels, valid, smoothed)
-
-
-@cross_entropy_gradient_.implementation(
-    "cuda", devices=GPU, dtypes=FLOATS, fits=cross_entropy_kernels.fits
-)
-def _gradient_in_one_pass(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    lse: torch.Tensor,
-    dloss: torch.Tensor,
-    valid: int,
-    on_label: float,
-    on_all: float,
-) -> torch.Tensor:
-    return cross_entropy_kernels.cross_entropy_gradient_(
-        logits, labels, lse, dloss, valid, on_label, on_all
-    )
 
 
 class LogitsKept:

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dimension, computed in fp32 for every dtype of x.
 
 Implementations: on GPUs, and for bf16 on CPUs, one pass over memory for the addition of a residual and the
-norm (gpu/norm_kernels.py, cpu/compiled_norms.py). Else torch's, but for RMSNorm on a CPU, which is a dozen of
+norm. Else torch's, but for RMSNorm on a CPU, which is a dozen of
 its operations: `_RMSNorm` takes a third of the time.
 """
 
@@ -11,9 +11,7 @@ from torch import nn
 
 from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
-from .cpu import compiled_norms
-from .gpu import norm_kernels
-from .kernel_table import CPU, FLOATS, GPU, Bound, Operation, random_tensors
+from .kernel_table import CPU, FLOATS, Bound, Operation, random_tensors
 
 
 class _Norm(nn.Module):
@@ -126,27 +124,6 @@ def residual_norm(
     if bias is None:
         return rms_norm(total, weight, eps), total
     return layer_norm(total, weight, bias, eps), total
-
-
-GPU_KERNELS = {"devices": GPU, "dtypes": FLOATS, "fits": norm_kernels.fits}
-layer_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.layer_norm)
-rms_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.rms_norm)
-residual_norm.implementation("cuda", **GPU_KERNELS)(norm_kernels.residual_norm)
-
-CPU_KERNELS = {
-    "devices": CPU,
-    "dtypes": compiled_norms.DTYPES,
-    "available": lambda: "" if compiled_norms.extension() else "not compiled",
-}
-layer_norm.implementation("c++", suits=compiled_norms.suits, **CPU_KERNELS)(
-    compiled_norms.layer_norm
-)
-rms_norm.implementation("c++", suits=compiled_norms.suits, **CPU_KERNELS)(
-    compiled_norms.rms_norm
-)
-residual_norm.implementation("c++", suits=compiled_norms.suits_both, **CPU_KERNELS)(
-    compiled_norms.residual_norm
-)
 
 
 @residual_norm.example

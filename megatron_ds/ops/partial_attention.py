@@ -8,9 +8,9 @@
 Sums over tiles are fp32. With dropout, O' and dv have P ∘ keep in place of P, and dO vᵀ is multiplied by
 keep. Formulas: Dao et al. 2022 (arXiv:2205.14135), appendix B; merging: Liu et al. 2023 (arXiv:2310.01889).
 
-Implementations of a tile: cpu/compiled_attention.py where core attention has it; else torch's fused attention
-of CPUs and of GPUs, whose backward takes the output and the log-sum-exp of all keys: on GPUs FlashAttention for
-tiles without a bias (gpu/flash_tiles.py), else the memory-efficient kernel; elementary operations with dropout.
+Implementations of a tile: the compiled kernel where core attention has it; else torch's fused attention of CPUs and
+of GPUs, whose backward takes the output and the log-sum-exp of all keys: on GPUs FlashAttention for tiles without
+a bias, if the wing of kernels is installed, else the memory-efficient kernel; elementary operations with dropout.
 
 Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n), d channels.
 """
@@ -18,16 +18,17 @@ Letters: q and k rows, b samples, n query heads, g key-value heads (g divides n)
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ..plugins import plugged
+from .attention_kernel import OfRows, ScoreBlock, attention_kernel, row_dots
 from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
-from .cpu import compiled_attention
-from .cpu.compiled_attention import OfRows, ScoreBlock
-from .gpu import flash_tiles
 from .key_visibility import KeyVisibility
 from .scoring import PLAIN, Scoring
 
@@ -124,7 +125,7 @@ class PartialGradients:
         """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""
         totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
         if self.work.has_kernel(positions) and self._dots is None:
-            self._dots = compiled_attention.row_dots(_rows(self.dout), _rows(self.out))
+            self._dots = row_dots(_rows(self.dout), _rows(self.out))
         of_rows = self.dout, self.out, self.sums, self._dots
         for tile, operands in self.work.tiles(keys, values, positions):
             final = _Final(
@@ -156,7 +157,7 @@ class _Work:
         if not attention.has("c++", "cpu", self.queries.dtype):
             return False
         runs = (*self.positions.ranges, *keys.ranges)
-        return compiled_attention.takes(self.queries, self.visible.pattern, runs)
+        return attention_kernel().takes(self.queries, self.visible.pattern, runs)
 
     def tiles(
         self, keys: torch.Tensor, values: torch.Tensor, positions: Runs
@@ -242,7 +243,7 @@ class _Operands:
             return _ELEMENTARY
         if self.q.device.type in ("cpu", "meta"):
             return _ON_CPU
-        if self.bias is None and flash_tiles.suits(self.q):
+        if self.bias is None and flash_tiles() and flash_tiles().suits(self.q):
             return _FLASH
         return _ON_GPU
 
@@ -351,27 +352,33 @@ def _gpu_backward(
     return dq, t.joined(dk), t.joined(dv)
 
 
+@cache
+def flash_tiles() -> ModuleType | None:
+    """FlashAttention of GPUs, with `suits`, `forward` and `backward` of tiles; None without the wing of kernels."""
+    return plugged("attention tiles")
+
+
 def _flash_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_tiles.forward(t.q, t.k, t.v, t.triangle, t.scale)
+    return flash_tiles().forward(t.q, t.k, t.v, t.triangle, t.scale)
 
 
 def _flash_backward(
     t: _Operands, final: _Final
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = flash_tiles.FinalRows(final.dout, final.out, final.sums)
-    return flash_tiles.backward(t.q, t.k, t.v, rows, t.triangle, t.scale)
+    rows = flash_tiles().FinalRows(final.dout, final.out, final.sums)
+    return flash_tiles().backward(t.q, t.k, t.v, rows, t.triangle, t.scale)
 
 
 def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = map(_rows, (t.q, t.k, t.v))
-    out, sums = compiled_attention.attend(*tensors, t.block, _without_sink(t))
+    out, sums = attention_kernel().attend(*tensors, t.block, _without_sink(t))
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
 
 
 def _compiled_backward(
     t: _Operands, final: _Final, totals: Sequence[torch.Tensor]
 ) -> None:
-    compiled_attention.add_gradients_(
+    attention_kernel().add_gradients_(
         [_rows(total) for total in totals],
         *map(_rows, (t.q, t.k, t.v, final.dout)),
         OfRows(final.sums, final.dots),

@@ -8,7 +8,7 @@ movement:
 
 Operations with `_padded` also take rows without a slot, -1 in `slots`, which are zeros.
 
-Implementations: on GPUs one launch forward and one backward (gpu/permute_kernels.py); else torch's
+Implementations: on GPUs one launch forward and one backward; else torch's
 operations, with backwards of our own that keep little. Sums over the slots of a token are in fp32 (fp64 for
 fp64), in the order of slots, and rounded once, so no sum depends on the order of arrival.
 """
@@ -17,8 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .gpu import permute_kernels
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .kernel_table import Operation, random_tensors
 
 
 @Operation
@@ -59,16 +58,6 @@ def combine_padded(
 ) -> torch.Tensor:
     """`combine` with place [T, k]; rows without a slot are read by no token and have the gradient zero."""
     return _CombinePadded.apply(rows, weights, slots, place)
-
-
-for _operation, _kernel, _fits in (
-    (permute, permute_kernels.permute, permute_kernels.fits_permute),
-    (permute_padded, permute_kernels.permute, permute_kernels.fits_permute),
-    (combine, permute_kernels.combine, permute_kernels.fits_combine),
-    (combine_padded, permute_kernels.combine, permute_kernels.fits_combine),
-    (reorder, permute_kernels.reorder, permute_kernels.fits_reorder),
-):
-    _operation.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=_fits)(_kernel)
 
 
 def _routed(

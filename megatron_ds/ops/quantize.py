@@ -4,8 +4,8 @@ arXiv:2306.10209, section 3).
 
 Gathers of weights and reductions of gradients of ZeRO send them (zero/number_blocks.py).
 
-Implementations: on GPUs one launch each (gpu/quantize_kernels.py); on CPUs blocks are compiled
-(cpu/compiled_quantize.py); else torch's operations. All have the same bits, and none has a gradient.
+Implementations: on GPUs one launch each; on CPUs blocks are compiled
+; else torch's operations. All have the same bits, and none has a gradient.
 """
 
 from functools import partial
@@ -13,10 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .cpu import compiled_quantize
-from .gpu import quantize_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_generator, random_tensors
-from .meta_tensors import has_memory
+from .kernel_table import Operation, random_generator, random_tensors
 
 EXAMPLE_BLOCK = 64
 
@@ -38,16 +35,17 @@ def quantize(
     if numel % block:
         x = F.pad(x, (0, blocks * block - numel))
     table = x.view(blocks, block)
-    scales = table.abs().amax(1) * (1 / most)
+    largest = table.abs().amax(1)
+    scales = largest * (1 / most)
     scales = scales.where(scales.isfinite(), torch.nan)
-    codes = (
-        (table / scales[:, None])
-        .round()
-        .clamp(-most, most)
-        .where(scales[:, None] > 0, 0)
-        .to(torch.int8)
-    )
-    codes = codes.flatten()[:numel]
+    of_rows = scales[:, None]
+    codes = table / of_rows
+    codes.round_()
+    codes.clamp_(-most, most)
+    # Blocks of zeros have the scale 0.
+    codes = codes.where(of_rows > 0, 0)
+    codes = codes.to(torch.int8).flatten()
+    codes = codes[:numel]
     if bits == 4:
         codes = _in_pairs(codes)
     return codes, scales
@@ -67,40 +65,17 @@ def dequantize(
 
     out: contiguous memory for the result; None: new memory
     """
+    # A number's code and its scale, in fp32.
     if bits == 4:
         codes = _apart(codes)
     codes = codes[:numel]
     scales = scales.detach().float()
+    # The last block may be shorter than the others.
     if numel % block:
         numbers = codes * scales.repeat_interleave(block)[:numel]
     else:
         numbers = (codes.view(-1, block) * scales[:, None]).view(-1)
     return numbers.to(dtype) if out is None else out.copy_(numbers)
-
-
-for _operation, _kernel, _dtypes, _fits in (
-    (quantize, quantize_kernels.quantize, FLOATS, quantize_kernels.fits_numbers),
-    (
-        dequantize,
-        quantize_kernels.dequantize,
-        (torch.float32,),
-        quantize_kernels.fits_codes,
-    ),
-):
-    _operation.implementation("cuda", devices=GPU, dtypes=_dtypes, fits=_fits)(_kernel)
-
-
-_compiled = {
-    "devices": CPU,
-    "suits": lambda x, *_, **__: has_memory(x),
-    "available": lambda: "" if compiled_quantize.extension() else "not compiled",
-}
-quantize.implementation("c++", dtypes=compiled_quantize.DTYPES, **_compiled)(
-    compiled_quantize.quantize
-)
-dequantize.implementation(
-    "c++", dtypes=(torch.float32,), fits=compiled_quantize.fits_dtype, **_compiled
-)(compiled_quantize.dequantize)
 
 
 def _quantize_example(
@@ -114,7 +89,9 @@ def _dequantize_example(
 ) -> tuple:
     where = random_generator(device, rows * width).device
     x, *how = _quantize_example(bits, rows, width, torch.float32, where)
-    codes, scales = (t.to(device) for t in quantize.in_torch(x, *how))
+    codes, scales = quantize.in_torch(x, *how)
+    codes = codes.to(device)
+    scales = scales.to(device)
     return scales, codes, x.numel(), *how, dtype
 
 

@@ -6,17 +6,15 @@ frequencies are scaled (rotary_scaling.py). Interleaved, pair i are the neighbou
 
 Packed heads, [s, b, g, n/g + 2, d], are g groups of n/g heads of q, one of k and one of v.
 
-Implementations: on GPUs one launch (gpu/rotary_kernels.py), but for interleaved pairs; on a CPU a compiled one
-(cpu/compiled_rotary.py); else torch's operations in fp32, with a backward of our own that keeps nothing of x.
+Implementations: on GPUs one launch, but for interleaved pairs; on a CPU a compiled one
+; else torch's operations in fp32, with a backward of our own that keeps nothing of x.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from .cpu import compiled_rotary
-from .gpu import rotary_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
+from .kernel_table import Operation, random_tensors
 from .rotary_scaling import Scaling
 
 
@@ -60,14 +58,6 @@ def rotary_tables(
     return cos * amplitude, sin * amplitude
 
 
-_ON_CPU = {
-    "devices": CPU,
-    "dtypes": compiled_rotary.DTYPES,
-    "suits": compiled_rotary.suits,
-    "available": lambda: "" if compiled_rotary.extension() else "not compiled",
-}
-
-
 @Operation
 def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
@@ -76,12 +66,6 @@ def apply_rotary(
     if torch.compiler.is_compiling():  # which does not trace writing to strided parts
         return reference_rotary(x, cos, sin, interleaved)
     return _Rotate.apply(x, cos, sin, interleaved)
-
-
-apply_rotary.implementation(
-    "cuda", devices=GPU, dtypes=FLOATS, fits=rotary_kernels.fits
-)(rotary_kernels.rotary)
-apply_rotary.implementation("c++", **_ON_CPU)(compiled_rotary.rotary)
 
 
 # six heads: so many positions that no cache has them
@@ -121,12 +105,6 @@ def split_rotary(
     )
 
 
-split_rotary.implementation(
-    "cuda", devices=GPU, dtypes=FLOATS, fits=rotary_kernels.fits
-)(rotary_kernels.split_rotary)
-split_rotary.implementation("c++", **_ON_CPU)(compiled_rotary.split_rotary)
-
-
 split_rotary.benchmark_sizes = ((16384, 128),)  # 24 heads
 
 
@@ -153,7 +131,10 @@ def reference_rotary(
     else:
         first, second = rotated.chunk(2, dim=-1)
     # Both channels of each pair, in the places that they came from.
-    halves = (first * cos - second * sin, second * cos + first * sin)
+    halves = (
+        first * cos - second * sin,
+        second * cos + first * sin,
+    )
     if interleaved:
         turned = torch.stack(halves, dim=-1).flatten(-2)
     else:

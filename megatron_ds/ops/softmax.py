@@ -11,9 +11,7 @@ import math
 import torch
 
 from .dropout import KeepMask, apply_mask
-from .gpu import softmax_kernels
-from .keep_tables import seeds_on, threshold_of
-from .kernel_table import FLOATS, GPU, Operation, random_tensors
+from .kernel_table import Operation, random_tensors
 from .keyed_random import Key
 
 
@@ -90,38 +88,3 @@ def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
     keys: list[Key] = [(1, "here", sample) for sample in (4, 7)]
     keep = KeepMask(0.3, keys, range(2, 5), range(6, 6 + rows), width, device=device)
     return scores, hidden, width >= rows, 0.6, keep
-
-
-def _fits(
-    scores: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float = 1.0,
-    keep: KeepMask | None = None,
-    sink: torch.Tensor | None = None,
-) -> str:
-    """Why the kernel cannot compute this call; "" if it can."""
-    if sink is not None:
-        return "it has a sink"
-    return softmax_kernels.fits(scores, mask, keep is not None)
-
-
-@masked_softmax.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=_fits)
-def _masked_softmax_on_gpu(
-    scores: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float = 1.0,
-    keep: KeepMask | None = None,
-    sink: None = None,
-) -> torch.Tensor:
-    # The kernel draws for neighbouring columns; picked ones of a table are not.
-    if keep is not None and keep.picked is not None:
-        p = softmax_kernels.masked_softmax(scores, mask, causal, scale)
-        return apply_mask(p, keep.mask, keep.p)
-    table = None
-    if keep is not None:
-        seeds = seeds_on(scores.device, keep.of_heads)
-        threshold = threshold_of(keep.p)
-        table = softmax_kernels.TableDropout(seeds, threshold, keep.rows.start)
-    return softmax_kernels.masked_softmax(scores, mask, causal, scale, table)

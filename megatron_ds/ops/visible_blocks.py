@@ -1,8 +1,8 @@
 """`visible_blocks`: which blocks of scores some query of theirs sees, and which need no mask. All planners of
 attention ask it, each with blocks of its own size.
 
-    compiled kernel of CPUs   16 × 16 scores, the units of its registers     cpu/key_spans.py
-    FlexAttention             tiles of 128 × 128                             gpu/flex_attention.py
+    compiled kernel of CPUs   16 × 16 scores, the units of its registers     extensions/kernels/cpu/key_spans.py
+    FlexAttention             tiles of 128 × 128                             extensions/kernels/gpu/flex_attention.py
     context parallelism       up to 512 × 1024, and whole documents          attention_tiles.py
 
     blocks of 32 tokens, fixed, causal (4 local, 1 global); four of them are a tile of tokens

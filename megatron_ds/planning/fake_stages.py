@@ -42,8 +42,8 @@ from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
 from ..mpu.mesh import Mesh
-from ..ops.cpu.widened_products import WORKSPACE
 from ..ops.kernel_table import selected
+from ..ops.widened_products import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .cuda_segments import reserved

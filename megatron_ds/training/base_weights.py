@@ -13,6 +13,7 @@ from typing import Any
 from ..checkpoint.folder import TRACKER, name_of
 from ..checkpoint.load import load
 from ..checkpoint.pieces import WEIGHT
+from ..checkpoint.place import absolute
 from ..config import RunConfig, Source
 from ..config.options.training_options import CheckpointConfig
 from ..errors import CheckpointError
@@ -71,7 +72,7 @@ class BaseWeights:
     @property
     def identity(self) -> dict[str, Any]:
         """The checkpoint, for run.json: its folder, and its run and step where they are known."""
-        about = {"folder": self.checkpoint.load}
+        about = {"folder": absolute(self.checkpoint.load)}
         if self.start.step is not None:
             about |= {"run_id": self.start.run_id, "step": self.start.step}
         return about

@@ -23,8 +23,11 @@ class ForeignCheckpoints:
         """Name of the format of the --load folder; None if it is this package's, or holds no checkpoint."""
         return None
 
-    def defaults(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Option name → value of the model and the tokenizer in the --load folder of these flags."""
+    def defaults(
+        self, argv: Sequence[str], *, with_dtype: bool = False
+    ) -> dict[str, Any]:
+        """Option name → value of the model and the tokenizer in the --load folder of these flags, and of the dtype
+        of its weights."""
         return {}
 
     def log_length(self, config: RunConfig) -> None:

@@ -31,7 +31,7 @@ from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
-from ..errors import DeviceMemoryError
+from ..errors import ConfigError, DeviceMemoryError
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -43,12 +43,11 @@ from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
-from ..planning.dry_run import dry_run, names_its_world
 from ..planning.replica_plan import plan_replica
 from ..planning.run_model import data_kind
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
-from ..plugins import plugged
+from ..plugins import missing_wings, plugged
 from ..progress.ramps import Progress
 from .base_weights import (
     check_same_base,
@@ -65,7 +64,6 @@ from .from_checkpoint import options_of_checkpoint, with_saved_schedule
 from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
-from .prepared_kernels import prepare_kernels
 from .restart import continued
 from .run_checkpoint import (
     all_pieces,
@@ -117,11 +115,11 @@ def _pretrain(
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
     # Without communication: a dry run ends before a mesh exists.
-    alone = Launch(rank_in(os.environ)) if names_its_world(argv) else None
+    alone = Launch(rank_in(os.environ)) if _names_its_world(argv) else None
     with launching.reported_to_others(alone):
         launch, config = _configure(argv, alone, defaults)
     if config.plan.is_dry:
-        return dry_run(config, launch)
+        return _dry_run(config, launch)
     # The run itself, with all ranks joined.
     with (
         deterministic_operations(config.train.deterministic_mode),
@@ -134,6 +132,19 @@ def _pretrain(
         if mesh.rank == 0:
             logger.info("training ended: %s", reason)
     return 0
+
+
+def _names_its_world(argv: Sequence[str]) -> bool:
+    """Whether --dry-run comes with --world-size. Then the launcher, if any, is ignored."""
+    given = {setting.path: setting.value for setting in read_flags(argv).settings}
+    return given.get("plan.dry_run", "off") != "off" and "plan.world_size" in given
+
+
+def _dry_run(config: RunConfig, launch: Launch) -> int:
+    dry_run = plugged("dry run")
+    if dry_run is None:
+        raise ConfigError(f"--dry-run needs megatron_ds.extensions.{missing_wings()}")
+    return dry_run(config, launch)
 
 
 def _configure(
@@ -213,7 +224,8 @@ def train(
         engine = build_engine(config, mesh, plan_replica(config, mesh))
         if mesh.rank == 0:
             logger.info("%s", describe(engine, source, as_given))
-        if compiled := prepare_kernels(engine):
+        prepare_kernels = plugged("prepared kernels")
+        if prepare_kernels and (compiled := prepare_kernels(engine)):
             logger.info("%s", compiled)
         _leave_if_stopped(stop, mesh)
         if base is not None:

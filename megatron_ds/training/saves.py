@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from ..checkpoint.background_save import BackgroundSave, Copies
 from ..host import places
 from ..host.pace import Pace
@@ -29,7 +27,8 @@ from .run_checkpoint import (
     saved_pieces,
 )
 
-# Of the processors that a model on a CPU computes with, the share that a thread takes which writes beside it.
+# Of one processor, the share of a thread that writes beside a model on a CPU. The threads of a step wait for each
+# other, so that a step slows by the share that is taken from one of them.
 WRITERS_SHARE = 0.02
 
 
@@ -136,6 +135,4 @@ class Saves:
 
     def _pace(self) -> Pace:
         """A GPU does not compute with the processors of the thread: it writes without pauses then."""
-        if self._engine.mesh.device.type != "cpu":
-            return Pace()
-        return Pace(min(1.0, WRITERS_SHARE * torch.get_num_threads()))
+        return Pace(WRITERS_SHARE if self._engine.mesh.device.type == "cpu" else 1.0)

@@ -148,30 +148,15 @@ class SetMaker:
                 parameters, plan.layout, ranks, sharded, self.device, self.draw
             )
         # In codes: those of frozen weights alone, or beside what an update writes.
-        if plan.encoded:
-            alone = plan.policy.parameter is None
-            return EncodedParameters(
-                parameters,
-                plan.layout,
-                Hierarchy.flat(solo()) if alone else ranks,
-                plan.units,
-                self.device,
-                plan.blocks,
-                self.draw,
-            )
-        if plan.blocks is not None:
-            return QuantizedParameters(
-                parameters,
-                plan.layout,
-                ranks,
-                plan.units,
-                self.device,
-                plan.blocks,
-                self.draw,
-            )
-        tier = self.tiers.parameters or MemoryTier(self.device)
-        return ShardedParameters(
-            parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw
+        kind = EncodedParameters if plan.encoded else QuantizedParameters
+        held = plan.blocks
+        if held is None:
+            kind = ShardedParameters
+            held = self.tiers.parameters or MemoryTier(self.device)
+        if plan.encoded and plan.policy.parameter is None:
+            ranks = Hierarchy.flat(solo())
+        return kind(
+            parameters, plan.layout, ranks, plan.units, self.device, held, self.draw
         )
 
     def _buckets(

@@ -3,6 +3,7 @@ is invisible until it is published, and fails on all ranks."""
 
 import hashlib
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,11 @@ from megatron_ds.checkpoint.background_save import BackgroundSave, Copies
 from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import Saving, save
 from megatron_ds.errors import CheckpointError
+from megatron_ds.host.pace import Pace
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.param_spec import Init, ParamSpec
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
-from tests.harness.states import Layout, pieces_of, tp_coordinates
+from tests.harness.states import Layout, StatePiece, pieces_of, tp_coordinates
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -201,3 +204,32 @@ def test_what_a_gpu_still_copies_keeps_its_memory(tmp_path, keeps, monkeypatch):
         pending.copied.wait()
         problems = sorted(set(gpu.order.problems))
     assert bool(problems) is not keeps, problems
+
+
+def test_the_thread_computes_with_no_thread_but_its_own(tmp_path):
+    """A process with more OpenMP threads than processors waits longer at each barrier of its steps."""
+    counted = []
+
+    def threads_of_openmp():
+        return len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+
+    class Watched(Pace):
+        def pause(self):
+            counted.append(threads_of_openmp())
+
+    def finite(pieces):
+        for piece in pieces:
+            torch.aminmax(piece.tensor)
+
+    threads = torch.get_num_threads()
+    spec = ParamSpec("large", (1 << 22,), Init("zeros"))
+    piece = StatePiece(spec, "weight", 0, 1 << 22, torch.zeros(1 << 22), 0, 1)
+    try:
+        torch.set_num_threads(2)
+        piece.tensor.add_(1)  # the team of this thread
+        before = threads_of_openmp()
+        saving = Saving(tmp_path, 1, {}, solo())
+        BackgroundSave(saving, [piece], {}, Copies(), finite, Watched()).finish()
+    finally:
+        torch.set_num_threads(threads)
+    assert max(counted) == before

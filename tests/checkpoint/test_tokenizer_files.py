@@ -11,12 +11,12 @@ import pytest
 
 from megatron_ds.checkpoint.tokenizer_files import keep_tokenizer_files, local_copies
 from megatron_ds.cli import main_guard
-from megatron_ds.commands import generate_text
 from megatron_ds.config import parse
 from megatron_ds.config.sources.config_text import to_dict
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
-from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
+from megatron_ds.extensions.corpora.vocabulary_training import train_byte_level_bpe
+from megatron_ds.extensions.generation import generate_text
 from tests.harness.pretraining import MOCK, run_file, train
 
 pytestmark = pytest.mark.processes

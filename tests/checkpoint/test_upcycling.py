@@ -12,13 +12,13 @@ import torch
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import checksum_of
 from megatron_ds.checkpoint.tokenizer_files import named_copies
-from megatron_ds.checkpoint.upcycling import Upcycling, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
-from megatron_ds.commands.upcycle_checkpoint import run_tool
 from megatron_ds.config import parse
 from megatron_ds.config.parse import read
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.extensions.upcycling.upcycle_checkpoint import run_tool
+from megatron_ds.extensions.upcycling.upcycling import Upcycling, is_exact
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress

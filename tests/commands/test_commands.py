@@ -90,7 +90,7 @@ def test_every_tool_of_the_checkout_is_a_command():
     for path in ROOT.glob("tools/*.py"):
         if path.stem not in of_the_project:
             [name] = re.findall(r'run\("([\w-]+)"\)', path.read_text())
-            assert COMMANDS[name].module in (
+            assert COMMANDS[name].module.rpartition(".")[2] in (
                 path.stem,
                 "find_longest_sequence",
                 "weights_of_zero",
@@ -167,7 +167,7 @@ def page_row(name):
     command = COMMANDS[name]
     if name in WITHOUT_SCRIPT:
         return f"| `{name}` | – | {command.summary} |"
-    script = SCRIPTS.get(name, f"tools/{command.module}.py")
+    script = SCRIPTS.get(name, f"tools/{command.module.rpartition('.')[2]}.py")
     assert (ROOT / script.split()[0]).exists()
     return f"| `{name}` | `{script}` | {command.summary} |"
 

@@ -2,8 +2,13 @@
 
 import pytest
 
-from megatron_ds.commands.draw_context import main, owners, parse_arguments, shares
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.report.draw_context import (
+    main,
+    owners,
+    parse_arguments,
+    shares,
+)
 from tests.harness.documents import ROOT
 
 pytestmark = pytest.mark.plan

@@ -10,8 +10,8 @@ from importlib import metadata
 
 import pytest
 
-from megatron_ds.commands import env_report
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch import env_report
 from tests.harness.documents import ROOT
 
 pytestmark = pytest.mark.plan
@@ -57,7 +57,7 @@ def test_each_operation_has_its_implementation_and_reasons(monkeypatch):
 def test_without_torch_the_report_says_so():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from megatron_ds.commands.env_report import main; main(['--json'])"
+        "from megatron_ds.extensions.launch.env_report import main; main(['--json'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 SIGMOID = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --expert-model-parallel-size 2"
+    "--moe-router-enable-expert-bias --expert-model-parallel-size 2 --bf16"
 ).split()
 
 
@@ -24,6 +24,7 @@ def test_text_is_generated_with_the_bias_of_each_expert_that_training_saved(tmp_
     train(2, [*MOCK, *SIGMOID, "--save", tmp_path])
     flags = saved_flags(tmp_path, STEPS, [], 1)
     config = evaluation_config(flags, Launch(world_size=1))
+    assert config.optimizer.bf16
     mesh = Mesh(config.grid(1), 0, connect_torch, torch.device("cpu"))
     modules = load_model(config, mesh).engine.modules
     biases = [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.ops.gpu.kernel_sources import source_folder
+from megatron_ds.extensions.kernels.gpu.kernel_sources import source_folder
 
 pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
 
@@ -32,7 +32,7 @@ COPIED = (
 )
 SOURCES = sorted(path.name for path in (ROOT / "csrc/gpu").iterdir())
 FIND = (
-    "import megatron_ds; from megatron_ds.ops.gpu.kernel_sources import kernel_source, source_folder; "
+    "import megatron_ds; from megatron_ds.extensions.kernels.gpu.kernel_sources import kernel_source, source_folder; "
     "print(megatron_ds.__file__, source_folder(), len(kernel_source('norm.cu').headers))"
 )
 
@@ -83,7 +83,9 @@ def checkout(tmp_path_factory):
             path, folder / name, ignore=unwanted
         ) if path.is_dir() else shutil.copy(path, folder)
     # What an earlier build of a wheel has copied there.
-    shutil.rmtree(folder / "megatron_ds/ops/gpu/sources", ignore_errors=True)
+    shutil.rmtree(
+        folder / "megatron_ds/extensions/kernels/gpu/sources", ignore_errors=True
+    )
     return folder
 
 
@@ -92,7 +94,7 @@ def test_a_wheel_built_from_the_sdist_installs_the_sources(checkout, tmp_path):
         sdist.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
     wheel = build("wheel", unpacked)
-    in_package = "megatron_ds/ops/gpu/sources/"
+    in_package = "megatron_ds/extensions/kernels/gpu/sources/"
     names = zipfile.ZipFile(wheel).namelist()
     assert (
         sorted(n.removeprefix(in_package) for n in names if n.startswith(in_package))
@@ -133,7 +135,7 @@ def test_an_editable_installation_reads_the_checkout(checkout):
     ]
     assert sorted(checkout.rglob("*.cu")) == before
     if not (
-        ROOT / "megatron_ds/ops/gpu/sources"
+        ROOT / "megatron_ds/extensions/kernels/gpu/sources"
     ).exists():  # this test runs in the checkout
         assert source_folder() == ROOT / "csrc/gpu"
 

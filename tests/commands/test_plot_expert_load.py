@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_ds.commands import plot_expert_load
-from megatron_ds.commands.plot_expert_load import curves_of, smoothed
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.report import plot_expert_load
+from megatron_ds.extensions.report.plot_expert_load import curves_of, smoothed
 
 pytestmark = pytest.mark.plan
 

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_ds.commands.report.report_command import main
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.report.report_command import main
 from tests.harness.pretraining import MOCK, run_pretrain
 
 pytestmark = pytest.mark.threads
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.threads
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pages without pictures, which take most of the time."""
-    monkeypatch.setattr("megatron_ds.commands.report.page.chart", lambda *_: None)
+    monkeypatch.setattr("megatron_ds.extensions.report.page.chart", lambda *_: None)
 
 
 class Page(HTMLParser):
@@ -83,11 +83,13 @@ def written(path, records):
     return path
 
 
+MEMORY = {"planned": {"weights": 4}, "measured": {"weights": 4}}
 # Two processes. The first logs each 2 steps and saves at step 4; the second goes on from there.
 HISTORY = [
     process(102.0, 0, 100.0),
     train(102.0, 2, 103.0),
     train(102.0, 4, 104.0),
+    _record("memory", 102.0, 104.5, step=4, measuring_seconds=0.25, **MEMORY),
     _record("save", 102.0, 106.0, step=4, save_seconds=2.0),
     _record("validation", 102.0, 107.0, step=4, loss=4.5, eval_seconds=1.0),
     train(102.0, 7, 109.0, loss=None, grad_norm=50.0),
@@ -116,13 +118,14 @@ def test_the_wall_time_of_a_run_that_was_restarted_is_split_by_hand(tmp_path, un
             "data": 11 * 0.125,
             "evaluation": 2.0,
             "saves": 2.0,
+            "measuring": 0.25,
             "starting": 2.0 + 3.0,
             "stopped": 11.0,
-            "unexplained": 26 - 25.5,
+            "unexplained": 26 - 25.75,
         }
     )
     assert page.numbers[0, "wall"] == 26
-    assert page.numbers[0, "explained"] == pytest.approx(25.5 / 26)
+    assert page.numbers[0, "explained"] == pytest.approx(25.75 / 26)
     assert sum(seconds.values()) == pytest.approx(26)
 
 
@@ -148,7 +151,8 @@ def test_numbers_are_of_the_newest_record_of_each_step(tmp_path, undrawn):
 
 
 def test_a_run_is_explained_and_its_numbers_are_those_of_its_file(tmp_path):
-    words = "--eval-interval 2 --eval-iters 1 --save-interval 3 --log-interval 1"
+    words = "--eval-interval 2 --eval-iters 1 --save-interval 3 --log-interval 1 --record-memory-history"
+    words += f" --memory-snapshot-path {tmp_path / 'memory.json'}"
     [ended] = run_pretrain(1, [*MOCK, *words.split(), "--save", tmp_path / "run"])
     assert ended.code == 0, ended.err
     text, page = report(tmp_path, tmp_path / "run")
@@ -168,6 +172,7 @@ def test_a_run_is_explained_and_its_numbers_are_those_of_its_file(tmp_path):
         "seconds-data": data,
         "seconds-training": sum(of("train", "step_seconds")) - data,
         "seconds-saves": sum(of("save", "save_seconds")),
+        "seconds-measuring": sum(of("memory", "measuring_seconds")),
         "seconds-evaluation": sum(r.get("eval_seconds", 0) for r in records),
         "seconds-starting": start - began,
         "wall": records[-1]["time"] - began,

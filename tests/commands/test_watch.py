@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_ds.commands.report.recorded_run import Run
-from megatron_ds.commands.watch_run import curve, facts, main
+from megatron_ds.extensions.report.recorded_run import Run
+from megatron_ds.extensions.report.watch_run import curve, facts, main
 
 pytestmark = pytest.mark.plan
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_ds.commands.convert_checkpoint import run_tool
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool
 from megatron_ds.compat.conversion.deepspeed import deepspeed_format
 from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import (
     read_engine_folder,

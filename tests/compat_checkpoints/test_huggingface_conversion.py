@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ds.checkpoint.upcycling import specs_of
-from megatron_ds.commands import convert_checkpoint
+from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.compat.conversion.family import model_of
 from megatron_ds.compat.conversion.formats import Wishes, detected
 from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
@@ -22,8 +21,9 @@ from megatron_ds.compat.conversion.logits_proof import (
     their_outputs,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
-from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
+from megatron_ds.extensions.corpora.vocabulary_training import train_byte_level_bpe
+from megatron_ds.models.model_specs import specs_of
 from tests.harness.huggingface_models import MODELS, WINDOW, saved
 from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import difference, next_step

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.folder import TRACKER
-from megatron_ds.commands.convert_checkpoint import run_tool
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool
 from megatron_ds.compat.conversion.family import entries_of, model_of
 from megatron_ds.compat.conversion.files.stored_tensor import StoredProgress
 from megatron_ds.compat.conversion.formats import Wishes, detected, format_of
@@ -322,6 +322,20 @@ OTHER_MODELS = {
     "no size": ({"hidden_size": None}, "hidden_size is missing"),
     "a size that is text": ({"hidden_size": "eight"}, "config.json"),
     "a list": ({"num_attention_heads": [2]}, "config.json"),
+    "a table that is text": (
+        {"model_type": "mpt", "attn_config": "x"},
+        "config.json is damaged: AttributeError",
+    ),
+    "an infinite length": (
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": float("inf"),
+            }
+        },
+        "config.json is damaged: OverflowError",
+    ),
     "a negative size": ({"num_hidden_layers": -1}, "num_layers: -1 is out of range"),
     "too many layers": ({"num_hidden_layers": 10**12}, "1000000000000 is out of range"),
     "heads that form no groups": (

@@ -42,6 +42,10 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe",
     "megatron-bert",
+    "gpt_oss",
+    "falcon 40b",
+    "mpt",
+    "gemma 3",
 )
 # Settings that change training and no output → what our model has for the value.
 OF_TRAINING = {
@@ -191,6 +195,23 @@ def test_unknown_settings_are_listed_and_layers_of_other_sizes_are_refused(tmp_p
         CheckpointError, match="per_layer_config is .* layers of other sizes"
     ):
         HUGGING_FACE.read(folder, Wishes())
+
+
+def test_embeddings_with_a_dropout_of_their_own_are_listed(tmp_path):
+    """As in phi-2."""
+    folder = saved("phi", tmp_path)
+    config = settings_of(folder) | {"resid_pdrop": 0.1, "embd_pdrop": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = HUGGING_FACE.read(folder, Wishes())
+    assert found.model["hidden_dropout"] == 0.1
+    (note,) = found.notes
+    assert "embd_pdrop 0.0 is not followed" in note and "resid_pdrop 0.1" in note
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mpt", "falcon 7b", "gptj", "gemma 3"])
+def test_settings_that_a_family_always_has_are_not_unknown(name, tmp_path):
+    notes = HUGGING_FACE.read(saved(name, tmp_path), Wishes()).notes
+    assert not [note for note in notes if "not known" in note]
 
 
 def balanced(folder: Path, layers: int, **router) -> Path:

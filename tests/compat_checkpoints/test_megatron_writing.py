@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 
-from megatron_ds.checkpoint.upcycling import specs_of
 from megatron_ds.compat.conversion.family import model_of
 from megatron_ds.compat.conversion.files.stored_tensor import (
     WEIGHT,
@@ -19,6 +18,7 @@ from megatron_ds.compat.conversion.megatron import (
     megatron_torch_format,
 )
 from megatron_ds.errors import CheckpointError
+from megatron_ds.models.model_specs import specs_of
 from tests.harness.legacy_megatron import (
     KEEP,
     Code,

@@ -33,8 +33,6 @@ CURRICULUM = {
 INFORMING = {
     "dump_state": True,
     "memory_breakdown": True,
-    "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
-    "comet": {"enabled": True, "project": "p", "workspace": "w"},
     "monitor_config": {"enabled": True},
     "autotuning": {
         "enabled": True,
@@ -61,7 +59,6 @@ INFORMING = {
     },
     "sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4},
     "disable_python_gc": True,
-    "log_level": "info",
     "timers": {"throughput": {"enabled": True, "synchronized": False}},
     "vocabulary_size": 1001,
     "graph_harvesting": True,
@@ -423,3 +420,37 @@ def test_consecutive_hysteresis_refills_after_a_step_without_overflow():
             scaler.update(overflow)
         scales[consecutive] = scaler.scale
     assert scales == {False: 8.0, True: 16.0}
+
+
+def test_the_level_of_the_log_is_that_of_the_json():
+    log = logging.getLogger("megatron_ds")
+    before = log.level
+    try:
+        for key, level in (("ERROR", logging.ERROR), ("debug", logging.DEBUG)):
+            assert engine_of({"log_level": key}).log_level() == key
+            assert log.level == level
+        assert engine_of({}).log_level() is None
+        assert log.level == logging.DEBUG
+    finally:
+        log.setLevel(before)
+    with pytest.raises(ConfigError, match="\"log_level\" is 'loud'"):
+        engine_of({"log_level": "loud"})
+
+
+def test_a_block_that_deepspeed_turns_on_by_its_presence_is_refused_empty_too():
+    with pytest.raises(ConfigError, match="even an empty block turns it on"):
+        engine_of({"zero_optimization": {"stage": 2, "zenflow": {}}})
+    engine_of({"zero_optimization": {"stage": 2, "zenflow": None}})
+
+
+def test_the_folder_of_offloaded_state_is_made_where_it_is_missing(tmp_path):
+    folder = tmp_path / "scratch" / "run"
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    engine = engine_of(
+        {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    )
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+    assert engine.global_steps == 1
+    assert folder.is_dir()

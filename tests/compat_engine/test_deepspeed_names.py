@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megatron_ds
-from megatron_ds.commands import weights_of_zero as zero_to_fp32
+from megatron_ds.compat.deepspeed import weights_of_zero as zero_to_fp32
 from megatron_ds.compat.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,

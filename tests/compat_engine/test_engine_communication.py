@@ -1,5 +1,7 @@
 """The communication log of engines: its JSON block, exact bytes of a step, and `comm.log_summary`."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -111,12 +113,23 @@ def own_calls(rank, world):
         comm.reduce(total, 0)
         exchanged = torch.zeros(2)
         comm.all_to_all_single(exchanged, torch.tensor([10.0, 20.0]) + rank)
+        # objects, whose sizes differ between the ranks
+        named = [None, None]
+        comm.all_gather_object(named, "a" * 100 * (rank + 1))
+        sent = ["settings", {"step": 3}] if rank == 0 else [None, None]
+        comm.broadcast_object_list(sent, 0)
+        # a message, and what has no payload of its own
+        letter = torch.full((9,), float(rank))
+        comm.send(letter, 1) if rank == 0 else comm.recv(letter, 0)
+        comm.barrier()
     finally:
         communication._log.reset(token)
     comm.all_reduce(summed)
     rows = {
         (m.operation, m.axes, m.size, m.num_bytes): s.calls for m, s in log.rows.items()
     }
+    assert [*map(len, named)] == [100, 200] and sent[1] == {"step": 3}
+    assert letter.tolist() == [0.0] * 9
     of_rank_0 = total[0].item() if rank == 0 else None
     gathered = [pieces[1][0].item(), whole.tolist(), piece.item()]
     return rows, [summed[0].item(), *gathered, of_rank_0, exchanged.tolist()]
@@ -124,6 +137,9 @@ def own_calls(rank, world):
 
 @pytest.mark.processes
 def test_collectives_that_a_program_calls_itself_are_rows_of_their_own():
+    pickled = lambda *objects: sum(len(pickle.dumps(found)) for found in objects)
+    gathered = pickled("a" * 100, "a" * 200)
+    broadcast = pickled("settings", {"step": 3})
     for rank, (rows, results) in enumerate(run_processes(2, own_calls)):
         assert rows == {
             ("all_reduce", "program", 2, 24): 1,
@@ -133,6 +149,8 @@ def test_collectives_that_a_program_calls_itself_are_rows_of_their_own():
             ("reduce_scatter", "program", 2, 8): 1,
             ("reduce", "program", 2, 20): 1,
             ("all_to_all", "program", 2, 8): 1,
-        }
+            ("all_gather", "objects", 2, gathered): 1,
+            ("broadcast", "objects", 2, broadcast): 1,
+        } | ({("send", "program", 2, 36): 1} if rank == 0 else {})
         of_rank = [[3.0, [10.0, 11.0]], [None, [20.0, 21.0]]][rank]
         assert results == [6.0, 1.0, [0.0, 1.0], 2.0 * rank, *of_rank]

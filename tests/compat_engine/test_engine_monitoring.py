@@ -1,12 +1,19 @@
-"""What an engine prints and records: keys without effect, the line of a step, TensorBoard and CSV files."""
+"""What an engine prints and records: keys without effect, the line of a step, curves in files and at
+services."""
 
+import glob
+import json
 import logging
+import sys
+import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import megatron_ds
+from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 
@@ -131,3 +138,89 @@ def test_tensorboard_and_csv_files_get_deepspeeds_curves_over_samples(tmp_path):
         tmp_path / "csv" / "Train_Samples_lr.csv"
     ).read_text() == "step,lr\n4,0.01\n8,0.01\n"
     assert (tmp_path / "csv" / "mine.csv").read_text() == "step,mine\n8,2.0\n"
+
+
+# -------------------------------------------------------------------------------------------- services
+WANDB = {"enabled": True, "project": "p", "team": "t", "group": "g"}
+COMET = {"enabled": True, "project": "p", "workspace": "w", "online": False}
+
+
+def three_updates(engine):
+    """The points of the loss and of a curve of the program, as (name, samples) → value."""
+    points = {}
+    for step in range(3):
+        loss = engine(torch.full((4, 3), step + 1.0)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        points["Train/Samples/train_loss", 4 * step + 4] = loss.item()
+        points["Train/Samples/lr", 4 * step + 4] = 0.01
+    engine.monitor.write_events([("mine", 2.0, 12)])
+    return points | {("mine", 12): 2.0}
+
+
+class Runs:
+    """W&B's `init`; keeps its arguments and the points of its run."""
+
+    def __init__(self):
+        self.points = {}
+
+    def init(self, **options):
+        self.options = options
+        return self
+
+    def log(self, values, step):
+        self.points |= {(name, step): value for name, value in values.items()}
+
+
+def test_wandb_gets_deepspeeds_curves_over_samples(monkeypatch):
+    runs = Runs()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=runs.init))
+    expected = three_updates(one(CONFIG | {"wandb": WANDB}))
+    assert runs.points == pytest.approx(expected)
+    named = {name: runs.options[name] for name in ("project", "entity", "group")}
+    assert named == {"project": "p", "entity": "t", "group": "g"}
+    assert runs.options["config"]["optimizer"]["lr"] == 0.01
+
+
+def test_a_block_without_its_package_is_told_at_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match='^"wandb" needs the package wandb, .* pip'):
+        one(CONFIG | {"wandb": WANDB})
+    one(CONFIG | {"wandb": WANDB | {"enabled": False}})
+
+
+def test_a_service_that_cannot_begin_is_told_in_words_of_the_json(monkeypatch):
+    def failing(**options):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=failing))
+    with pytest.raises(
+        ConfigError, match='"wandb.project": W&B cannot start a run: no'
+    ):
+        one(CONFIG | {"wandb": WANDB})
+
+
+def test_an_offline_run_of_wandb_is_written_to_its_folder(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    engine = one(CONFIG | {"wandb": WANDB})
+    three_updates(engine)
+    wandb.finish()
+    assert glob.glob(f"{tmp_path}/wandb/offline-run-*/run-*.wandb")
+
+
+def test_an_archive_of_comet_has_deepspeeds_curves(tmp_path, monkeypatch):
+    pytest.importorskip("comet_ml")
+    monkeypatch.chdir(tmp_path)
+    engine = one(CONFIG | {"comet": COMET})
+    expected = three_updates(engine)
+    engine.destroy()
+    [path] = glob.glob(f"{tmp_path}/.cometml-runs/*.zip")
+    with zipfile.ZipFile(path) as archive, archive.open("messages.json") as lines:
+        messages = map(json.loads, lines)
+        metrics = [
+            m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"
+        ]
+    found = {(m["metricName"], m["step"]): m["metricValue"] for m in metrics}
+    assert {key: found[key] for key in expected} == pytest.approx(expected)

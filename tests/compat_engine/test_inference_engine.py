@@ -240,6 +240,25 @@ def test_files_that_are_missing_or_of_another_model_are_named(tmp_path):
         )
 
 
+DAMAGED = {
+    "model.safetensors": (b"", b"\xff" * 99),
+    "model.safetensors.index.json": (b"{", b"[]", b"{}", b'{"weight_map": {"a": 1}}'),
+    "ds.json": (b"{", b"[1]"),
+    "list.bin": (b"abc",),
+}
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_named(name, tmp_path):
+    is_of_folder = name.startswith("model")
+    for content in DAMAGED[name]:
+        (tmp_path / name).write_bytes(content)
+        given = tmp_path if is_of_folder else tmp_path / name
+        with pytest.raises(CheckpointError, match=name):
+            megatron_ds.init_inference(make("GPT2LMHeadModel"), checkpoint=given)
+
+
 # ------------------------------------------------------------------------------------ settings
 @pytest.mark.plan
 @pytest.mark.parametrize(
@@ -259,6 +278,8 @@ def test_files_that_are_missing_or_of_another_model_are_named(tmp_path):
             {"checkpoint": {"type": "Megatron", "checkpoints": []}},
             "megatron-ds convert",
         ),
+        ({"checkpoint": {"checkpoints": [1]}}, "give a list of files"),
+        ({"checkpoint": 3}, "checkpoint is 3: give a folder"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(options, message):

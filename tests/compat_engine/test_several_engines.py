@@ -210,3 +210,52 @@ def test_a_student_learns_from_a_teacher_of_another_engine(stage):
         plain, loss, batches(STEPS, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1
     )
     assert_trained_as(run_ranks(2, main), plain)
+
+
+# ------------------------------------------------------------------------------------- one after the other
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_engine_of_a_module_ends_the_first_and_starts_from_its_weights(
+    stage, caplog
+):
+    def main(engine, rank):
+        train(engine, rank, 2)
+        second = megatron_ds.initialize(
+            model=engine.module, config=config_of(stage, 2), mpu=engine.world.mesh
+        ).engine
+        with pytest.raises(MegatronDSError, match="trains no more"):
+            engine.backward(loss_of(engine, batches(1, 1, 2, rank)[0][0]))
+        train(second, rank, 2)
+        return weights(second)
+
+    plain = make(Stack)
+    for _ in range(2):  # two optimizers, each with a state of its own
+        train_plainly(
+            plain,
+            loss_of,
+            batches(2, 1, 2),
+            lr=0.01,
+            eps=EPS,
+            clip=0.5,
+            weight_decay=0.1,
+        )
+    found = on_ranks(2, main, lambda: make(Stack), config_of(stage, 2))
+    assert_trained_as(found, plain)
+    assert ["which is destroyed" in line for line in caplog.messages] == [True]
+
+
+def test_a_module_whose_engine_is_gone_is_told_on_all_ranks():
+    def main(rank, world):
+        mesh = Mesh(Grid.fit(2), rank, world.connect)
+        start = lambda: megatron_ds.initialize(
+            model=modules[rank], config=config_of(3, 2), mpu=mesh
+        )
+        engine = start().engine
+        if rank == 1:
+            for p in modules[rank].parameters():
+                p.engine = lambda: None  # a weak reference whose object is gone
+        with pytest.raises(MegatronDSError, match="an engine that is gone"):
+            start()
+        return engine.global_steps
+
+    modules = [make(Stack) for _ in range(2)]
+    assert run_ranks(2, main) == [0, 0]

@@ -261,7 +261,10 @@ CASES = [
             ),
             (1, f"{GOOD} --offload-optimizer cpu --offload-param nvme --zero-stage 0"),
             (1, f"{GOOD} --offload-optimizer nvme --zero-stage 2"),
-            (1, f"{GOOD} --offload-optimizer nvme --zero-stage 2 --nvme-path nowhere"),
+            (
+                1,
+                f"{GOOD} --offload-optimizer nvme --zero-stage 2 --nvme-path triad.json",
+            ),
             (
                 1,
                 f"{GOOD} --offload-optimizer cpu --offload-optimizer-ratio 1.5 --zero-stage 2",

@@ -9,15 +9,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.context_parallel.head_exchange import to_heads, to_tokens
+from megatron_ds.extensions.dry_run.context_text import (
+    attention_bytes,
+    context_text,
+    other_types,
+)
+from megatron_ds.extensions.dry_run.dry_run import flops_text, plan_text
+from megatron_ds.extensions.dry_run.expert_text import flops_of_rank
+from megatron_ds.extensions.kernels.cpu import compiled_attention
 from megatron_ds.models import MODELS
 from megatron_ds.models.attention import SelfAttention
 from megatron_ds.mpu.context import ParallelContext, SequenceSlice
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ops.cpu import compiled_attention
-from megatron_ds.planning.context_text import attention_bytes, context_text, other_types
-from megatron_ds.planning.dry_run import flops_text, plan_text
-from megatron_ds.planning.expert_text import flops_of_rank
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import VOCAB

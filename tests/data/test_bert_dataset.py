@@ -8,8 +8,11 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.data.loading.datasets import build_datasets
-from megatron_ds.data.samples import bert_data
-from megatron_ds.data.samples.bert_data import (
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.tokenizers import make_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.bert import bert_data
+from megatron_ds.extensions.bert.bert_data import (
     BERT_DATA,
     BertDataset,
     BertOptions,
@@ -18,17 +21,14 @@ from megatron_ds.data.samples.bert_data import (
     open_bert_dataset,
     truncate,
 )
-from megatron_ds.data.samples.masking import (
+from megatron_ds.extensions.bert.masking import (
     Masking,
     WordPieces,
     candidates,
     mask_tokens,
     pieces_of,
 )
-from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.data.tokenizers import make_tokenizer
-from megatron_ds.data.tokenizers.vocabulary_training import train_word_pieces
-from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora.vocabulary_training import train_word_pieces
 
 pytestmark = pytest.mark.plan
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from megatron_ds.data.samples.bert_maps import (
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.bert.bert_maps import (
     build_blocks_mapping,
     build_mapping,
     mt19937_64,
     short_ratio,
 )
-from megatron_ds.errors import DataError
 
 pytestmark = pytest.mark.plan
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.chat.answer_spans import AnswerNotFound, find_answers
-from megatron_ds.data.chat.conversation import conversation_of
-from megatron_ds.data.chat.loss_masks import ChatEncoder
-from megatron_ds.data.chat.template import ChatTemplate, load_template
 from megatron_ds.data.tokenizers.file_tokenizers import HuggingFaceTokenizer
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.chat.answer_spans import AnswerNotFound, find_answers
+from megatron_ds.extensions.chat.conversation import conversation_of
+from megatron_ds.extensions.chat.loss_masks import ChatEncoder
+from megatron_ds.extensions.chat.template import ChatTemplate, load_template
 from tests.harness.chats import (
     CHATML,
     MARKED,

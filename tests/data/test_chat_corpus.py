@@ -7,17 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from megatron_ds.commands.inspect_dataset import main as inspect
-from megatron_ds.commands.merge_datasets import main as merge
-from megatron_ds.commands.preprocess_data import main as preprocess
 from megatron_ds.config import parse
-from megatron_ds.data.chat.mask_file import LossMasks, mask_path
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPT_DATA
 from megatron_ds.data.text.indexed import IndexedDataset
+from megatron_ds.data.text.mask_file import LossMasks, mask_path
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora.inspect_dataset import main as inspect
+from megatron_ds.extensions.corpora.merge_datasets import main as merge
+from megatron_ds.extensions.corpora.preprocess_data import main as preprocess
 from tests.harness.chats import CHATML, random_record, write_tokenizer
 
 pytestmark = pytest.mark.plan

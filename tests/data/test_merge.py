@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.text import corpus_record, indexed
-from megatron_ds.data.text import corpus_shards as merging
-from megatron_ds.data.text.corpus_record import (
+from megatron_ds.data.text import indexed
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora import corpus_record
+from megatron_ds.extensions.corpora import corpus_shards as merging
+from megatron_ds.extensions.corpora.corpus_record import (
     CorpusRecord,
     FilePiece,
     check_sums,
     read_record,
     sha256_of,
 )
-from megatron_ds.data.text.corpus_shards import merge
-from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora.corpus_shards import merge
 from tests.harness.deaths import die_at_change, forked, survived
 
 pytestmark = pytest.mark.plan

@@ -15,7 +15,7 @@ from megatron_ds.data.loading.index_maps import (
     build_sample_index,
     plain_sample_index,
 )
-from megatron_ds.data.samples import bert_maps
+from megatron_ds.extensions.bert import bert_maps
 
 pytestmark = [
     pytest.mark.plan,

@@ -6,9 +6,12 @@ import os
 
 import pytest
 
-from megatron_ds.data.text import plain_text
-from megatron_ds.data.text.plain_text import TextCut
-from megatron_ds.data.text.text_files import (
+from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
+from megatron_ds.data.tokenizers.base import flat
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora import plain_text, vocabulary_training
+from megatron_ds.extensions.corpora.plain_text import TextCut
+from megatron_ds.extensions.corpora.text_files import (
     FileSlice,
     check_files,
     files_of,
@@ -16,11 +19,7 @@ from megatron_ds.data.text.text_files import (
     slices_of_shard,
     texts_of,
 )
-from megatron_ds.data.text.text_records import place_of
-from megatron_ds.data.tokenizers import vocabulary_training
-from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
-from megatron_ds.data.tokenizers.base import flat
-from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora.text_records import place_of
 
 pytestmark = pytest.mark.plan
 

@@ -6,15 +6,19 @@ import os
 import numpy as np
 import pytest
 
-from megatron_ds.commands import preprocess_data
 from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.data.loading.cache import CacheEntry, DamagedEntry, sums_of
 from megatron_ds.data.text import indexed
-from megatron_ds.data.text.corpus_record import read_record
-from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.errors import CheckpointError, DataError
+from megatron_ds.extensions.corpora import preprocess_data
+from megatron_ds.extensions.corpora.corpus_record import read_record
+from megatron_ds.extensions.corpora.corpus_shards import merge
 from megatron_ds.extensions.data_efficiency.difficulty_metrics import ListFile
-from megatron_ds.ops.gpu.kernel_cache import FORMAT, CompiledKernel, KernelCache
+from megatron_ds.extensions.kernels.gpu.kernel_cache import (
+    FORMAT,
+    CompiledKernel,
+    KernelCache,
+)
 
 pytestmark = pytest.mark.plan
 
@@ -184,7 +188,7 @@ def test_a_line_beyond_the_bound_is_refused_before_it_is_read_whole(
 ):
     import gzip
 
-    from megatron_ds.data.text import text_files
+    from megatron_ds.extensions.corpora import text_files
 
     monkeypatch.setattr(text_files, "LONGEST_BYTES", 1000)
     read = []

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ds.commands.inspect_dataset import main as inspect
-from megatron_ds.commands.preprocess_data import main as preprocess
-from megatron_ds.data.chat.mask_file import LossMasks
 from megatron_ds.data.text.indexed import IndexedDataset
+from megatron_ds.data.text.mask_file import LossMasks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora.inspect_dataset import main as inspect
+from megatron_ds.extensions.corpora.preprocess_data import main as preprocess
 from megatron_ds.extensions.preference.answer_lengths import (
     kept_lengths,
     report_cut_pairs,

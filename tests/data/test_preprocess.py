@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.text import preprocess as preprocessing
 from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.text.preprocess import PreprocessOptions, preprocess
-from megatron_ds.data.text.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora import preprocess as preprocessing
+from megatron_ds.extensions.corpora.preprocess import PreprocessOptions, preprocess
+from megatron_ds.extensions.corpora.text_files import read_blocks
 from tests.harness.warm import warm_python
 
 pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
@@ -28,7 +28,9 @@ NULL = partial(make_tokenizer, "NullTokenizer", vocab_size=100)
 
 def run_tool(capsys, name, *argv):
     """(exit code, what it said) of a tool, run in this process."""
-    code = import_module(f"megatron_ds.commands.{name}").main([str(a) for a in argv])
+    code = import_module(f"megatron_ds.extensions.corpora.{name}").main(
+        [str(a) for a in argv]
+    )
     said = capsys.readouterr()
     return code, said.out + said.err
 

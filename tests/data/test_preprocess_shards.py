@@ -16,17 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.text import corpus_record
-from megatron_ds.data.text import preprocess as preprocessing
-from megatron_ds.data.text.corpus_record import check_sums, read_record
-from megatron_ds.data.text.corpus_shards import preprocess_in_shards, run_on_ray
 from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.text.plain_text import TextCut
-from megatron_ds.data.text.preprocess import PreprocessOptions, preprocess
-from megatron_ds.data.text.sentences import learn_splitter
-from megatron_ds.data.text.text_files import files_of, read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora import corpus_record
+from megatron_ds.extensions.corpora import preprocess as preprocessing
+from megatron_ds.extensions.corpora.corpus_record import check_sums, read_record
+from megatron_ds.extensions.corpora.corpus_shards import (
+    preprocess_in_shards,
+    run_on_ray,
+)
+from megatron_ds.extensions.corpora.plain_text import TextCut
+from megatron_ds.extensions.corpora.preprocess import PreprocessOptions, preprocess
+from megatron_ds.extensions.corpora.sentences import learn_splitter
+from megatron_ds.extensions.corpora.text_files import files_of, read_blocks
 
 from .test_preprocess import NULL, run_tool, write_lines
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from megatron_ds.data.text.sentences import learn_splitter
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.corpora.sentences import learn_splitter
 
 pytestmark = pytest.mark.plan
 

@@ -11,15 +11,15 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_ds.data.text.text_files import (
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora.text_files import (
     FileSlice,
     check_files,
     read_blocks,
     slices_of_shard,
     texts_of,
 )
-from megatron_ds.data.text.text_records import lines_before, place_of
-from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.corpora.text_records import lines_before, place_of
 
 pytestmark = pytest.mark.plan
 

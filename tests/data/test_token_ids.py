@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_ds.cli import main_guard
-from megatron_ds.commands import (
-    analyze_data,
-    inspect_dataset,
-    merge_datasets,
-    prepare_cache,
-)
+from megatron_ds.commands import prepare_cache
 from megatron_ds.data.samples.gpt_data import open_gpt_dataset
 from megatron_ds.data.samples.packing import open_packed_dataset
 from megatron_ds.data.text.indexed import HEADER, IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.corpora import inspect_dataset, merge_datasets
+from megatron_ds.extensions.data_efficiency import analyze_data
 
 pytestmark = pytest.mark.plan
 

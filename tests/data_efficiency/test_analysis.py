@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.commands.analyze_data import main
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_batch_size
 from megatron_ds.data.loading.datasets import build_datasets
-from megatron_ds.data.samples.bert_data import BERT_DATA
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.bert.bert_data import BERT_DATA
+from megatron_ds.extensions.data_efficiency.analyze_data import main
 from megatron_ds.extensions.data_efficiency.difficulty_analysis import (
     map_shard,
     percentiles,

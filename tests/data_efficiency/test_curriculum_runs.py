@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ds.commands.analyze_data import main as analyze
 from megatron_ds.data.text.indexed import IndexedWriter
+from megatron_ds.extensions.data_efficiency.analyze_data import main as analyze
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
     SEQ_LENGTH,

@@ -10,7 +10,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_batch_size, make_token_drop
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.data_efficiency.difficulty import Rise
-from megatron_ds.planning.dry_run import flops_text
+from megatron_ds.extensions.dry_run.dry_run import flops_text
 from megatron_ds.planning.flops import token_drop_savings
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress.ramps import Progress

@@ -20,6 +20,7 @@ from megatron_ds.extensions.evaluation.scorer import Scorer
 from megatron_ds.mpu.launch import Launch
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.byte_tokenizer import BEGIN, END, save_tokenizer
+from tests.harness.huggingface_models import saved
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 
@@ -117,6 +118,16 @@ def texts():
     draw = torch.Generator().manual_seed(5)
     lengths = (2, 3, 17, 40, POSITIONS, POSITIONS + 1)
     return [torch.randint(ROWS, (n,), generator=draw).tolist() for n in lengths]
+
+
+def test_the_dtype_is_that_of_the_weights_unless_a_flag_gives_one(tmp_path, caplog):
+    flags = ["--load", str(saved("llama", tmp_path, torch.bfloat16))]
+    names = {"--no-bf16": "float32", "--fp16": "float16", "--seed=1": "bfloat16"}
+    for flag, name in names.items():
+        with caplog.at_level("INFO"):
+            config = evaluation_config([*flags, flag], Launch(world_size=1))
+        assert config.optimizer.params_dtype == name
+    assert caplog.text.count("computes in bf16, as its checkpoint does") == 1
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS)

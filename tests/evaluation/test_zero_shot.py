@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from megatron_ds.commands.evaluate import run_tool
 from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.evaluation.detokenizers import DETOKENIZERS
+from megatron_ds.extensions.evaluation.evaluate import run_tool
 from megatron_ds.extensions.evaluation.scorer import Scored
 from megatron_ds.extensions.evaluation.zero_shot import (
     lambada,

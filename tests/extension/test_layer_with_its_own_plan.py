@@ -23,7 +23,7 @@ from megatron_ds.models import (
 from megatron_ds.models.block import MLP, make_norm
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.ops.cpu.widened_products import WORKSPACE
+from megatron_ds.ops.widened_products import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.run_model import describe_layers, loss_function
 from megatron_ds.planning.world_plan import plan_world

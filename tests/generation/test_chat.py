@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from megatron_ds.commands import generate_text
-from megatron_ds.data.chat.template import ChatTemplate
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.chat.template import ChatTemplate
+from megatron_ds.extensions.generation import generate_text
 from megatron_ds.extensions.generation.chat_turns import ChatTurns
 from megatron_ds.extensions.generation.typed_lines import typed_lines
 from tests.evaluation.test_evaluation_harness import at_layout

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.extensions.generation.choice import Pick, choose, uniform
+from megatron_ds.extensions.generation.choice import NO_TOKEN, Pick, choose, uniform
 from megatron_ds.extensions.generation.requests import Sampling
 from megatron_ds.extensions.generation.token_limits import limited
 
@@ -77,6 +77,23 @@ def test_log_probabilities_are_those_of_the_model_whatever_is_drawn():
     best = log_probs.topk(2)
     assert torch.equal(found[:, 2:4].long(), best.indices)
     torch.testing.assert_close(found[:, 4:], best.values)
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    logits = scores(3)
+    found = choose(logits, [Pick(Sampling(temperature, top_p=0.9))] * 3, 0)
+    assert torch.equal(found[:, 0].long(), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_without_numbers_or_allowed_tokens_there_is_no_token(temperature):
+    logits = scores(3)
+    logits[0, 7] = torch.nan
+    nothing = frozenset(range(V))
+    picks = [Pick(Sampling(temperature), forbidden=f) for f in ((), nothing, ())]
+    found = choose(logits, picks, 0)[:, 0].tolist()
+    assert found[:2] == [NO_TOKEN, NO_TOKEN] and 0 <= found[2] < V
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import torch
 from megatron_ds.batch.batch import Batch
 from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import CallError, ConfigError
+from megatron_ds.extensions.generation import choice
+from megatron_ds.extensions.generation import generator as generator_module
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.models import run_layers
@@ -286,10 +288,13 @@ def test_requests_join_leave_and_end_between_steps():
 def test_what_cannot_run_is_refused_by_name():
     sampling = Sampling()
     wrong = {
-        "text has at most": GenerationRequest((1,), sampling, POSITIONS),
+        "text has at most": GenerationRequest((1,), sampling, POSITIONS + 1),
         "not in the vocabulary": GenerationRequest((VOCAB + 1,), sampling, 1),
         "exceeds the vocabulary": GenerationRequest(
             (1,), sampling, 1, alternatives=VOCAB + 2
+        ),
+        "forbids all": GenerationRequest(
+            (1,), sampling, 2, 1, stop_tokens=frozenset(range(VOCAB))
         ),
     }
 
@@ -315,6 +320,21 @@ def test_what_cannot_run_is_refused_by_name():
         on_layout("cp=2", GPT, work)
 
 
+def test_scores_of_long_prompts_are_computed_in_parts(monkeypatch):
+    """The probabilities of a vocabulary, in fp64, for all tokens of many prompts would not fit into memory."""
+    counts = []
+
+    def counted(logits, picks, most):
+        counts.append(len(logits))
+        return choice.choose(logits, picks, most)
+
+    whole = on_layout("tp=2", GPT, lambda g, _: texts_of(g, sampled()))
+    monkeypatch.setattr(generator_module, "choose", counted)
+    monkeypatch.setattr(generator_module, "ROWS", 4)
+    parts = on_layout("tp=2", GPT, lambda g, _: texts_of(g, sampled()))
+    assert parts == whole and max(counts) == 4
+
+
 def test_the_score_of_a_prompt_of_one_token_is_that_token():
     def work(generator, engine):
         request = GenerationRequest(
@@ -325,6 +345,43 @@ def test_the_score_of_a_prompt_of_one_token_is_that_token():
 
     [score] = on_layout("dp=1", GPT, work)
     assert score.token == 3 and score.log_prob is None
+
+
+def test_a_prompt_of_all_positions_is_scored_and_has_a_next_token():
+    def work(generator, engine):
+        whole = GenerationRequest(
+            (3,) * POSITIONS, Sampling(0.0), 1, alternatives=0, scores_prompt=True
+        )
+        (text,) = generator.run([whole])
+        return len(text), len(generator.prompt_scores(0))
+
+    assert on_layout("dp=1", GPT, work) == (1, POSITIONS)
+
+
+def test_scores_of_a_prompt_that_is_cancelled_are_forgotten():
+    def work(generator, engine):
+        request = GenerationRequest(
+            (3, 4), Sampling(0.0), 9, alternatives=0, scores_prompt=True
+        )
+        number = generator.add(request)
+        generator.step()
+        generator.cancel(number)
+        generator.step()
+        with pytest.raises(KeyError):
+            generator.prompt_scores(number)
+        return True
+
+    assert on_layout("dp=1", GPT, work)
+
+
+def test_weights_that_are_no_numbers_are_an_error_of_all_ranks():
+    def work(generator, engine):
+        for parameter in engine.parameters:
+            parameter.data.fill_(torch.nan)
+        generator.run([GenerationRequest((3,), Sampling(), 2)])
+
+    with pytest.raises(CallError, match="no token can follow the first 1 of a text"):
+        on_layout("tp=2", GPT, work)
 
 
 def test_a_model_whose_attention_keeps_no_keys_is_refused(monkeypatch):

@@ -52,6 +52,12 @@ def test_bytes_that_are_no_character_appear_at_the_end():
     assert stream.add(0xF0) == "" and stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
+def test_a_character_that_the_prompt_begins_is_whole():
+    begun, rest = "é".encode()[:1], "é!".encode()[1:]
+    stream = TextStream(Bytes, b"caf" + begun)
+    assert "".join(map(stream.add, rest)) == "é!"
+
+
 def test_words_are_separated_from_the_prompt():
     stream = TextStream(NullTokenizer(9), (1, 2))
     assert stream.add(3) + stream.add(4) == " 3 4" == stream.text

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import fp32_sums
 from megatron_ds.ops.core_attention import attention
-from megatron_ds.ops.gpu import fp32_sums
 from megatron_ds.ops.grouped import RowRuns, add_grouped_gradient_
 from megatron_ds.ops.product import FP32_SUMS, add_product_
 from megatron_ds.training.pretrain import deterministic_operations

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.chat.mask_file import LossMasks
 from megatron_ds.data.text.indexed import IndexedDataset
+from megatron_ds.data.text.mask_file import LossMasks
 from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.extensions.preference.answer_pairs import (
     PREFERENCE_DATA,

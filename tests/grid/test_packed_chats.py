@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.chat.mask_file import LossMasks, MaskWriter
 from megatron_ds.data.samples.packing import PackedDataset, Packs
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.text.mask_file import LossMasks, MaskWriter
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.layout_comparison import merge, parse_layout, train_layout
 from tests.harness.threads import run_ranks

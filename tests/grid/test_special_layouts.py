@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ds.context_parallel.head_exchange import ToTokens
-from megatron_ds.ops.cpu import compiled_attention
+from megatron_ds.extensions.kernels.cpu import compiled_attention
 from tests.harness.layout_comparison import Difference
 from tests.harness.layout_runs import (
     GLOBAL_BATCH,

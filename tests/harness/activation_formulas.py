@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ds.config.options.model_options import ModelConfig
-from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.cpu import (
+from megatron_ds.extensions.kernels.cpu import (
     compiled_attention,
     compiled_norms,
     compiled_rotary,
 )
-from megatron_ds.ops.cpu.widened_products import has_products, working_elements
+from megatron_ds.mpu.context import SequenceSlice
+from megatron_ds.ops.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
 

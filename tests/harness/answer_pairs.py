@@ -4,8 +4,8 @@ import os
 
 import numpy as np
 
-from megatron_ds.data.chat.mask_file import LossMasks, MaskWriter
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.text.mask_file import LossMasks, MaskWriter
 
 
 def write_pairs(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_ds.data.chat.conversation import Conversation, conversation_of
+from megatron_ds.extensions.chat.conversation import Conversation, conversation_of
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ds.ops.gpu import gpu_kernel
+from megatron_ds.extensions.kernels.gpu import gpu_kernel
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc/gpu"

@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 
+from megatron_ds.extensions.kernels.cpu import compiled_adam
 from megatron_ds.host.dispatch_mode import DispatchMode
 from megatron_ds.host.side_streams import side_stream
-from megatron_ds.ops.cpu import compiled_adam
 
 from . import cuda_attention
 from .nested import leaves, mapped

@@ -21,8 +21,7 @@ from torch import nn
 from megatron_ds.config import parse
 from megatron_ds.models.block import Block
 from megatron_ds.mpu.fake_group import fake_mesh
-from megatron_ds.ops import kernel_table
-from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops import kernel_table, widened_products
 from megatron_ds.ops.product import FP32_SUMS
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.progress.ramps import Progress

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ds.ops.cpu import compiled_attention
+from megatron_ds.extensions.kernels.cpu import compiled_attention
 
 SETS = (
     compiled_attention.extension().instruction_sets()

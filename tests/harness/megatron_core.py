@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ds.data.samples.bert_data import BertOptions, MockBertDataset
-from megatron_ds.data.samples.masking import Masking
+from megatron_ds.extensions.bert.bert_data import BertOptions, MockBertDataset
+from megatron_ds.extensions.bert.masking import Masking
 
 SEQUENCE, ROWS = 16, 128
 LLAMA = dict(

@@ -74,7 +74,8 @@ def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
 
 def _rank(rank, world, port, argv, spoil, command="train") -> Ended:
     from megatron_ds.cli import main_guard
-    from megatron_ds.commands import evaluate, serve
+    from megatron_ds.extensions.evaluation import evaluate
+    from megatron_ds.extensions.serving import serve
     from megatron_ds.training.pretrain import pretrain
 
     programs = {

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from megatron_ds.errors import KernelError
-from megatron_ds.ops.gpu.nvrtc import RuntimeCompiler, load_nvrtc
+from megatron_ds.extensions.kernels.gpu.nvrtc import RuntimeCompiler, load_nvrtc
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from megatron_ds.ops.gpu.gpu_kernel import FORMATS, GpuKernel
+from megatron_ds.extensions.kernels.gpu.gpu_kernel import FORMATS, GpuKernel
 from tests.harness.emulated import SOURCES, built, compile_together, emulated_gpu
 
 FLAGS = {

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
-from megatron_ds.data.tokenizers.vocabulary_training import train_word_pieces
+from megatron_ds.extensions.corpora.vocabulary_training import train_word_pieces
 
 WORDS = (
     "the a reader writer reads writes rereads rewrote slowly gladly "

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ds.errors import KernelError
-from megatron_ds.ops.gpu import gpu_kernel, kernel_sources
-from megatron_ds.ops.gpu.cuda_backend import CudaBackend, GpuDevice
-from megatron_ds.ops.gpu.driver import CUDA, Driver, DriverNames
-from megatron_ds.ops.gpu.kernel_cache import KernelCache
-from megatron_ds.ops.gpu.nvrtc import Program
+from megatron_ds.extensions.kernels.gpu import gpu_kernel, kernel_sources
+from megatron_ds.extensions.kernels.gpu.cuda_backend import CudaBackend, GpuDevice
+from megatron_ds.extensions.kernels.gpu.driver import CUDA, Driver, DriverNames
+from megatron_ds.extensions.kernels.gpu.kernel_cache import KernelCache
+from megatron_ds.extensions.kernels.gpu.nvrtc import Program
 
 HERE = Path(__file__).parent
 BUILT = Path(tempfile.gettempdir()) / f"megatron_ds-stand-in-{os.getuid()}"

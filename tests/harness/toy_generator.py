@@ -13,8 +13,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_ds.data.chat.template import ChatTemplate
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.chat.template import ChatTemplate
 from megatron_ds.extensions.generation.requests import GeneratedToken
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.http_service import HttpService

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import adam_kernels
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.ops.adam import adamw, reference_adamw_
-from megatron_ds.ops.gpu import adam_kernels
 from megatron_ds.ops.update_rows import UNCORRECTED, AdamRow, AdamStep
 from megatron_ds.optim import default_groups, row_adamw
 from megatron_ds.optim.row_adamw import RowAdamW

@@ -14,7 +14,7 @@ from tests.harness.syntax import tree_of
 
 pytestmark = pytest.mark.plan
 
-FOLDER = Path(__file__).parents[2] / "megatron_ds/ops/gpu"
+FOLDER = Path(__file__).parents[2] / "megatron_ds/extensions/kernels/gpu"
 OF_THE_UPDATE = {"adam_kernels.py"}  # whose table of addresses is copied once a step
 WRAPPERS = [
     path

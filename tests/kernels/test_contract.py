@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import megatron_ds.ops
-from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops import widened_products
 from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
-from megatron_ds.ops.kernel_table import GPU, OPERATIONS, selected
+from megatron_ds.ops.kernel_table import GPU, OPERATIONS, load_kernels, selected
 from tests.harness.emulated import compile_together, emulated_gpu
 
 for _module in pkgutil.iter_modules(megatron_ds.ops.__path__):
     importlib.import_module(f"megatron_ds.ops.{_module.name}")
+load_kernels()
 
 # torch's own layer_norm sums gradients of weights in 16 bits on a CPU: it may be four tolerances off.
 SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from megatron_ds.errors import KernelError
-from megatron_ds.ops.gpu import cuda_backend, gpu_kernel, kernel_sources, norm_kernels
-from megatron_ds.ops.gpu.driver import CUDA, HIP
-from megatron_ds.ops.gpu.gpu_kernel import (
+from megatron_ds.extensions.kernels.gpu import (
+    cuda_backend,
+    gpu_kernel,
+    kernel_sources,
+    norm_kernels,
+)
+from megatron_ds.extensions.kernels.gpu.driver import CUDA, HIP
+from megatron_ds.extensions.kernels.gpu.gpu_kernel import (
     BACKENDS,
     PLANNED_PROCESSORS,
     GpuKernel,

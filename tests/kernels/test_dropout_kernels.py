@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import dropout_kernels
 from megatron_ds.ops.dropout import (
     KeepMask,
     dropout,
@@ -14,7 +15,6 @@ from megatron_ds.ops.dropout import (
     fill_attention_mask_,
     sample_keys,
 )
-from megatron_ds.ops.gpu import dropout_kernels
 from megatron_ds.ops.keep_tables import LEVELS, threshold_of
 from megatron_ds.ops.keyed_random import seed_of
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.ops.gpu.gpu_kernel import GpuKernel
+from megatron_ds.extensions.kernels.gpu.gpu_kernel import GpuKernel
 from tests.harness.emulated import (
     SEEDS,
     EmulationError,

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ds.extensions.kernels.gpu import gated_kernels
 from megatron_ds.ops.activation import squared_relu, swiglu
-from megatron_ds.ops.gpu import gated_kernels
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 TOLERANCE = {torch.float32: 8e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.ops.gpu import kernel_cache, norm_kernels
-from megatron_ds.ops.gpu.kernel_cache import (
+from megatron_ds.extensions.kernels.gpu import kernel_cache, norm_kernels
+from megatron_ds.extensions.kernels.gpu.kernel_cache import (
     CompiledKernel,
     KernelCache,
     cache_folder,
     cache_key,
 )
-from megatron_ds.ops.gpu.kernel_sources import KernelSource
+from megatron_ds.extensions.kernels.gpu.kernel_sources import KernelSource
 from tests.harness.stand_in_gpu import stand_in_gpu
 
 KERNEL = CompiledKernel("_Z6kernelv", b"\x7fELF\0\0code\0with zeros" * 99)
@@ -161,7 +161,7 @@ def test_an_operation_runs_where_no_cache_can_be(tmp_path):
 PROCESS = """
 import random, sys
 from pathlib import Path
-from megatron_ds.ops.gpu.kernel_cache import CompiledKernel, KernelCache
+from megatron_ds.extensions.kernels.gpu.kernel_cache import CompiledKernel, KernelCache
 cache, kernel, found = KernelCache(Path(sys.argv[1])), CompiledKernel("k", bytes(range(256)) * 200), 0
 random.seed(int(sys.argv[2]))
 print("ready", flush=True)

@@ -4,8 +4,8 @@ true."""
 import re
 from pathlib import Path
 
-from megatron_ds.ops.gpu import cuda_backend, kernel_cache, nvrtc
-from megatron_ds.ops.gpu.kernel_sources import source_folder
+from megatron_ds.extensions.kernels.gpu import cuda_backend, kernel_cache, nvrtc
+from megatron_ds.extensions.kernels.gpu.kernel_sources import source_folder
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/kernels.md").read_text(
     encoding="utf-8"

@@ -14,9 +14,12 @@ import re
 
 import pytest
 
-from megatron_ds.ops import gpu
-from megatron_ds.ops.gpu.gpu_kernel import GpuKernel
-from megatron_ds.ops.gpu.kernel_sources import kernel_source, source_folder
+from megatron_ds.extensions.kernels import gpu
+from megatron_ds.extensions.kernels.gpu.gpu_kernel import GpuKernel
+from megatron_ds.extensions.kernels.gpu.kernel_sources import (
+    kernel_source,
+    source_folder,
+)
 from tests.harness.real_nvrtc import nvrtc_or_skip
 from tests.harness.samples import ALL
 

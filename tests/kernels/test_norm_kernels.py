@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.ops.gpu import norm_kernels
-from megatron_ds.ops.gpu.packets import lanes
+from megatron_ds.extensions.kernels.gpu import norm_kernels
+from megatron_ds.extensions.kernels.gpu.packets import lanes
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 # One rounding of the result in 16 bits, and fp32 sums of up to 32768 products.

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_ds.errors import KernelError
-from megatron_ds.ops.gpu import cuda_backend, driver, norm_kernels, nvrtc
-from megatron_ds.ops.gpu.kernel_sources import KernelSource
-from megatron_ds.ops.gpu.nvrtc import RuntimeCompiler, load_nvrtc
+from megatron_ds.extensions.kernels.gpu import cuda_backend, driver, norm_kernels, nvrtc
+from megatron_ds.extensions.kernels.gpu.kernel_sources import KernelSource
+from megatron_ds.extensions.kernels.gpu.nvrtc import RuntimeCompiler, load_nvrtc
 from tests.harness.real_nvrtc import nvrtc_or_skip
 from tests.harness.stand_in_gpu import libcuda
 

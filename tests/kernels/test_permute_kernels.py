@@ -8,8 +8,8 @@ some 20 roundings of 2^-24 in a row of additions.
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import permute_kernels as kernels
 from megatron_ds.ops import permute as ops
-from megatron_ds.ops.gpu import permute_kernels as kernels
 from megatron_ds.ops.kernel_table import FLOATS, OPERATIONS
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 

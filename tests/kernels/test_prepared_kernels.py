@@ -9,17 +9,17 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.errors import KernelError
+from megatron_ds.extensions.kernels import prepared_kernels
+from megatron_ds.extensions.kernels.gpu import gpu_kernel, norm_kernels, self_check
+from megatron_ds.extensions.kernels.prepared_kernels import prepare_kernels
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.activation import gelu, swiglu
-from megatron_ds.ops.gpu import gpu_kernel, norm_kernels, self_check
 from megatron_ds.ops.kernel_table import GPU, Operation
 from megatron_ds.ops.norms import rms_norm
 from megatron_ds.planning.run_model import describe_layers
 from megatron_ds.planning.run_plan import plan_run
-from megatron_ds.training import prepared_kernels
-from megatron_ds.training.prepared_kernels import prepare_kernels
 from tests.harness.emulated import emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 

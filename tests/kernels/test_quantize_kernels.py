@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import quantize_kernels as kernels
 from megatron_ds.ops import quantize as ops
-from megatron_ds.ops.gpu import quantize_kernels as kernels
 from megatron_ds.ops.kernel_table import FLOATS
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 

@@ -7,8 +7,8 @@ fp16 half a unit in the last place of results that lie just above a power of two
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import rotary_kernels
 from megatron_ds.ops import rotary
-from megatron_ds.ops.gpu import rotary_kernels
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 TOLERANCE = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.ops.gpu.gpu_kernel import GpuKernel
+from megatron_ds.extensions.kernels.gpu.gpu_kernel import GpuKernel
 from tests.harness.emulated import SOURCES, wanted_by
 from tests.harness.sanitized import FLAGS, missing, sanitize
 from tests.harness.small_launches import small_launches

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from megatron_ds.errors import KernelError
+from megatron_ds.extensions.kernels.gpu import norm_kernels, self_check
+from megatron_ds.extensions.kernels.gpu.self_check import (
+    failure,
+    reason_against_implementation,
+)
 from megatron_ds.ops import kernel_table
-from megatron_ds.ops.gpu import norm_kernels, self_check
-from megatron_ds.ops.gpu.self_check import failure, reason_against_implementation
 from megatron_ds.ops.kernel_table import (
     GPU,
     OPERATIONS,
@@ -285,7 +288,7 @@ def test_kernels_are_not_checked_in_the_capture_of_a_graph(
 def test_the_check_is_registered_whichever_operation_is_imported_first():
     """Without it an implementation for GPUs would run unchecked."""
     code = (
-        "import megatron_ds.ops.product; from megatron_ds.ops.kernel_table import CHECKS_BEFORE_USE; "
-        "assert 'cuda' in CHECKS_BEFORE_USE"
+        "import megatron_ds.ops.product; from megatron_ds.ops.kernel_table import CHECKS_BEFORE_USE, load_kernels; "
+        "load_kernels(); assert 'cuda' in CHECKS_BEFORE_USE"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import softmax_kernels
 from megatron_ds.ops.dropout import KeepMask, apply_mask, sample_keys
-from megatron_ds.ops.gpu import softmax_kernels
 from megatron_ds.ops.kernel_table import OPERATIONS
 from megatron_ds.ops.softmax import masked_softmax
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu

@@ -5,7 +5,7 @@ import sys
 import time
 from types import SimpleNamespace
 
-from megatron_ds.commands import cluster_check, env_report
+from megatron_ds.extensions.launch import cluster_check, env_report
 
 RANK = os.environ["RANK"]
 SLOW_SECONDS = 1.0

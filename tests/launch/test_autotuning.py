@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.commands.launch.autotuning import (
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch.autotuning import (
     Trial,
     TunedProgram,
     autotune,
@@ -17,7 +18,7 @@ from megatron_ds.commands.launch.autotuning import (
     program_of,
     state_bytes,
 )
-from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch.command import main
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 
@@ -135,6 +136,30 @@ def test_wrong_words_are_named(program, tmp_path):
         autotune(program(overwrite=False), "run")
     with pytest.raises(ConfigError, match="the command names none"):
         program_of([], ["fake.py"])
+
+
+def test_a_dry_run_shows_the_trials_and_touches_nothing(program, tmp_path, capsys):
+    program(
+        "all", max_train_batch_size=16, results_dir="r", tuner_num_trials=9
+    )  # writes ds.json
+    old = tmp_path / "r" / "z0_gas2_tmbspg2"
+    old.mkdir(parents=True)
+    words = "--autotuning run --dry-run --num_gpus 2 fake.py --deepspeed_config ds.json"
+    assert main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # Updates of 2 micro-batches: 2 × 8 samples of one rank are the most.
+    stages = [line for line in lines if "ZeRO stage" in line]
+    assert stages == [
+        f"  ZeRO stage {stage}: micro-batches of 2, 4, 8 samples, 2 of them in an update"
+        for stage in range(4)
+    ]
+    assert "at most 9 trials" in "".join(lines)
+    [first] = [line for line in lines if line.startswith("the first trial: ")]
+    assert "--num_gpus=2 fake.py" in first and "--dry-run" not in first
+    assert first.endswith(f"--deepspeed_config {old}/ds_config.json")
+    # Nothing was run, written or removed.
+    assert {path.name for path in tmp_path.iterdir()} == {"fake.py", "ds.json", "r"}
+    assert list((tmp_path / "r").iterdir()) == [old]
 
 
 def test_what_does_not_fit_is_left_out():

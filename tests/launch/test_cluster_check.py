@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.commands.cluster_check import rounds
-from megatron_ds.commands.cluster_findings import Measured, problems, text_of
+from megatron_ds.extensions.launch.cluster_check import rounds
+from megatron_ds.extensions.launch.cluster_findings import Measured, problems, text_of
 from tests.launch.starts import launch
 
 PROGRAM = Path(__file__).with_name("check_program.py")

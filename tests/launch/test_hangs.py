@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.commands.launch.stalls import HANG_CODE
+from megatron_ds.extensions.launch.stalls import HANG_CODE
 from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, all_end
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_ds.commands.launch.hostfile import chosen_slots, limited, parse_hostfile
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch.hostfile import chosen_slots, limited, parse_hostfile
 
 pytestmark = pytest.mark.plan
 

@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from megatron_ds.commands.launch import command
-from megatron_ds.commands.launch.agent import host_of
-from megatron_ds.commands.launch.job import Job, RankProgram, core_list
-from megatron_ds.commands.launch.variables import exported_variables
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.launch import command
+from megatron_ds.extensions.launch.agent import host_of
+from megatron_ds.extensions.launch.job import Job, RankProgram, core_list
+from megatron_ds.extensions.launch.variables import exported_variables
 
 pytestmark = pytest.mark.plan
 

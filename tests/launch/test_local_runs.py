@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megatron_ds.commands.launch.job import Job, RankProgram
-from megatron_ds.commands.launch.program_check import reason_against
+from megatron_ds.extensions.launch.job import Job, RankProgram
+from megatron_ds.extensions.launch.program_check import reason_against
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
@@ -214,7 +214,7 @@ def test_dry_run_prints_the_commands(folder):
 
 SLOW_AGENT = """
 import sys, time
-from megatron_ds.commands.launch import agent
+from megatron_ds.extensions.launch import agent
 
 read = agent.pieces
 

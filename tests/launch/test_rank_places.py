@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from megatron_ds.commands.launch import stalls as stalls_module
-from megatron_ds.commands.launch.job import Job, RankProgram
-from megatron_ds.commands.launch.rank_places import (
+from megatron_ds.extensions.launch import stalls as stalls_module
+from megatron_ds.extensions.launch.job import Job, RankProgram
+from megatron_ds.extensions.launch.rank_places import (
     STOPPED,
     NodeReport,
     RankPlace,
@@ -16,8 +16,8 @@ from megatron_ds.commands.launch.rank_places import (
     report_in,
     table_text,
 )
-from megatron_ds.commands.launch.stalls import SILENT_SECONDS, Stalls
-from megatron_ds.commands.launch.watch import StepTimes, Watch
+from megatron_ds.extensions.launch.stalls import SILENT_SECONDS, Stalls
+from megatron_ds.extensions.launch.watch import StepTimes, Watch
 from megatron_ds.host import places
 from megatron_ds.host.places import PlaceWriter
 

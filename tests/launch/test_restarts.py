@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_ds.commands.launch.layout_check import LayoutCheck
-from megatron_ds.commands.launch.restarts import (
+from megatron_ds.extensions.launch.layout_check import LayoutCheck
+from megatron_ds.extensions.launch.restarts import (
     Attempts,
     Ended,
     Policy,
@@ -183,8 +183,8 @@ def test_a_signal_ends_the_lives(tmp_path):
 
 @pytest.mark.plan
 def test_flags_that_contradict_each_other_are_refused(tmp_path):
-    from megatron_ds.commands.launch.command import main
     from megatron_ds.errors import ConfigError
+    from megatron_ds.extensions.launch.command import main
 
     for words, reason in (
         (["--min-nodes", "2"], "--min-nodes 2, but the job has 1 hosts"),

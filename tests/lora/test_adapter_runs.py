@@ -1,6 +1,7 @@
 """Runs that train adapters: what they save, continue and refuse; what is planned of them; whole models of them."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -11,10 +12,10 @@ import torch
 
 from megatron_ds.checkpoint.index import read_index
 from megatron_ds.commands import main
-from megatron_ds.commands.convert_checkpoint import run_tool as convert
-from megatron_ds.commands.merge_adapter import run_tool as merge
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
 from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.huggingface.peft_format import read as read_peft
+from megatron_ds.compat.conversion.merge_adapter import run_tool as merge
 from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
@@ -57,8 +58,8 @@ def trained(base, tmp_path_factory) -> Callable[[str], str]:
     @cache
     def train_once(kind: str) -> str:
         folder = str(tmp_path_factory.mktemp("adapter"))
-        words = [*JOB, *LORA, *kind.split(), *steps(2)]
-        train(1, [*words, "--pretrained-checkpoint", base, "--save", folder])
+        words = [*JOB, *LORA, *kind.split(), *steps(2), "--save", folder]
+        train(1, [*words, "--pretrained-checkpoint", os.path.relpath(base)])
         return folder
 
     return train_once
@@ -179,12 +180,15 @@ def test_the_format_of_a_folder_of_adapters_is_not_that_of_the_weights_below():
 
 
 @pytest.mark.parametrize("kind", ["", "--use-dora"])
-def test_a_whole_model_of_both_is_what_peft_computes(trained, kind, tmp_path):
+def test_a_whole_model_of_both_is_what_peft_computes(
+    trained, kind, tmp_path, monkeypatch
+):
     import peft
     import transformers
 
     whole, parts, base = (str(tmp_path / name) for name in ("whole", "peft", "base"))
     adapter = trained(kind)
+    monkeypatch.chdir(tmp_path)  # another one than that of the training
     merge(["--load", adapter, "--save", whole, "--to", "huggingface"])
     convert(["--load", adapter, "--save", parts, "--to", "peft"])
     named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

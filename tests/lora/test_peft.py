@@ -1,5 +1,6 @@
 """Adapters against peft's: the same values in the same model, trained by the same steps."""
 
+import json
 from functools import partial
 
 import pytest
@@ -173,6 +174,38 @@ def test_adapters_that_are_computed_otherwise_are_refused(settings):
     check_config({"init_lora_weights": True, "layer_replication": None}, "here")
     with pytest.raises(CheckpointError, match=next(iter(settings))):
         check_config(settings, "here")
+
+
+DAMAGED = {
+    "no rank": {"r": None},
+    "rank 0": {"r": 0},
+    "another rank": {"r": 4},
+    "no factor": {"lora_alpha": None},
+    "an infinite factor": {"lora_alpha": float("inf")},
+    "another model": {"base_model_name_or_path": "wide"},
+    "a file that is cut": {},
+}
+
+
+def test_damaged_folders_and_those_of_another_model_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base, folder = saved("llama", tmp_path / "base"), tmp_path / "adapter"
+    saved("llama 3, tied, wide heads", tmp_path / "wide")
+    peft_of(base, "o_proj").save_pretrained(folder)
+    settings, file = (
+        folder / "adapter_config.json",
+        folder / "adapter_model.safetensors",
+    )
+    plain = json.loads(settings.read_text()) | {"base_model_name_or_path": "base"}
+    settings.write_text(json.dumps(plain))
+    assert format_of("peft").read(folder, Wishes()).adapters
+    for what, changes in DAMAGED.items():
+        settings.write_text(json.dumps(plain | changes))
+        if not changes:
+            file.write_bytes(file.read_bytes()[:-8])
+        with pytest.raises(CheckpointError):
+            format_of("peft").read(folder, Wishes())
+            pytest.fail(what)
 
 
 def test_half_an_adapter_is_refused(tmp_path):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.extensions.dry_run.dry_run import plan_text
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.moe.capacity import Capacity
 from megatron_ds.mpu.fake_group import FakeTransport, fake_mesh
 from megatron_ds.mpu.group import DONE
 from megatron_ds.pipeline.stage import Stage
-from megatron_ds.planning.dry_run import plan_text
 from megatron_ds.planning.fake_stages import StageRunner, without_memory
 from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_costs import LayerCost, estimated_times

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents
+from megatron_ds.extensions.kernels.cpu import compiled_attention
 from megatron_ds.ops import attention_tiles, partial_attention
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs, TileLimits, tiles
 from megatron_ds.ops.block_layout import BlockLayout
-from megatron_ds.ops.cpu import compiled_attention
 from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.extensions.kernels.cpu import compiled_attention as module
+from megatron_ds.extensions.kernels.cpu.key_spans import UNIT, key_spans
+from megatron_ds.ops import widened_products
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import compiled_attention as module
-from megatron_ds.ops.cpu import widened_products
-from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import PLAIN, Scoring
@@ -431,7 +431,7 @@ class Stack(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(stack), 0, 8192)), None) == 0
 from megatron_ds.ops.core_attention import attention
-from megatron_ds.ops.cpu import compiled_attention
+from megatron_ds.extensions.kernels.cpu import compiled_attention
 assert "amx" not in compiled_attention.extension().instruction_sets()
 q = torch.ones(40, 1, 1, 32, dtype=torch.bfloat16)
 assert (attention(q, q, q) == 1).all()

@@ -6,8 +6,8 @@ partial sums 2048.
 import pytest
 import torch
 
-from megatron_ds.ops.cpu import compiled_attention as attention
-from megatron_ds.ops.cpu import compiled_cross_entropy as compiled
+from megatron_ds.extensions.kernels.cpu import compiled_attention as attention
+from megatron_ds.extensions.kernels.cpu import compiled_cross_entropy as compiled
 
 pytestmark = [
     pytest.mark.plan,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_gated as module
 from megatron_ds.host.fake_cpu import FakeCpu
 from megatron_ds.ops.activation import swiglu
-from megatron_ds.ops.cpu import compiled_gated as module
 
 pytestmark = [
     pytest.mark.plan,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_grouped, compiled_product
 from megatron_ds.host.fake_cpu import FakeCpu
-from megatron_ds.ops import grouped
-from megatron_ds.ops.cpu import compiled_grouped, compiled_product, widened_products
+from megatron_ds.ops import grouped, widened_products
 from megatron_ds.ops.grouped import RowRuns
 from megatron_ds.ops.kernel_table import implementations_recorded, selected
 

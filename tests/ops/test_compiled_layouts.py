@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.extensions.kernels.cpu import compiled_attention
+from megatron_ds.extensions.kernels.cpu.key_spans import UNIT, key_spans
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
 from megatron_ds.ops.attention_pattern import AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import compiled_attention
-from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from megatron_ds.ops.scoring import Scoring

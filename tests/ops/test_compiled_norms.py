@@ -5,8 +5,8 @@ Processors with AVX-512 BF16 have code of their own for widths that are multiple
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_norms as compiled
 from megatron_ds.ops import norms
-from megatron_ds.ops.cpu import compiled_norms as compiled
 from tests.harness.alive_bytes import AliveBytes
 
 pytestmark = [

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_product as module
 from megatron_ds.host.fake_cpu import FakeCpu
-from megatron_ds.ops.cpu import compiled_product as module
-from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops import widened_products
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.product import add_product_, affine, product, product_into
 

@@ -4,8 +4,8 @@ threads."""
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_quantize as compiled
 from megatron_ds.ops import quantize as ops
-from megatron_ds.ops.cpu import compiled_quantize as compiled
 
 pytestmark = [
     pytest.mark.plan,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_rotary as module
 from megatron_ds.host.fake_cpu import FakeCpu
-from megatron_ds.ops.cpu import compiled_rotary as module
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.rotary import (
     apply_rotary,

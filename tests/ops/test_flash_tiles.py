@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import flash_tiles
 from megatron_ds.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron_ds.ops.attention_tiles import Runs
-from megatron_ds.ops.gpu import flash_tiles
 from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.partial_attention import PartialAttention, PartialGradients
 from tests.harness import cuda_attention

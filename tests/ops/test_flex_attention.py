@@ -17,6 +17,7 @@ import torch.nn.attention.flex_attention as of_torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import keyed, layout
 from megatron_ds.ops import core_attention, kernel_table
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
@@ -24,7 +25,6 @@ from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.block_layout import BlockLayout
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.dropout import KeepMask, sample_keys
-from megatron_ds.ops.gpu import flex_attention, flex_check
 from megatron_ds.ops.kernel_table import selected
 from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import PLAIN, Scoring

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.gpu import fp32_sums
 from megatron_ds.ops import kernel_table
-from megatron_ds.ops.gpu import fp32_sums
 from megatron_ds.ops.grouped import RowRuns, add_grouped_gradient_
 from megatron_ds.ops.product import FP32_SUMS, add_product_
 from tests.harness.fake_cuda import FakeGpu, fake_cuda

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_gelu as module
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.activation import gelu
-from megatron_ds.ops.cpu import compiled_gelu as module
 from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.plan
@@ -140,7 +140,7 @@ def test_memory_order_does_not_matter():
 
 FORKED = """
 import os, torch
-from megatron_ds.ops.cpu.compiled_gelu import extension
+from megatron_ds.extensions.kernels.cpu.compiled_gelu import extension
 torch.set_num_threads(2)
 x, y = torch.ones(300_000), torch.zeros(300_000)
 torch.mm(torch.ones(900, 900), torch.ones(900, 900))          # starts torch's team

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents, document_numbers
+from megatron_ds.extensions.kernels.cpu import compiled_attention as module
+from megatron_ds.extensions.kernels.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import compiled_attention as module
-from megatron_ds.ops.cpu.key_spans import UNIT, key_spans
 from megatron_ds.ops.key_visibility import KeyVisibility
 from tests.harness.instruction_sets import instruction_set  # noqa: F401
 from tests.ops.test_compiled_attention import (

@@ -4,12 +4,12 @@ rounding."""
 import pytest
 import torch
 
+from megatron_ds.extensions.kernels.cpu import compiled_addition, compiled_product
 from megatron_ds.ops import product as module
+from megatron_ds.ops import widened_products as products
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.cpu import compiled_addition, compiled_product
-from megatron_ds.ops.cpu import widened_products as products
-from megatron_ds.ops.cpu.widened_products import Workspace
 from megatron_ds.ops.product import add_product_, affine, product
+from megatron_ds.ops.widened_products import Workspace
 from tests.harness.alive_bytes import AliveBytes
 
 pytestmark = pytest.mark.plan

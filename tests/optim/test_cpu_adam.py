@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megatron_ds.config import OptimizerConfig
+from megatron_ds.extensions.kernels.cpu import compiled_adam as adam
+from megatron_ds.extensions.kernels.cpu.compiled_adam import adamw_
 from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.adam import adamw, reference_adamw_
-from megatron_ds.ops.cpu import compiled_adam as adam
-from megatron_ds.ops.cpu.compiled_adam import adamw_
 from megatron_ds.ops.update_rows import UNCORRECTED, AdamRow, AdamStep
 from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.optim.row_adamw import RowAdamW

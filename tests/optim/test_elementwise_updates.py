@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.ops.cpu import compiled_adam
+from megatron_ds.extensions.kernels.cpu import compiled_adam
 from megatron_ds.ops.elementwise_updates import AdagradStep, LionStep, adagrad, lion
 from megatron_ds.ops.update_rows import UpdateRow
 

@@ -15,8 +15,8 @@ from megatron_ds.models import MODELS, build_stage
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ops.cpu import widened_products
-from megatron_ds.ops.cpu.widened_products import WORKSPACE
+from megatron_ds.ops import widened_products
+from megatron_ds.ops.widened_products import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.fake_stages import StageRunner, without_memory
 from megatron_ds.planning.run_model import (

@@ -4,20 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ds.commands import find_longest_sequence as longest_sequence
 from megatron_ds.config import parse
 from megatron_ds.config.parse import read
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.fake_group import fake_mesh
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.planning import longest_sequence as planning
-from megatron_ds.planning.longest_sequence import (
+from megatron_ds.extensions.dry_run import find_longest_sequence as longest_sequence
+from megatron_ds.extensions.dry_run import longest_sequence as planning
+from megatron_ds.extensions.dry_run.longest_sequence import (
     bytes_of,
     length_range,
     length_unit,
     longest,
     without_length,
 )
+from megatron_ds.mpu.fake_group import fake_mesh
+from megatron_ds.mpu.grid import Grid
 from megatron_ds.planning.run_model import describe_layers
 from megatron_ds.planning.world_plan import plan_world, recomputed_flops
 from tests.planning.test_activations import JOB, RANKS, STYLES, kept

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch.nn.functional import logsigmoid
 
-from megatron_ds.commands.convert_checkpoint import run_tool as convert
+from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
 from tests.harness.answer_pairs import write_pairs
 from tests.harness.pretraining import (
     MOCK,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.commands.check_recipe import main
+from megatron_ds.compat.recipes.check_recipe import main
 from megatron_ds.compat.recipes.recipe_file import read_recipe
 from megatron_ds.compat.recipes.verdict import Kind, assess
 from megatron_ds.errors import ConfigError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.commands import check_recipe
+from megatron_ds.compat.recipes import check_recipe
 from megatron_ds.compat.recipes.recipe_file import kind_of, read_recipe
 from megatron_ds.compat.recipes.shell_script import included_devices, read_script
 from megatron_ds.compat.recipes.shell_values import shown

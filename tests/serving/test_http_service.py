@@ -75,6 +75,11 @@ def test_random_requests_break_nothing(served, caplog):
             "a JSON list",
         ),
         (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400, "number"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 9\r\n\r\n{}",
+            400,
+            "'2, 9' is not a number",
+        ),
         (b"POST /api HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "at most"),
         (
             b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -125,6 +130,17 @@ def test_a_client_that_leaves_ends_its_texts(streams):
             until(lambda: len(served.generator.running) == 3)
         until(lambda: not served.generator.running)
         assert sorted(served.generator.cancelled) == [0, 1, 2]
+
+
+def test_a_client_that_leaves_ends_its_text_while_tokens_come():
+    with serving(ToyGenerator(max_length=10000, pause=0.001)) as served:
+        body = json.dumps({**LONG, "max_tokens": 9000}).encode()
+        with socket.create_connection(served.address) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n"
+            client.sendall(head % len(body) + body)
+            until(lambda: served.generator.running)
+        until(lambda: not served.generator.running)
+        assert served.generator.cancelled == [0]
 
 
 def test_a_client_that_does_not_read_delays_no_other(served):

@@ -232,6 +232,7 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
         (COMPLETIONS, {"prompt": "a", "temperature": 10**400}, "temperature", "range"),
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "1 to 128"),
         (COMPLETIONS, {"prompt": "a", "n": 65}, None, "65 texts at once"),
+        (COMPLETIONS, {"prompt": ["a"] * 33, "n": 128}, "prompt", "are 4,224 texts"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop", "list of strings"),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.mpu.group import coordinates_of, solo
-from megatron_ds.ops.cpu import kept_probabilities
+from megatron_ds.ops import kept_probabilities
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ds.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megatron_ds.config.options.profiler_options import ProfilerConfig
+from megatron_ds.training.observe import memory_history
 from megatron_ds.training.observe.memory_history import MemoryHistory
+from megatron_ds.training.observe.run_facts import MemoryRecord
 from tests.harness.pretraining import MOCK, train
 
 pytestmark = pytest.mark.processes
@@ -37,6 +39,7 @@ def test_measured_bytes_are_those_that_were_planned(tmp_path):
     assert [measured[name] for name in state] == [planned[name] for name in state]
     # What is measured has the noise of what the step does around its stages.
     assert measured["activations"] == pytest.approx(planned["activations"], rel=0.1)
+    assert record["measuring_seconds"] > 0
     written = json.loads(file.read_text())
     assert written == {name: record[name] for name in ("step", "planned", "measured")}
 
@@ -84,3 +87,23 @@ def engine_on_gpu(rank, folder):
         grid=SimpleNamespace(world_size=4),
     )
     return SimpleNamespace(config=SimpleNamespace(profiler=options), mesh=mesh)
+
+
+def test_the_plan_and_the_file_are_timed_by_themselves(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(memory_history.time, "perf_counter", lambda: clock.now)
+
+    def pass_time(history, *values):
+        clock.now += 2.0
+        return MemoryRecord(history._steps, {"weights": 4}, {"weights": 4})
+
+    monkeypatch.setattr(MemoryHistory, "_record", pass_time)
+    engine = engine_on_gpu(0, tmp_path)
+    engine.mesh.device = torch.device("cpu")
+    history = MemoryHistory(engine)
+    found = []
+    for _ in range(3):
+        with history.step() as records:
+            clock.now += 16.0  # of the step itself
+        found += [record.measuring_seconds for record in records]
+    assert found == [2.0]

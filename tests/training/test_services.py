@@ -10,9 +10,9 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.config.run import all_options
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.services.otel_log import OtelLog
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import SERVICES, check_log, open_log
-from megatron_ds.training.observe.otel_log import OtelLog
 from megatron_ds.training.observe.tensorboard import scalars_of
 
 from .test_train_log import EVALUATION, RECORD, changed

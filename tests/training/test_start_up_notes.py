@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_ds.commands import convert_checkpoint
+from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS, build_stage, stage_modules
@@ -114,16 +114,17 @@ def test_workers_with_other_tokens_are_logged_when_a_run_resumes(
 
 
 @pytest.mark.parametrize("flag", ["--offload-param-nvme-path", "--offload-nvme-path"])
-def test_a_missing_folder_is_named_by_the_flag_that_was_given(flag):
+def test_a_folder_that_cannot_be_made_is_named_by_the_flag_that_was_given(flag):
     with pytest.raises(
-        ConfigError, match=f"does not exist. Give another with {flag}, or"
+        ConfigError,
+        match=f"/dev/null is not a folder. Give another folder with {flag}, or",
     ):
         parse(
             [
                 *JOB,
                 *"--zero-stage 3 --offload-param nvme".split(),
                 flag,
-                "/no/such/folder",
+                "/dev/null/folder",
             ],
             world_size=1,
         )

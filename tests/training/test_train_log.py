@@ -13,12 +13,12 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.services.wandb_log import WandbLog
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import SERVICES, Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
 from megatron_ds.training.observe.phase_times import times_text
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
-from megatron_ds.training.observe.wandb_log import WandbLog
 
 pytestmark = pytest.mark.plan
 
@@ -267,8 +267,9 @@ def test_wandb_keeps_the_validation_losses_of_a_step_that_was_logged_before(
     log = wandb_log(monkeypatch, StandInRun)
     log.write(RECORD)
     log.write(EVALUATION)
-    kept = log._run.kept[RECORD.step]
-    assert EVALUATION.step == RECORD.step and log._run.options["id"] == "5f0c"
+    run = log._points._run
+    kept = run.kept[RECORD.step]
+    assert EVALUATION.step == RECORD.step and run.options["id"] == "5f0c"
     assert {"lm loss", "lm loss validation"} <= kept.keys()
 
 
@@ -279,7 +280,7 @@ def test_errors_of_wandb_are_told_at_the_start_and_cost_records_later(monkeypatc
     with pytest.raises(ConfigError, match="no API key. Run wandb login"):
         wandb_log(monkeypatch, failing)
     log = wandb_log(monkeypatch, StandInRun)
-    log._run.log = failing
+    log._points._run.log = failing
     with pytest.raises(OSError, match="no API key"):
         log.write(RECORD)
 

@@ -47,14 +47,19 @@ HPZ = "zero_optimization.zero_hpz_partition_size"
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), ("all_reduce",)),
     **dict.fromkeys(
-        ("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
+        (
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_coalesced",
+            "all_gather_object",
+        ),
         ("all_gather",),
     ),
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), ("reduce_scatter",)),
     **dict.fromkeys(
         ("all_to_all", "all_to_all_single"), ("all_to_all", "all_to_all_v")
     ),
-    "broadcast": ("broadcast",),
+    **dict.fromkeys(("broadcast", "broadcast_object_list"), ("broadcast",)),
     **dict.fromkeys(("send", "isend"), ("send",)),
 }
 # Keys that the functions below translate.

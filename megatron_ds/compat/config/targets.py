@@ -28,6 +28,13 @@ TAKEN = (
     "logging.timing_log_level",
     "logging.tensorboard_dir",
     "logging.csv_monitor_dir",
+    "logging.wandb_project",
+    "logging.wandb_entity",
+    "logging.wandb_group",
+    "logging.comet_project",
+    "logging.comet_workspace",
+    "logging.comet_experiment_name",
+    "logging.comet_offline_dir",
     "profiler.comms_logger",
     "profiler.comms_logger_ops",
     "profiler.comms_logger_verbose",
@@ -52,7 +59,6 @@ ADVICE = dict.fromkeys(
 )
 # How paths begin → why an engine accepts the option without doing anything.
 PROGRAMS: Mapping[str, str] = {
-    "logging.wandb_": "an engine writes TensorBoard's and CSV files; the program logs to W&B itself",
     "logging.": "an engine has no log of its own beside the lines of steps_per_print",
     "profiler.": "megatron-ds launch --autotuning tunes an engine's program, by short trials",
     "curriculum.": "the program cuts its sequences or orders its samples itself",
@@ -61,14 +67,10 @@ PROGRAMS: Mapping[str, str] = {
     "parallel.pipeline_": "an engine runs a module as a whole",
 }
 # Blocks that an engine does not read, with the reason.
-OWN_FILES = (
-    "an engine writes TensorBoard's and CSV files; the program logs elsewhere itself"
-)
 LEFT_OUT: Mapping[str, str] = {
     "pipeline": "an engine runs a module as a whole",
     "dump_state": "engine.settings has every value",
-    "comet": OWN_FILES,
-    "monitor_config": OWN_FILES,
+    "monitor_config": '"tensorboard", "csv_monitor", "wandb" and "comet" turn on the curves',
 }
 AUTOCAST = "torch_autocast"
 UNMANAGED = "managed_gradient_accumulation"

@@ -134,7 +134,7 @@ KEYS = table(
         "memory is in the log": "memory_breakdown",
         "a row is of an operation, a group and a size; torch.profiler has the calling functions": "comms_logger.debug",
         "metrics go to the log, to TensorBoard, to CSV files, to --metrics-jsonl and to services": "monitor_config",
-        "--log-interval sets how often values are logged": "comet.samples_log_interval",
+        "--log-interval sets how often values are logged; an engine logs each update": "comet.samples_log_interval",
         "a run has one experiment, which continues when it resumes": "comet.experiment_key comet.mode",
         "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
         "gradients are reduced by hooks, and the order of layers does not change": "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",
@@ -177,7 +177,7 @@ KEYS = table(
     },
     refused={
         "it is planned for a later version. Remove it.": "compression_training eigenvalue progressive_layer_drop quantize_training "
-        "zero_optimization.zenflow zero_optimization.offload_optimizer.super_offload",
+        "zero_optimization.offload_optimizer.super_offload",
         "frozen weights are kept in the model's dtype; zero_quantized_weights sends them as integers too. "
         "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
         "the errors of quantized gradients are not carried over to the next step. Remove it.": "zero_optimization.zeropp_loco_param",
@@ -195,6 +195,11 @@ KEYS = table(
         "activations are sent in their own dtype. Remove it.": "seq_parallel_communication_data_type",
     },
     only={
+        "zero_optimization.zenflow": Answer(
+            "it is off",
+            "it is planned for a later version, and even an empty block turns it on in DeepSpeed. Remove it.",
+            (None,),
+        ),
         "bf16.check_grad_overflow": Answer(
             "a step whose gradient is not finite is always skipped",
             "a step whose gradient is not finite is always skipped. Remove it.",

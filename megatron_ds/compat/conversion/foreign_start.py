@@ -9,9 +9,12 @@ state      of the optimizer, and progress, where the files have them; else the r
 import logging
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...checkpoint.load import differences
 from ...checkpoint.pieces import WEIGHT, Piece
@@ -39,6 +42,7 @@ from .run_values import progress_in, tokenizer_options, updates_in
 
 logger = logging.getLogger(__name__)
 OURS = "megatron_ds"
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 WIDTH = 110
 
 
@@ -62,8 +66,11 @@ def foreign_format(load: str | None, load_format: str | None) -> str | None:
     return None if name == OURS else name
 
 
-def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
-    """Option name → value of the model and the tokenizer in the foreign folder of the --load flag.
+def foreign_defaults(
+    argv: Sequence[str], *, with_dtype: bool = False
+) -> dict[str, Any]:
+    """Option name → value of the model and the tokenizer in the foreign folder of the --load flag, and of the dtype
+    of its weights.
 
     {} without that flag, also if a --config file has a load. They are defaults: flags and files override
     them, and `check_foreign` names differences. Raises CheckpointError when the folder cannot be read.
@@ -110,7 +117,14 @@ def foreign_defaults(argv: Sequence[str]) -> dict[str, Any]:
         data["vocab_size"] = (
             rows if tokenizer not in (None, "NullTokenizer") else rows - 1
         )
-    return options | data
+    return options | data | (dtype_options(checkpoint) if with_dtype else {})
+
+
+def dtype_options(checkpoint: LogicalCheckpoint) -> dict[str, bool]:
+    """The option of the dtype that most of the tensors have; {} for fp32."""
+    dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors[WEIGHT].values())
+    [(dtype, _)] = dtypes.most_common(1)
+    return {DTYPES[dtype]: True} if dtype in DTYPES else {}
 
 
 def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | None:

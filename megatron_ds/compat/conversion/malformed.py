@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import CheckpointError, ConfigError, MegatronDSError
 
 # What operations on a value raise where it is not a number, table or tensor.
-_ERRORS = (
+WRONG_KIND = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -29,7 +29,7 @@ def refuses_malformed(read: Callable[..., Any]) -> Callable[..., Any]:
             raise CheckpointError(f"{folder}, options in its files: {error}") from error
         except MegatronDSError:
             raise
-        except _ERRORS as error:
+        except WRONG_KIND as error:
             raise CheckpointError(
                 f"{folder}: a value in its files is of another kind than the program "
                 f"writes there ({type(error).__name__}: {error}). A file is damaged, or "

@@ -28,7 +28,6 @@ from ...checkpoint.run_file import progress_of, require
 from ...checkpoint.save import save
 from ...checkpoint.save_folder import check_vacant
 from ...checkpoint.tokenizer_files import keep_tokenizer_files, named_copies
-from ...checkpoint.upcycling import specs_of
 from ...checkpoint.whole_tensors import StoredTensors
 from ...config import CheckpointConfig, RunConfig, Source
 from ...config.options.model_options import ModelConfig
@@ -36,6 +35,7 @@ from ...config.sources.config_text import from_dict, to_dict
 from ...data.tokenizers import build_tokenizer
 from ...errors import CheckpointError, ConfigError, DataError
 from ...models.model_identity import model_identity
+from ...models.model_specs import specs_of
 from ...mpu.group import solo
 from ...mpu.param_spec import Init, ParamSpec
 from .adapter_tensors import with_adapters

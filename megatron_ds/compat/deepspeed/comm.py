@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ... import foreign_name
 from ...errors import ConfigError, NotInitializedError
 from ...mpu import launch as launching
-from ..engine.communication import recorded_call
+from ..engine.communication import recorded_call, recorded_objects
 from .init_method import launch_by
 
 # backend → the device that it needs
@@ -223,9 +223,11 @@ def reduce_scatter_tensor(
 
 def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
     """Gather one object of each rank into `object_list`, as pickles: for trusted peers only."""
-    if _meets():
-        return dist.all_gather_object(object_list, obj, group)
-    object_list[0] = obj
+    if not _meets():
+        object_list[0] = obj
+        return
+    gather = lambda: dist.all_gather_object(object_list, obj, group)
+    recorded_objects("all_gather", _ranks_of(group), gather, lambda: object_list)
 
 
 def broadcast_object_list(
@@ -233,7 +235,23 @@ def broadcast_object_list(
 ) -> None:
     """Send the objects of rank `src` to all ranks, as pickles: for trusted peers only."""
     if _meets():
-        dist.broadcast_object_list(object_list, src, group, device)
+        send = lambda: dist.broadcast_object_list(object_list, src, group, device)
+        recorded_objects("broadcast", _ranks_of(group), send, lambda: object_list)
+
+
+def send(
+    tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0
+) -> None:
+    """Send the tensor to rank `dst`, which receives it with `recv`."""
+    isend(tensor, dst, group, tag).wait()
+
+
+def isend(
+    tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0
+) -> Any:
+    """`send` in the background."""
+    begin = lambda: dist.isend(tensor, dst, group, tag)
+    return _recorded("send", group, tensor.nbytes, True, begin)
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -268,10 +286,14 @@ def _recorded(
     operation: str, group: Any, num_bytes: int, async_op: bool, begin: Any
 ) -> Any:
     """A collective that runs, and is in the communication log if there is one."""
-    ranks = []
-    if dist.get_rank(group) >= 0:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return recorded_call(operation, ranks, num_bytes, async_op, begin)
+    return recorded_call(operation, _ranks_of(group), num_bytes, async_op, begin)
+
+
+def _ranks_of(group: Any) -> list[int]:
+    """The ranks of the group; none where this one is not in it."""
+    if dist.get_rank(group) < 0:
+        return []
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 class _Done:

@@ -48,7 +48,7 @@ PROFILER = (
     "use torch.profiler; a dry run (docs/scale/planning.md) counts the operations of this package's "
     "models."
 )
-MONITOR = 'use engine.monitor.write_events, with "tensorboard" or "csv_monitor" in the config.'
+MONITOR = 'use engine.monitor.write_events, with "tensorboard", "csv_monitor", "wandb" or "comet" in the config.'
 ONEBIT = (
     'name it in the config, {"optimizer": {"type": "OneBitAdam", …}}: it exchanges compressed momenta '
     "instead of gradients, so the engine must make it."

@@ -2,18 +2,17 @@
 
 import enum
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...mpu.launch import read_launch
-from ..engine.engine_status import Monitor
+from ..engine.engine_monitor import Monitor
 from ..engine.gradient_sum import sums_gradients
 from ..engine.json_settings import block_of, read_settings
 
 ALLREDUCE_SIZE = 500_000_000
 DEFAULT_PORT = 29500
-CURVES = ("tensorboard", "csv_monitor")  # blocks of the JSON
+CURVES = ("tensorboard", "csv_monitor", "wandb", "comet")  # blocks of the JSON
 
 
 class DeepSpeedConfig:
@@ -74,26 +73,21 @@ class DeepSpeedCheckpoint:
 
 
 class MonitorMaster(Monitor):
-    """Curves for TensorBoard and as CSV files, by the blocks of a JSON (a dict) or a `DeepSpeedConfig`."""
+    """Curves in files and at services, by the blocks of a JSON (a dict) or a `DeepSpeedConfig`."""
 
     def __init__(self, monitor_config: Any):
         block = getattr(monitor_config, "_param_dict", monitor_config)
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"MonitorMaster({type(monitor_config).__name__}): give the JSON as a dict, "
-                "with "
-                'its blocks "tensorboard" and "csv_monitor".'
+                f"MonitorMaster({type(monitor_config).__name__}): give the JSON as a dict, with its "
+                'blocks "tensorboard", "csv_monitor", "wandb" and "comet".'
             )
-        folders = (_folder(block, key) for key in CURVES)
-        super().__init__(*folders if read_launch().rank == 0 else (None, None))
-
-
-def _folder(block: Mapping[str, Any], key: str) -> str | None:
-    found = block.get(key, {})
-    place = Path(found.get("output_path") or ".") / found.get(
-        "job_name", "DeepSpeedJobName"
-    )
-    return str(place) if found.get("enabled") else None
+        # As in DeepSpeed, event files without a path are written here.
+        wanted = {key: dict(block[key]) for key in CURVES if key in block}
+        if "tensorboard" in wanted:
+            wanted["tensorboard"].setdefault("output_path", ".")
+        settings = read_settings({"train_batch_size": 1, **wanted}, 1)
+        super().__init__(settings if read_launch().rank == 0 else None)
 
 
 class ZeroStageEnum(int, enum.Enum):

@@ -180,7 +180,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "ElasticityIncompatibleWorldSize",
     ),
     "launcher.runner": _each(
-        "commands.launch.deepspeed_runner:",
+        "extensions.launch.deepspeed_runner:",
         "main parse_resource_filter _parse_hostfile",
     ),
     "moe.utils": MOE_GROUPS,
@@ -264,7 +264,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
     | {"print_rank0": "compat.deepspeed.utils:print_rank_0"},
     "utils.logging": LOGGING,
     "utils.numa": {
-        "parse_range_list": "commands.launch.deepspeed_runner:parse_range_list"
+        "parse_range_list": "extensions.launch.deepspeed_runner:parse_range_list"
     },
     "utils.nvtx": _each(_FUNCTIONS, "instrument_w_nvtx"),
     "utils.timer": _each(

@@ -17,7 +17,7 @@ hold.
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -140,16 +140,11 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
             f"{name} cannot be run on the shards of ZeRO: on a small tensor it fails with "
             f"{type(error).__name__}: {error}"
         ) from error
+    # What they show.
     if not torch.isfinite(whole).all() or torch.equal(whole, value.flatten()):
-        numbers = ", ".join(
-            f"{key} {number}"
-            for key, number in client.param_groups[0].items()
-            if isinstance(number, int | float)
-        )
         raise ConfigError(
             f"a trial of {name} on a small tensor, with the numbers of its first parameter "
-            f"group ({numbers}), does not change the tensor, or makes "
-            "it infinite. Check these numbers."
+            f"group ({_numbers(client)}), does not change the tensor, or makes it infinite. Check these numbers."
         )
     if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-6):
         raise ConfigError(
@@ -157,18 +152,31 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
             "whole, and ZeRO gives it parts. Use an elementwise optimizer such as AdamW or "
             "SGD."
         )
-    is_long = lambda state: (
-        state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
-    )
-    kept = ((key, value) for state in states for key, value in state.items())
-    odd = {key for key, value in kept if key != "step" and not is_long(value)}
-    if odd:
+    if odd := _odd_states(states):
         raise ConfigError(
-            f"{name} keeps {', '.join(sorted(odd))} for each parameter, which a checkpoint "
+            f"{name} keeps {', '.join(odd)} for each parameter, which a checkpoint "
             "that loads at other layouts cannot hold. Use another optimizer, such as AdamW, "
             "RAdam or SGD."
         )
     return not torch.equal(zeros, parts)
+
+
+def _numbers(client: torch.optim.Optimizer) -> str:
+    """The numbers of the first group, for messages."""
+    return ", ".join(
+        f"{key} {number}"
+        for key, number in client.param_groups[0].items()
+        if isinstance(number, int | float)
+    )
+
+
+def _odd_states(states: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of states that have not one element for each of the tensor."""
+    is_long = lambda state: (
+        state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
+    )
+    kept = ((key, value) for state in states for key, value in state.items())
+    return sorted({key for key, value in kept if key != "step" and not is_long(value)})
 
 
 def _updates(

@@ -4,6 +4,7 @@ A program has one, as in DeepSpeed, so `log_summary` takes no engine. It is in a
 threads of one process have one each.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -55,6 +56,29 @@ def recorded_call(
         return work
     work.wait()
     return None
+
+
+def recorded_objects(
+    operation: str,
+    ranks: Sequence[int],
+    exchange: Callable[[], Any],
+    objects: Callable[[], Sequence[Any]],
+) -> None:
+    """An exchange of objects that a program waits for, recorded as one of the group "objects".
+
+    objects  those that it moved, after it; the payload is their pickles
+    """
+    found = _log.get()
+    if found is None or not ranks:
+        exchange()
+        return
+    log = found[0]
+    started = log.now()
+    exchange()
+    num_bytes = sum(len(pickle.dumps(moved)) for moved in objects())
+    log.add(
+        LoggedMessage(operation, "objects", len(ranks), ranks[0], num_bytes), started
+    )
 
 
 def show_communication(has_waits: bool = False) -> bool:

@@ -35,7 +35,8 @@ def destroy(engine: EngineStatus) -> None:
     parameters = list(engine.module.parameters())
     with engine.gathering.whole(parameters) if engine.gathering else nullcontext():
         values = {p: p.detach().clone() for p in parameters}
-    # Plain parameters and modules.
+    # Curves, then plain parameters and modules.
+    engine.monitor.close()
     for s in engine.zero.trained:
         for hook in s.buckets.hooks:
             hook.remove()

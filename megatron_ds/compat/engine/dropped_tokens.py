@@ -13,11 +13,17 @@ module around each layer.) In evaluation, and once all tokens are kept, the hook
 The tokens of a layer are a function of the seed, the layer, the micro-batch, the rank of the data and the
 sample: a recomputed forward and a resumed run choose the same.
 
+Arguments of a layer besides the hidden states, by name or by position: the mask is cut to the kept tokens, and so
+are `POSITIONS` of transformers, whose rotary angles are those of the tokens. A cache of keys is left out, since it
+would have some of the tokens. Others are passed as they are.
+
 Yao et al. 2022 (arXiv:2211.11586). Letters: b samples, s positions, k kept tokens, h channels.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,6 +38,10 @@ WHERE = '"data_efficiency.data_routing.random_ltd'
 ORDERS = {"batch_seq_dim": 1, "seq_batch_dim": 0}  # → the dimension of positions
 MODELS = ("decoder", "encoder")
 HIDDEN = "hidden_states"
+MASK = "attention_mask"
+# Arguments of transformers' layers with a row for each token, [b or 1, s, …] or tuples of such; and their caches.
+POSITIONS = ("position_embeddings", "position_ids")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 class RandomLTDSchedule:
@@ -137,13 +147,31 @@ class DroppedTokens:
         self._index = _of_channels(index, whole, self.positions)
         part = whole.gather(self.positions, self._index)
         # The arguments of the call with some of the tokens.
-        kwargs = dict(kwargs)
-        mask = kwargs.get(self.mask_name) if self.mask_name else None
-        if mask is not None:
-            kwargs[self.mask_name] = _masked(mask, index, length)
+        names = [*inspect.signature(layer.forward).parameters]
+        named = zip_longest(names[1 : len(args)], args[1:], fillvalue="")
+        others = [self._part(name, value, index, length) for name, value in named]
+        kwargs = {
+            name: self._part(name, value, index, length)
+            for name, value in kwargs.items()
+        }
         if args:
-            return (part, *args[1:]), kwargs
+            return (part, *others), kwargs
         return args, kwargs | {HIDDEN: part}
+
+    def _part(self, name: str, value: Any, index: torch.Tensor, length: int) -> Any:
+        """An argument for the kept tokens. Raises ConfigError where that is not known."""
+        if value is None or name in CACHES:
+            return None
+        if name == self.mask_name:
+            return _masked(value, index, length)
+        if name in POSITIONS:
+            return _rows(name, value, index, length)
+        if name == MASK and length in getattr(value, "shape", ()):
+            raise ConfigError(
+                f'{WHERE}.model_mask_name" is {shown(self.mask_name)}, but the layer is given a mask of all {length} '
+                f"tokens as {MASK}, of which it keeps {index.shape[1]}. Set the key to {MASK!r}."
+            )
+        return value
 
     def after(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -208,8 +236,28 @@ def _of_channels(
     return index.expand(*index.shape[:2], *whole.shape[2:])
 
 
-def _masked(mask: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
+def _rows(name: str, value: Any, index: torch.Tensor, length: int) -> Any:
+    """The rows [b, k, …] of the chosen tokens, of a tensor [b or 1, s, …] or of several."""
+    if isinstance(value, tuple | list):
+        return tuple(_rows(name, each, index, length) for each in value)
+    batch = len(index)
+    shape = tuple(getattr(value, "shape", ()))
+    if len(shape) < 2 or shape[0] not in (1, batch) or shape[1] != length:
+        raise ConfigError(
+            f"random-LTD: a layer is given {name} of shape {list(shape)}. To keep some of {length} tokens it must be "
+            f"[{batch} or 1, {length}, …]. Leave the layer out of {WHERE[1:]}.random_ltd_layer_id."
+        )
+    whole = value.expand(batch, *shape[1:])
+    return whole.gather(1, _of_channels(index, whole, 1))
+
+
+def _masked(mask: Any, index: torch.Tensor, length: int) -> torch.Tensor:
     """A mask of the chosen tokens, by all dimensions that have the length: [b, s], [b or 1, n or 1, s or 1, s]."""
+    if not isinstance(mask, torch.Tensor):
+        raise ConfigError(
+            f"random-LTD: the mask of a layer is {type(mask).__name__}, of which no tokens can be chosen. Use an "
+            'attention whose mask is a tensor, in transformers attn_implementation="sdpa".'
+        )
     batch, kept = index.shape
     mask = mask.expand(batch, *mask.shape[1:])
     last = mask.dim() - 1

@@ -31,6 +31,10 @@ class EngineAnswers(nn.Module):
         """The parameters of the JSON's scheduler."""
         return self.config.get("scheduler", {}).get("params", {})
 
+    def log_level(self) -> str | None:
+        """The JSON's level of the package's lines; None without one."""
+        return self.config.get("log_level")
+
     def dataloader_drop_last(self) -> bool:
         """Whether loaders leave out a last batch that is not full."""
         return bool(self.config.get("dataloader_drop_last", False))

@@ -8,7 +8,7 @@ state and the program's are saved as JSON (stored_values.py).
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,30 +92,15 @@ def save_checkpoint(
         known_tags.check(engine, Path(save_dir), last_folder(save_dir))
         return _client_values(client_state or {})
 
-    # What is saved: the optimizer's pieces, buffers, and values in run.json.
+    # What is saved: pieces, and values in run.json.
     client = on_one_rank(world, begin)
     frozen = {p.spec.name for p in engine.module.parameters() if not p.requires_grad}
     left_out = sorted(frozen) if exclude_frozen_parameters else []
-    run = {
-        "version": __version__,
-        "engine": _description(engine)
-        | {"left_out": left_out, "shared": _other_names(engine)},
-        "progress": engine.progress.to_dict(),
-        "optimizer": engine.optimizer.extra_state(),
-        "loop": loop_state(engine),
-        **client,
-    }
-    pieces = [
-        piece
-        for piece in engine.optimizer.pieces(saving=True)
-        if piece.spec.name not in left_out
-    ]
-    pieces += [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     path = save(
         folder,
         engine.global_steps,
-        [*pieces, *engine.step_state.pieces()],
-        run=run,
+        _saved_pieces(engine, left_out),
+        run=_run_values(engine, left_out) | client,
         coordinates=engine.world.coordinates,
         world=world,
         limit=None if folder == Path(save_dir) else 1,
@@ -131,6 +116,29 @@ def save_checkpoint(
     if save_latest:
         on_one_rank(world, point)
     return path
+
+
+def _saved_pieces(engine: EngineStatus, left_out: Sequence[str]) -> list[Piece]:
+    """The optimizer's pieces, buffers, and what routers remember. left_out: names of parameters"""
+    pieces = [
+        piece
+        for piece in engine.optimizer.pieces(saving=True)
+        if piece.spec.name not in left_out
+    ]
+    buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
+    return [*pieces, *buffers, *engine.step_state.pieces()]
+
+
+def _run_values(engine: EngineStatus, left_out: Sequence[str]) -> dict[str, Any]:
+    """What run.json has, but for the program's values."""
+    names = {"left_out": left_out, "shared": _other_names(engine)}
+    return {
+        "version": __version__,
+        "engine": _description(engine) | names,
+        "progress": engine.progress.to_dict(),
+        "optimizer": engine.optimizer.extra_state(),
+        "loop": loop_state(engine),
+    }
 
 
 def load_checkpoint(
@@ -172,18 +180,15 @@ def load_checkpoint(
         _check_foreign(foreign, load_module_strict, custom_load_fn)
         return _load_foreign(engine, foreign, with_optimizer, load_lr_scheduler_states)
 
+    # A checkpoint of this package, or none.
+    is_whole = load_module_strict and custom_load_fn is None
+
     def look() -> tuple[Path, int, dict] | None:
         folder, step = place_of(load_dir, tag)
         if step is None:
             return None
         run = read_run(folder, step)
-        _check(
-            engine,
-            folder,
-            run,
-            with_optimizer,
-            load_module_strict and custom_load_fn is None,
-        )
+        _check(engine, folder, run, with_optimizer, is_whole)
         known_tags.look(engine, Path(load_dir), last_folder(load_dir))
         return folder, step, run
 
@@ -193,7 +198,6 @@ def load_checkpoint(
     folder, step, run = found
     client = run[CLIENT] | restored(run.get(TYPED, {"dict": []}))
     # The pieces that are filled, all or those that the checkpoint has.
-    kinds = None if with_optimizer else {WEIGHT, BUFFER}
     pieces = [
         *engine.optimizer.pieces(saved=run["optimizer"]),
         *_buffers(engine),
@@ -201,7 +205,7 @@ def load_checkpoint(
     ]
     if custom_load_fn is not None:
         pieces = [piece for piece in pieces if piece.kind not in (WEIGHT, BUFFER)]
-    if not load_module_strict or custom_load_fn is not None:
+    if not is_whole:
         pieces = _present(engine, pieces, folder, step)
     load(
         folder,
@@ -209,8 +213,9 @@ def load_checkpoint(
         pieces,
         coordinates=engine.world.coordinates,
         world=world,
-        kinds=kinds,
+        kinds=None if with_optimizer else {WEIGHT, BUFFER},
     )
+    # What is no tensor, and what the program loads by itself.
     if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])
         engine.progress = progress_of(run)

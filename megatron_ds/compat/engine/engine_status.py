@@ -1,22 +1,11 @@
 """`EngineStatus`: the state of an engine, and its batch sizes, precision, ranks and progress under
-DeepSpeed's names; `Monitor`, its curves.
+DeepSpeed's names.
 
 Methods of DeepSpeed are methods here; its counters and ranks are attributes. Functions on checkpoints and
 whole values (engine_checkpoint.py, module_values.py) see this half of `Engine`, whose methods they are.
-
-Curves are written for TensorBoard, under DeepSpeed's names, with samples on the x-axis:
-
-    Train/Samples/train_loss    mean of the losses given to `backward` since the last update, on rank 0
-    Train/Samples/lr            the learning rate of the first parameter group
-    Train/Samples/loss_scale    fp16 only
-
-The config's "tensorboard" and "csv_monitor" blocks enable them; a program writes its own curves with
-`engine.monitor.write_events`. As in a training script, a disk error is reported once and does not end the
-program (training/observe/sink.py).
 """
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,12 +15,8 @@ from ...config import RunConfig
 from ...errors import ConfigError
 from ...moe.balance import StepState
 from ...mpu.external_groups import DataParallelWorld
-from ...mpu.host_reads import read_number
 from ...mpu.launch import read_launch
 from ...progress.ramps import Progress
-from ...training.observe.csv_monitor import CsvFiles
-from ...training.observe.sink import Tolerant, check_folder
-from ...training.observe.tensorboard import EventFile
 from ...zero.optimizer import StepResult
 from .autotuning_trial import trial_of
 from .backwards import Backwards
@@ -40,6 +25,7 @@ from .data_efficiency import data_efficiency_of
 from .dropped_tokens import schedule_of
 from .engine_answers import EngineAnswers
 from .engine_loader import EngineLoader
+from .engine_monitor import Monitor
 from .engine_optimizer import EngineOptimizer
 from .forward_profile import ForwardProfile, profile_wish
 from .gradient_sum import sums_gradients
@@ -57,7 +43,7 @@ class EngineStatus(EngineAnswers):
     config      DeepSpeed's keys, "auto" values filled; `settings`: the RunConfig made from them
     optimizer   what `initialize` returns; `zero`: its `ZeroOptimizer`
     gathering   stage 3 with several ranks only
-    monitor     curves for TensorBoard
+    monitor     its curves
     lr_scheduler, training_dataloader   None where there is none
     gradients, backwards   gradients between backward and step; the backwards themselves
     step_state  what routers remember from step to step, beside parameters
@@ -83,7 +69,7 @@ class EngineStatus(EngineAnswers):
         world: DataParallelWorld,
         optimizer: EngineOptimizer,
         gathering: ModuleGathering | None,
-        monitor: "Monitor",
+        monitor: Monitor,
     ):
         super().__init__()
         # What the engine was made from.
@@ -280,50 +266,3 @@ class EngineStatus(EngineAnswers):
     def dp_world_size(self) -> int:
         """Number of ranks that get different samples."""
         return self.world.data.size
-
-
-class Monitor:
-    """Writes event files into `folder`, and CSV files into `csv_folder`, on global rank 0. None, on the other
-    ranks: events are dropped."""
-
-    def __init__(self, folder: str | None, csv_folder: str | None = None):
-        """Raises ConfigError where a folder is not writable."""
-        self._sinks: list[Tolerant] = []
-        self._losses: list[torch.Tensor] = []
-        for key, kind, where in (
-            ("tensorboard", EventFile, folder),
-            ("csv_monitor", CsvFiles, csv_folder),
-        ):
-            if where is not None:
-                check_folder(f'"{key}.output_path"', Path(where))
-                self._sinks.append(Tolerant(kind(Path(where))))
-
-    @property
-    def enabled(self) -> bool:
-        """Whether curves are written: on global rank 0, when the config asks for them."""
-        return bool(self._sinks)
-
-    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
-        """events: (name of the curve, value, number of samples)"""
-        for name, value, samples in events if self.enabled else ():
-            for sink in self._sinks:
-                sink.write({name: float(value)}, samples)
-
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch. `end_step` reads it, without stalling the device."""
-        if self.enabled:
-            self._losses.append(loss.detach())
-
-    def end_step(self, samples: int, lr: float, loss_scale: float | None) -> None:
-        """Write the curves' points of an update. samples: their number so far, the x-coordinate."""
-        if not self.enabled:
-            return
-        losses = self._losses
-        self._losses = []
-        mean = sum(map(read_number, losses)) / len(losses) if losses else None
-        points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
-        self.write_events(
-            (f"Train/Samples/{name}", value, samples)
-            for name, value in points.items()
-            if value is not None
-        )

@@ -41,6 +41,7 @@ from .data_efficiency import (
 )
 from .engine import Engine, show
 from .engine_loader import EngineLoader
+from .engine_monitor import Monitor
 from .engine_optimizer import (
     Decays,
     EngineOptimizer,
@@ -51,7 +52,6 @@ from .engine_optimizer import (
     make_groups,
     make_scheduler,
 )
-from .engine_status import Monitor
 from .expert_layers import connect_layers, connect_routers, with_expert_ranks
 from .gradients import EngineParameter
 from .json_settings import (
@@ -63,6 +63,7 @@ from .json_settings import (
     unused_rule,
 )
 from .leaf_modules import mark_leaves_of
+from .log_level import log_level_of, set_log_level
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
@@ -148,6 +149,7 @@ def initialize(
     _check_arguments(model, optimizer, decay, mesh_param)
     _take_local_rank(args)
     world = with_expert_ranks(model, _join(mpu, distributed_port, dist_init_required))
+    _end_earlier_engines(model, world)
     # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
     # `agree`.
     trained = _Trained(optimizer, model_parameters, decay)
@@ -163,6 +165,7 @@ def initialize(
     )
     require_same_settings(ready.settings, world)
     require_same_data_efficiency(ready.data_efficiency, world)
+    set_log_level(log_level_of("config", ready.block))
     agree(model, world)
     require_same_groups(ready.inner.groups, world)
     # The engine, then what a program may leave out: scheduler and loader.
@@ -241,6 +244,32 @@ def _prepare(
     return _Prepared(client, block, settings, partitions, inner, efficiency)
 
 
+def _end_earlier_engines(model: nn.Module, world: DataParallelWorld) -> None:
+    """Destroy the engines that the module belongs to. Collective over all ranks."""
+    for engine in on_all_ranks(world.world, lambda: _engines_of(model)):
+        if world.rank == 0:
+            logger.warning(
+                "initialize: the module belongs to an engine, which is destroyed and trains no more; the "
+                "new one starts from the present weights, without the state of the optimizer"
+            )
+        engine.destroy()
+
+
+def _engines_of(model: nn.Module) -> list[Engine]:
+    """The engines of the module's parameters. Raises ConfigError where one is gone without `destroy`."""
+    found = {}
+    for name, p in model.named_parameters():
+        engine = p.engine() if hasattr(p, "engine") else None
+        if engine is None and hasattr(p, "grad_ready"):
+            raise ConfigError(
+                f"the module belongs to an engine that is gone ({name}): its hooks are still in the module. "
+                "Call engine.destroy() before the last reference to an engine goes, or make a new module."
+            )
+        if engine is not None:
+            found[id(engine)] = engine
+    return list(found.values())
+
+
 def _samples(training_data: Any) -> int | None:
     """The number of training samples; None for data without a length."""
     return len(training_data) if hasattr(training_data, "__len__") else None
@@ -269,9 +298,8 @@ def _build_engine(
     optimizer = EngineOptimizer(
         zero, inner, {key: value for key, value in first.items() if key != "params"}
     )
-    folders = settings.logging.tensorboard_dir, settings.logging.csv_monitor_dir
     monitor = on_all_ranks(
-        world.world, lambda: Monitor(*folders if world.rank == 0 else (None, None))
+        world.world, lambda: Monitor(settings if world.rank == 0 else None)
     )
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)

@@ -50,6 +50,8 @@ from .forward_profile import BLOCK as PROFILE
 from .forward_profile import profile_wish
 from .gradient_sum import KEY as SUMS
 from .gradient_sum import sums_gradients
+from .log_level import KEY as LOG_LEVEL
+from .log_level import log_level_of
 from .number_formats import formats_of
 
 # A constant rate has no span, but `make_learning_rate` needs one.
@@ -166,6 +168,7 @@ def read_settings(
     unused_rule(name, block)
     profile_wish(name, block)
     sums_gradients(name, block)
+    log_level_of(name, block)
     tag_rule(name, block)
     block = with_decay_default(_without_engine_keys(name, block))
     # Keys that are options, and "auto" values.
@@ -239,7 +242,8 @@ def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     rest = {
         key: value
         for key, value in block.items()
-        if key not in (DROP_LAST, PROFILE, SUMS) and (key, value) != NEVER_PRINTS
+        if key not in (DROP_LAST, PROFILE, SUMS, LOG_LEVEL)
+        and (key, value) != NEVER_PRINTS
     }
     if isinstance(zero := rest.get("zero_optimization"), Mapping):
         rest["zero_optimization"] = {

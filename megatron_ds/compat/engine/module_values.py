@@ -45,15 +45,7 @@ def prepare(
 
     dtype: of parameters; formats: the exceptions, and those of buffers
     """
-    # The module is new, and in one format.
-    taken = next(
-        (n for n, p in module.named_parameters() if hasattr(p, "grad_ready")), None
-    )
-    if taken:
-        raise ConfigError(
-            f"the module belongs to another engine already ({taken}). Make a new module, go on "
-            "with that engine, or call its destroy() first."
-        )
+    # The module is in one format.
     if dtype == torch.float32:
         odd = {n: p.dtype for n, p in module.named_parameters() if p.dtype != dtype}
         if odd:

@@ -6,7 +6,6 @@ Files are mapped into memory: ranks of a host share their pages, and a rank read
 with `weights_only`.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, ConfigError
+from ..conversion.files.safetensors_reader import read_json
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -65,12 +65,16 @@ def files_of(checkpoint: Any, base_dir: str) -> list[Path]:
     base = Path(base_dir)
     if isinstance(checkpoint, Mapping):
         return [_present(base / name) for name in _names_of(checkpoint)]
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise ConfigError(
+            f"checkpoint is {checkpoint!r}: give a folder, a file, or the keys of DeepSpeed's JSON."
+        )
     path = _present(base / os.fspath(checkpoint))
     if path.is_dir():
         return _files_of_folder(path)
     if path.suffix != ".json":
         return [path]
-    block = json.loads(path.read_text(encoding="utf-8"))
+    block = read_json(path)
     # DeepSpeed's files have names relative to base_dir; many lie beside the JSON.
     return [
         _present(
@@ -83,7 +87,8 @@ def files_of(checkpoint: Any, base_dir: str) -> list[Path]:
 def _names_of(block: Mapping[str, Any]) -> list[str]:
     names = block.get("checkpoints")
     kind = str(block.get("type", "")).lower()
-    if kind in ("ds_model", "megatron") or not isinstance(names, list | tuple):
+    is_list = isinstance(names, list | tuple) and all(map(_is_text, names))
+    if kind in ("ds_model", "megatron") or not is_list:
         raise ConfigError(
             f'checkpoint: "type": {block.get("type")!r} with "checkpoints" of type {type(names).__name__} is not '
             "available: give a list of files with whole weights under Hugging Face's names, or a folder of them. "
@@ -96,9 +101,11 @@ def _names_of(block: Mapping[str, Any]) -> list[str]:
 def _files_of_folder(folder: Path) -> list[Path]:
     for index in INDEXES:
         if (folder / index).exists():
-            names = json.loads((folder / index).read_text(encoding="utf-8"))[
-                "weight_map"
-            ]
+            names = read_json(folder / index).get("weight_map")
+            if not isinstance(names, dict) or not all(map(_is_text, names.values())):
+                raise CheckpointError(
+                    f"{folder / index} is damaged: weight_map is not a table of file names."
+                )
             return [_present(folder / name) for name in dict.fromkeys(names.values())]
     for single in SINGLES:
         if (folder / single).exists():
@@ -106,6 +113,10 @@ def _files_of_folder(folder: Path) -> list[Path]:
     raise CheckpointError(
         f"{folder} has none of {', '.join((*INDEXES, *SINGLES))}. Give a folder that save_pretrained wrote."
     )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _present(path: Path) -> Path:
@@ -117,17 +128,22 @@ def _present(path: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return _tensors_in(path)
+    except Exception as error:  # what a damaged file raises depends on the damage
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{path} cannot be read as a file of weights ({type(error).__name__}: {reason}). Give files that "
+            "torch.save or safetensors wrote."
+        ) from error
+
+
+def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(path)
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a file of weights: {str(error).splitlines()[0]}. Give files that torch.save "
-            "or safetensors wrote."
-        ) from error
+    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     stored = stored.get("module", stored.get("model", stored))
     return {name: value for name, value in stored.items() if torch.is_tensor(value)}
 

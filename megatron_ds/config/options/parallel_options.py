@@ -394,8 +394,8 @@ class ZeroConfig:
         flags=["--nvme-path"],
         json="zero_optimization.offload_optimizer.nvme_path",
         needs=OFFLOADED_TO_DISK,
-        help="Folder on a local disk for the scratch file of offloaded state. The file is deleted however "
-        "the run ends.",
+        help="Folder on a local disk for the scratch file of offloaded state, made if it is missing. The file is "
+        "deleted however the run ends.",
     )
     offload_param_nvme_path: str | None = option(
         None,

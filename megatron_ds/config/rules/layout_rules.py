@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..messages import divisors, either, flag, given, neighbours
 from ..options.parallel_options import COMM_GROUPS
@@ -214,12 +215,19 @@ def offloading(config: RunConfig) -> Iterator[str]:
             )
         elif config.plan.is_dry:
             continue  # the folder is on the machines that will run
-        elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-            wrong = "is not writable" if os.path.isdir(folder) else "does not exist"
+        elif wrong := _why_not_writable(Path(folder)):
             yield (
-                f"[{path}]: the folder {folder} {wrong}. Give another with {flag}, or "
-                "create it on every node."
+                f"[{path}]: no scratch file can be made in {folder}, because {wrong}. Give another folder "
+                f"with {flag}, or create it on every node."
             )
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Why nothing can be written in the folder, nor the folder be made; None: it can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 def world(config: RunConfig) -> Iterator[str]:

@@ -27,7 +27,8 @@ class Answer:
         if self.values is None:
             return True
         if isinstance(value, dict):
-            return asks_for_nothing(value)
+            # Without False among the values, a block is on wherever it stands.
+            return False in self.values and asks_for_nothing(value)
         return any(
             type(value) is type(known) and value == known for known in self.values
         )

@@ -16,11 +16,11 @@ import torch
 from ...batch.batch import Batch
 from ...batch.documents import document_numbers, document_positions
 from ...errors import DataError
-from ..chat.mask_file import LossMasks
 from ..kind import PAD, DataKind, Dataset, Sample
 from ..loading.cache import cached_arrays, default_cache
 from ..loading.index_maps import INT32, IndexMaps, build_index_maps
 from ..text.indexed import IndexedDataset
+from ..text.mask_file import LossMasks
 from ..tokenizers import Tokenizer
 from .packing import open_packed_dataset
 

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import DataError
-from ..chat.mask_file import LossMasks
 from ..kind import PAD
 from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
+from ..text.mask_file import LossMasks
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""From text to a corpus: reading files, preprocessing, the `.bin/.idx` format, checksums, merging."""
+"""The file format of a corpus, `.bin/.idx`, and of the loss masks beside it."""

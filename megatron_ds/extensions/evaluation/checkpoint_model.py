@@ -1,11 +1,13 @@
 """The model of a checkpoint, at the layout of the flags, that does not train: weights without an optimizer."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...checkpoint.load import read_run
-from ...config import RunConfig, parse
+from ...checkpoint.load import latest, read_run
+from ...config import RunConfig, Source, parse
 from ...config.sources.flags import read_flags
+from ...config.sources.reading import Setting
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
@@ -16,7 +18,7 @@ from ...planning.run_plan import RULES
 from ...training.base_weights import check_same_base, find_base, load_base
 from ...training.build import Replica, build_engine
 from ...training.foreign_checkpoints import foreign_checkpoints
-from ...training.from_checkpoint import options_of_checkpoint
+from ...training.from_checkpoint import options_of_checkpoint, saved_config
 from ...training.run_checkpoint import (
     all_pieces,
     check_same_run,
@@ -27,6 +29,8 @@ from ...training.run_checkpoint import (
 from ...training.run_tokenizer import with_tokenizer
 
 LOAD = "checkpoint.load"
+DTYPES = ("bf16", "fp16")
+logger = logging.getLogger(__name__)
 # Options of a training that a forward does not read, but the flags of a layout must go with.
 DEFAULTS = {
     "micro_batch_size": 1,
@@ -50,7 +54,7 @@ class LoadedModel:
 
 
 def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
-    """The configuration of these flags, with the model and the tokenizer of the --load folder.
+    """The configuration of these flags, with the model, the dtype and the tokenizer of the --load folder.
 
     Raises ConfigError with all problems, and CheckpointError for a checkpoint that cannot be read.
     """
@@ -61,20 +65,46 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
             "there is no model: give the folder of a checkpoint with --load."
         )
     # Options of a checkpoint that cannot be read are an error here.
-    foreign = foreign_checkpoints().defaults(argv)
+    has_dtype = any(f"optimizer.{name}" in given for name in DTYPES)
+    foreign = foreign_checkpoints().defaults(argv, with_dtype=not has_dtype)
     saved = [] if foreign else options_of_checkpoint([*argv, "--use-checkpoint-args"])
     if not foreign and not saved:
         raise CheckpointError(
             f"--load {folder} holds no checkpoint. Give the folder that was --save in training, or one of another "
             "program's checkpoint."
         )
-    return parse(
+    if saved and not has_dtype:
+        saved += _saved_dtype(folder)
+    config = parse(
         argv,
         world_size=launch.world_size,
         rules=RULES,
         defaults={**foreign, **DEFAULTS},
         settings=saved,
     )
+    _log_dtype(config, has_dtype)
+    return config
+
+
+def _saved_dtype(folder: str) -> list[Setting]:
+    """The option with which the run in a folder chose its dtype; [] for fp32."""
+    optimizer = saved_config(read_run(folder, latest(folder)), folder).optimizer
+    source = Source("script", "the checkpoint")
+    return [
+        Setting(f"optimizer.{name}", True, source)
+        for name in DTYPES
+        if getattr(optimizer, name)
+    ]
+
+
+def _log_dtype(config: RunConfig, is_given: bool) -> None:
+    for name in DTYPES:
+        if getattr(config.optimizer, name) and not is_given:
+            logger.info(
+                "the model computes in %s, as its checkpoint does: --no-%s for fp32",
+                name,
+                name,
+            )
 
 
 def load_model(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...data.chat.conversation import Message
-from ...data.chat.template import ChatTemplate
 from ...data.tokenizers import Tokenizer
+from ..chat.conversation import Message
+from ..chat.template import ChatTemplate
 
 PROBE = "probe"  # an answer that shows what the template writes behind one
 

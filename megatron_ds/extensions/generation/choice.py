@@ -22,6 +22,7 @@ from .requests import Sampling
 from .token_limits import OUT, column, limited
 
 BITS = 48  # of the random number
+NO_TOKEN = -1  # where logits are no numbers, or all tokens are forbidden
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Pick:
 
 
 def choose(logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
-    """logits [r, V] → fp64 [r, 2 + 2n]: the token, its log-probability, n likeliest tokens and their
+    """logits [r, V] → fp64 [r, 2 + 2n]: the token or NO_TOKEN, its log-probability, n likeliest tokens and their
     log-probabilities.
 
     most: n, of any pick. If no pick asks for them, log-probabilities are 0
@@ -62,21 +63,23 @@ def choose(logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
     # Of the model's own distribution.
     log_probs = logits.double().log_softmax(-1)
     likeliest = log_probs.topk(most)
-    own = log_probs.gather(1, tokens)
+    own = log_probs.gather(1, tokens.clamp(min=0))
     return torch.cat([tokens, own, likeliest.indices, likeliest.values], dim=1)
 
 
 def _tokens(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
-    """int64 [r], the tokens that are given, greedy or drawn."""
+    """int64 [r], the tokens that are given, greedy or drawn; NO_TOKEN where none can be chosen."""
     device = logits.device
     scores = _without_forbidden(_penalized(logits, picks), picks)
-    tokens = scores.argmax(-1)
+    largest, tokens = scores.max(-1)
+    tokens = tokens.masked_fill(~largest.isfinite(), NO_TOKEN)
     # Rows that draw.
     drawing = [row for row, pick in enumerate(picks) if pick.draws]
     if drawing:
         rows = on_device(torch.tensor(drawing), device)
         drawn = _drawn(scores[rows], [picks[row] for row in drawing])
-        tokens = tokens.index_copy(0, rows, drawn)
+        chosen = torch.where(tokens[rows] == NO_TOKEN, NO_TOKEN, drawn)
+        tokens = tokens.index_copy(0, rows, chosen)
     # Rows whose token is known.
     given = {}
     for row, pick in enumerate(picks):
@@ -131,7 +134,9 @@ def _drawn(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
     device = scores.device
     samplings = [pick.sampling for pick in picks]
     temperatures = [sampling.temperature for sampling in samplings]
-    scores = scores.double() / column(temperatures, device)
+    # Differences from the largest score, as its quotient with a small temperature may be infinite.
+    scores = scores.double()
+    scores = (scores - scores.amax(-1, keepdim=True)) / column(temperatures, device)
     probabilities = limited(scores, samplings).softmax(-1)
     # The first token up to which the probabilities exceed the number.
     cumulated = probabilities.cumsum(-1)

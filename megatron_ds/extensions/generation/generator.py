@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...batch.batch import Batch
 from ...data.samples.gpt_data import GPT_DATA
-from ...errors import ConfigError
+from ...errors import CallError, ConfigError
 from ...host import places
 from ...models import MODELS
 from ...models.attention_layouts import attention_layouts
@@ -32,12 +32,13 @@ from ...mpu.collectives import all_gather, all_gather_object, all_reduce_
 from ...mpu.host_reads import to_host
 from ...training.build import Replica
 from .cached_keys import CachedKeys
-from .choice import Pick, choose
+from .choice import NO_TOKEN, Pick, choose
 from .requests import GeneratedToken, GenerationRequest
 from .seating import Orders, Seating, Text
 from .token_batches import BatchPart, make_batch, plan
 
 PROMPT_TOKENS = 2048  # of a micro-batch of several prompts, at most
+ROWS = 512  # of logits whose probabilities, in fp64, are in memory at once
 Event = tuple[int, GeneratedToken]
 Picked = list[tuple[Text, Pick]]  # of a rank, in the order of its logits
 
@@ -46,8 +47,8 @@ class Generator:
     """Built by all ranks; rank 0 leads, and the others call `follow`. Weights and progress stay as they are.
 
     requests  under way at once on each data-parallel rank; others wait
-    length    tokens of a text, prompt included, at most; None: as many as the model has positions. Keys and values
-              of requests × length tokens are kept
+    length    tokens that are read of a text, prompt included, at most; None: as many as the model has positions. Keys
+              and values of requests × length tokens are kept
     """
 
     def __init__(
@@ -80,17 +81,24 @@ class Generator:
     def check(self, request: GenerationRequest) -> None:
         """Raises ConfigError for a request that cannot run. Not collective."""
         vocab = self._engine.config.model.vocab_size
-        total = len(request.tokens) + request.max_new_tokens
-        if total > self.max_length:
+        # The model does not read the last token.
+        read = len(request.tokens) + request.max_new_tokens - 1
+        if read > self.max_length:
             raise ConfigError(
-                f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones are {total}, and a "
-                f"text has at most {self.max_length}. Shorten the prompt, or generate fewer tokens."
+                f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones, the last of which is "
+                f"not read, take {read} places, and a text has at most {self.max_length}. Shorten the prompt, or "
+                "generate fewer tokens."
             )
         known = (*request.tokens, *request.stop_tokens)
         if min(known) < 0 or max(known) >= vocab:
             wrong = min(known) if min(known) < 0 else max(known)
             raise ConfigError(
                 f"token {wrong} is not in the vocabulary, which is 0 to {vocab - 1}. Use the tokenizer of the model."
+            )
+        if request.min_new_tokens and len(request.stop_tokens) == vocab:
+            raise ConfigError(
+                f"min_new_tokens={request.min_new_tokens} forbids all {vocab} tokens, which are stop tokens. Use 0, or "
+                "fewer stop tokens."
             )
         if (request.alternatives or 0) > vocab:
             raise ConfigError(
@@ -153,6 +161,8 @@ class Generator:
         # Texts that are over leave, and others take their rows.
         seating = self._seating
         seating.follow(orders)
+        for number in orders.cancelled:
+            self._prompt_scores.pop(number, None)
         mine = self._engine.mesh.samples.rank
         for rank in range(len(seating.seated)):
             for move in seating.leave(rank):
@@ -227,18 +237,24 @@ class Generator:
         return torch.cat([o.objective for o in outputs]) if outputs else None
 
     def _choose(self, logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
-        """Collective over tp."""
-        whole = all_gather(logits, self._engine.mesh.group("tp"), dim=-1)
-        return choose(whole[:, : self._engine.config.model.vocab_size], picks, most)
+        """Collective over tp. Scores of long prompts are computed in parts."""
+        vocab = self._engine.config.model.vocab_size
+        found = []
+        for first in range(0, len(picks), ROWS):
+            part = slice(first, first + ROWS)
+            whole = all_gather(logits[part], self._engine.mesh.group("tp"), dim=-1)
+            found.append(choose(whole[:, :vocab], picks[part], most))
+        return torch.cat(found)
 
     def _events(
         self, picked: Iterable[tuple[Text, Pick]], found: list[list[float]]
     ) -> list[Event]:
-        """Add the tokens to their texts."""
+        """Add the tokens to their texts. Raises CallError on all ranks where no token can be chosen."""
         # A token that was given is one of a prompt, any other is new.
         events = []
         for (text, pick), row in zip(picked, found, strict=True):
             if pick.given is None:
+                _require_token(row, text)
                 if text.request.scores_prompt and not text.new:
                     self._scores_of(text)
                 finish = text.add(int(row[0]))
@@ -273,6 +289,14 @@ def _forward(engine: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
         for stage in engine.stages.values():
             inside.enter_context(stage.computing(_wanted_logits))
         return engine.executor.forward(batches)
+
+
+def _require_token(row: Sequence[float], text: Text) -> None:
+    if int(row[0]) == NO_TOKEN:
+        raise CallError(
+            f"no token can follow the first {len(text.tokens)} of a text: the model's scores are infinite or not "
+            "numbers, or all tokens are forbidden. Use another checkpoint, or --bf16 or fp32 instead of --fp16."
+        )
 
 
 def _token(

@@ -14,22 +14,18 @@ LAYOUT = (
     "--context-parallel-size",
     "--zero-stage",
 )
-DTYPES = ("--bf16", "--fp16")
 TOKENIZER_FILES = ("--tokenizer-model", "--vocab-file", "--merge-file")
 
 
 def saved_flags(
     load: Path, iteration: int | None, given: Sequence[str], world_size: int
 ) -> list[str]:
-    """The flags of a run that generates: those given, the dtype and the kind of tokenizer of the checkpoint, and
-    tensor parallelism over all processes unless they name a layout. Raises CheckpointError."""
+    """The flags of a run that generates: those given, the kind of tokenizer of the checkpoint, and tensor parallelism
+    over all processes unless they name a layout. Raises CheckpointError."""
     flags = ["--load", str(load), *given]
     if not _names(given, LAYOUT):
         flags += ["--tensor-model-parallel-size", str(world_size)]
     saved = _saved(load, iteration)
-    if not _names(given, DTYPES):
-        optimizer = saved.get("optimizer", {})
-        flags += [flag for flag in DTYPES if optimizer.get(flag.strip("-"))]
     # The kind goes with files of the same tokenizer elsewhere.
     kind = saved.get("data", {}).get("tokenizer_type")
     if (

@@ -24,7 +24,10 @@ class TextStream:
         self._decode = tokenizer.decode
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens = list(prompt[-CONTEXT:])
-        self._known = len(self._tokens)  # tokens whose text is known
+        # Tokens whose text is known: without those of a character that is not whole yet.
+        self._known = len(self._tokens)
+        while self._decode(self._tokens[: self._known]).endswith(BROKEN):
+            self._known -= 1
         self._text = ""
         self._given = 0  # characters that `add` has returned
         self.is_stopped = False

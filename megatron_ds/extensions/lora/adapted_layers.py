@@ -12,7 +12,7 @@ from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
 from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .adapter import AdaptedExperts, AdaptedLinear
+from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm
 from .adapter_dropout import AdapterDropout, BatchUnderWay
 from .dora import DoraExperts, DoraLinear
 from .lora_options import LoraConfig
@@ -129,11 +129,10 @@ def _with_adapter(
     ctx: ParallelContext,
     under_way: BatchUnderWay,
 ) -> nn.Module:
-    rank = settings.lora_rank
-    scale = settings.scale
+    form = AdapterForm(settings.lora_rank, settings.scale, ctx, tuple(parts))
     if isinstance(linear, GroupedLinear):
         kind = DoraExperts if settings.use_dora else AdaptedExperts
-        return kind(linear, rank, scale, ctx)
+        return kind(linear, form)
     # Adapters of one layer drop different elements of its input.
     weight = linear.weight.spec
     width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None
@@ -142,4 +141,4 @@ def _with_adapter(
         site = f"{weight.name}.lora.{part}"
         drops.append(AdapterDropout(settings.lora_dropout, site, width, ctx, under_way))
     kind = DoraLinear if settings.use_dora else AdaptedLinear
-    return kind(linear, parts, rank, scale, ctx, drops)
+    return kind(linear, replace(form, drops=tuple(drops)))

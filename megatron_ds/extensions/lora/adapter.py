@@ -15,6 +15,7 @@ begins at the model without adapters.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,30 +35,36 @@ Linear = ColumnParallelLinear | RowParallelLinear
 Drop = Callable[[torch.Tensor], torch.Tensor]
 
 
-class AdaptedLinear(nn.Module):
-    """A frozen linear layer with adapters: x → the layer's output + those of its adapters.
+@dataclass(frozen=True)
+class AdapterForm:
+    """What the adapters of one layer are made of.
 
+    rank   columns of B
+    scale  of the sum
     parts  of the packed rows, each with an adapter; (None,): one adapter for all rows
-    drops  dropout of the input of each adapter
+    drops  dropout of the input of each adapter; none for experts
     """
 
-    def __init__(
-        self,
-        base: Linear,
-        parts: Sequence[int | None],
-        rank: int,
-        scale: float,
-        ctx: ParallelContext,
-        drops: Sequence[Drop],
-    ):
+    rank: int
+    scale: float
+    ctx: ParallelContext
+    parts: tuple[int | None, ...] = (None,)
+    drops: tuple[Drop, ...] = ()
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with adapters: x → the layer's output + those of its adapters."""
+
+    def __init__(self, base: Linear, form: AdapterForm):
         super().__init__()
         self.base = base
-        self.scale = scale
-        self.drops = drops
+        self.scale = form.scale
+        self.drops = form.drops
         self.rows = PackedRows.of(base.weight.spec)
-        self.parts = tuple(parts)
+        self.parts = form.parts
         self.adapters = nn.ModuleList(
-            _adapter_of(base, self.rows, part, rank, ctx) for part in parts
+            _adapter_of(base, self.rows, part, form.rank, form.ctx)
+            for part in form.parts
         )
 
     @property
@@ -100,12 +107,10 @@ class AdaptedLinear(nn.Module):
 class AdaptedExperts(nn.Module):
     """A frozen linear layer of experts with an adapter for each expert, in all rows."""
 
-    def __init__(
-        self, base: GroupedLinear, rank: int, scale: float, ctx: ParallelContext
-    ):
+    def __init__(self, base: GroupedLinear, form: AdapterForm):
         super().__init__()
         self.base = base
-        self.scale = scale
+        self.scale = form.scale
         weight = base.weight.spec
         experts, rows, columns = weight.shape
         cut = weight.split_over("tp")
@@ -113,16 +118,16 @@ class AdaptedExperts(nn.Module):
         name = weight.name.removesuffix(".weight")
         self.down = GroupedLinear(
             f"{name}.lora_a",
-            (experts, rank, columns),
-            ctx,
+            (experts, form.rank, columns),
+            form.ctx,
             None if cuts_rows else cut,
             init_std=initial_std(columns),
             bias=False,
         )
         self.up = GroupedLinear(
             f"{name}.lora_b",
-            (experts, rows, rank),
-            ctx,
+            (experts, rows, form.rank),
+            form.ctx,
             cut if cuts_rows else None,
             init_std=0.0,
             bias=False,

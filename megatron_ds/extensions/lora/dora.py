@@ -17,8 +17,6 @@ terms are sums over the columns of W: tensor-parallel ranks that divide the colu
 Each output row is multiplied by 1 + c: y + c y has no rounding of a number near 1. The layer's bias is added after.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -29,32 +27,24 @@ from ...mpu.group import Group, solo
 from ...mpu.param_spec import Init, ParamSpec, Split
 from ...ops.grouped import RowRuns, sums_of_runs
 from ...tensor_parallel.linear import RowParallelLinear, new_shard
-from .adapter import AdaptedExperts, AdaptedLinear, Drop, Linear
+from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
 from .lora_targets import PackedRows
 
 
 class DoraLinear(AdaptedLinear):
     """A frozen linear layer with adapters and magnitudes; parts without an adapter keep those of W."""
 
-    def __init__(
-        self,
-        base: Linear,
-        parts: Sequence[int | None],
-        rank: int,
-        scale: float,
-        ctx: ParallelContext,
-        drops: Sequence[Drop],
-    ):
-        super().__init__(base, parts, rank, scale, ctx, drops)
+    def __init__(self, base: Linear, form: AdapterForm):
+        super().__init__(base, form)
         # The bias is added to the scaled rows, and not by the layer.
         self.own_bias = base.bias
         base.bias = None
         is_row_layer = isinstance(base, RowParallelLinear)
         self.columns = base.group if is_row_layer else solo("tp")
         changes = []
-        for part in parts:
-            spec = _change_spec(base, self.rows, part, ctx)
-            changes.append(new_shard(spec, ctx))
+        for part in form.parts:
+            spec = _change_spec(base, self.rows, part, form.ctx)
+            changes.append(new_shard(spec, form.ctx))
         self.changes = nn.ParameterList(changes)
 
     @property
@@ -105,16 +95,14 @@ class DoraLinear(AdaptedLinear):
 class DoraExperts(AdaptedExperts):
     """A frozen linear layer of experts with an adapter and magnitudes for each expert."""
 
-    def __init__(
-        self, base: GroupedLinear, rank: int, scale: float, ctx: ParallelContext
-    ):
-        super().__init__(base, rank, scale, ctx)
+    def __init__(self, base: GroupedLinear, form: AdapterForm):
+        super().__init__(base, form)
         self.own_bias = base.bias
         base.bias = None
         # The rows are divided as a bias is: outputs of a cut input are partial sums, and so is the gradient.
         cut = base.weight.spec.split_over("tp")
         cuts_rows = cut.dim == 1
-        self.columns = solo("tp") if cuts_rows else ctx.tp
+        self.columns = solo("tp") if cuts_rows else form.ctx.tp
         experts = Split("ep", 0)
         self.change = new_shard(
             ParamSpec(
@@ -125,7 +113,7 @@ class DoraExperts(AdaptedExperts):
                 decay=False,
                 partial_over=() if cuts_rows else ("tp",),
             ),
-            ctx,
+            form.ctx,
         )
 
     def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:

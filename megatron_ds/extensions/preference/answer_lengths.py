@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 
-from ...data.chat.mask_file import LossMasks
+from ...data.text.mask_file import LossMasks
 from ...errors import DataError
 
 logger = logging.getLogger(__name__)

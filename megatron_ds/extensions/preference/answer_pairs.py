@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from ...batch.batch import Batch
-from ...data.chat.mask_file import LossMasks
 from ...data.kind import PAD, Collator, Sample
 from ...data.samples.gpt_data import GPT_DATA
 from ...data.text.indexed import IndexedDataset
+from ...data.text.mask_file import LossMasks
 from ...data.tokenizers import Tokenizer
 from ...errors import DataError
 from .answer_lengths import kept_lengths, report_cut_pairs

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ...data.chat.conversation import Message, messages_of
+from ..chat.conversation import Message, messages_of
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
 from .request_fields import IGNORED, RequestField, Values, read_fields

@@ -19,6 +19,7 @@ from .served_text import Delta, ServedText
 from .served_tokens import completion_log_probs
 
 MOST_ALTERNATIVES = 20
+MOST_TEXTS = 4096
 USUAL_TOKENS = 16  # without max_tokens, as in OpenAI's API
 FIELDS: dict[str, RequestField] = {
     "model": RequestField("text"),
@@ -68,8 +69,15 @@ def completions(body: Values, model: ServedModel) -> CompletionReply:
             "max_tokens is 0 without echo, so there is nothing to answer. Use 1 or more.",
             "max_tokens",
         )
+    prompts = _prompts(values["prompt"])
+    if len(prompts) * values["n"] > MOST_TEXTS:
+        raise RefusedRequest(
+            f"{len(prompts)} prompts and n={values['n']} are {len(prompts) * values['n']:,} texts; a request has at "
+            f"most {MOST_TEXTS:,}. Ask for fewer.",
+            "prompt",
+        )
     parts = []
-    for prompt in _prompts(values["prompt"]):
+    for prompt in prompts:
         parts += _parts_of(prompt, values, model)
     return CompletionReply(parts, values, model)
 

@@ -11,6 +11,7 @@ requested text. An error of the generator ends the loop, and every job has it.
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -55,12 +56,16 @@ class TextJob:
         is_gone: whether the client has left, which ends the job. Raises RefusedRequest where the generator
         fails.
         """
+        next_look = time.monotonic() + POLL_SECONDS
         while self._open:
+            # Tokens may come faster than one looks at the client.
+            if time.monotonic() >= next_look:
+                if is_gone():
+                    return
+                next_look = time.monotonic() + POLL_SECONDS
             try:
                 event = self.events.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                if is_gone():
-                    return
                 continue
             if isinstance(event, RefusedRequest):
                 raise event

@@ -247,7 +247,8 @@ class Handler(BaseHTTPRequestHandler):
                 "Transfer-Encoding is not supported; send a Content-Length.",
                 status=411,
             )
-        text = self.headers.get("Content-Length", "0").strip()
+        lengths = map(str.strip, self.headers.get_all("Content-Length", ["0"]))
+        text = ", ".join(dict.fromkeys(lengths))  # two that differ are no number
         if not (text.isascii() and text.isdigit() and len(text) < 20):
             raise RefusedRequest(f"Content-Length {text[:40]!r} is not a number.")
         if int(text) > MOST_BODY:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...data.chat.conversation import Message
-from ...data.chat.template import ChatTemplate, TemplateRefusal
 from ...data.tokenizers import Tokenizer
 from ...errors import MegatronDSError
+from ..chat.conversation import Message
+from ..chat.template import ChatTemplate, TemplateRefusal
 from ..generation.chat_turns import ChatTurns
 from ..generation.requests import GenerationRequest
 from .refused_request import RefusedRequest

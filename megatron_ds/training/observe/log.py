@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...config import RunConfig
+from ...errors import ConfigError
+from ...plugins import missing_wings, plugged
 from ...progress.ramps import Progress
-from .comet_log import CometLog
 from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
-from .mlflow_log import MlflowLog
-from .otel_log import OtelLog
 from .records import Record, rate
 from .run_facts import Fact
 from .sink import Sink, Tolerant, check_folder, check_package
 from .tensorboard import TensorBoard
-from .wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
 FORMAT = (
@@ -38,13 +36,13 @@ FORMAT = (
 )
 EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
 
-# Option → the sink that it turns on, its flag, the package that the sink needs, and the extra that installs it.
+# Option → the row of PLUGINS with its sink, its flag, the package that the sink needs, and the extra that installs it.
 SERVICES = {
-    "wandb_project": (WandbLog, "--wandb-project", "wandb", "wandb"),
-    "comet_project": (CometLog, "--comet-project", "comet_ml", "comet"),
-    "mlflow_tracking_uri": (MlflowLog, "--mlflow-tracking-uri", "mlflow", "mlflow"),
+    "wandb_project": ("wandb sink", "--wandb-project", "wandb", "wandb"),
+    "comet_project": ("comet sink", "--comet-project", "comet_ml", "comet"),
+    "mlflow_tracking_uri": ("mlflow sink", "--mlflow-tracking-uri", "mlflow", "mlflow"),
     "otel_enabled": (
-        OtelLog,
+        "otel sink",
         "--otel-enabled",
         "opentelemetry.exporter.otlp.proto.http",
         "otel",
@@ -210,8 +208,12 @@ def check_log(config: RunConfig) -> None:
         check_folder("--csv-monitor-dir", Path(folder))
     if folder := config.logging.comet_offline_dir:
         check_folder("--comet-offline-dir", Path(folder))
-    for name, (_, flag, module, extra) in SERVICES.items():
+    for name, (sink, flag, module, extra) in SERVICES.items():
         if getattr(config.logging, name):
+            if plugged(sink) is None:
+                raise ConfigError(
+                    f"{flag} needs megatron_ds.extensions.{missing_wings()}"
+                )
             check_package(flag, module, extra)
 
 
@@ -234,7 +236,7 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
         sinks.append(CsvMonitor(Path(folder)))
     for name, (sink, *_) in SERVICES.items():
         if getattr(config.logging, name):
-            sinks.append(sink(config, run_id or secrets.token_hex(8)))
+            sinks.append(plugged(sink)(config, run_id or secrets.token_hex(8)))
     draws = (
         config.logging.progress_bar
         and _is_terminal()

@@ -12,13 +12,15 @@ what is allocated above the state and the buffers.
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ...ops.cpu.widened_products import WORKSPACE
+from ...ops.widened_products import WORKSPACE
 from ...planning.fake_stages import LiveBytes
 from ...planning.world_plan import plan_world
 from ..build import Replica
@@ -65,13 +67,12 @@ class MemoryHistory:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._engine.mesh.device)
             yield records
-            records.append(self._record(self._peak_of_gpu()))
+            records.append(self._timed(self._peak_of_gpu()))
         else:
             # The workspace is made anew, so that it counts.
             with LiveBytes(peak=True) as live, WORKSPACE.apart():
                 yield records
-            records.append(self._record(live.peak))
-            self._write(lambda: self._path.write_text(text_of(records[0])))
+            records.append(self._timed(live.peak))
 
     def finish(self) -> None:
         """Write torch's record, if there is one, and stop recording."""
@@ -87,6 +88,14 @@ class MemoryHistory:
         optimizer = self._engine.optimizer
         held = optimizer.memory_by_place().get("device", 0) + optimizer.working_bytes
         return torch.cuda.max_memory_allocated(self._engine.mesh.device) - held
+
+    def _timed(self, at_work: int) -> MemoryRecord:
+        """The record, with the time that it took; on CPUs it is also written to the path."""
+        begin = time.perf_counter()
+        record = self._record(at_work)
+        if not self._is_cuda:
+            self._write(lambda: self._path.write_text(text_of(record)))
+        return replace(record, measuring_seconds=time.perf_counter() - begin)
 
     def _record(self, at_work: int) -> MemoryRecord:
         """The bytes of this rank, planned and measured. at_work: measured for activations"""
@@ -136,4 +145,6 @@ def snapshot_path(path: str, rank: int) -> Path:
 
 def text_of(record: MemoryRecord) -> str:
     """The record as JSON, for people."""
-    return json.dumps(record.fields(), indent=1) + "\n"
+    fields = record.fields()
+    del fields["measuring_seconds"]  # which ends when the file is written
+    return json.dumps(fields, indent=1) + "\n"

@@ -8,6 +8,7 @@ each later record, and counts the lost records.
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +30,15 @@ class Sink(Protocol):
 
     def write(self, record: Record) -> None:
         """Write one record completely, or raise OSError and write nothing."""
+
+
+class PointSink(Protocol):
+    """Receives points of curves; `Sink` of records is written on top of one. place, `close()`: as there."""
+
+    place: Path | str
+
+    def write(self, values: Mapping[str, float], x: int) -> None:
+        """Write a point of each curve completely, or raise OSError."""
 
 
 class AppendedFile:
@@ -143,6 +153,5 @@ def check_package(flag: str, module: str, extra: str) -> None:
     except ImportError:
         raise ConfigError(
             f"{flag} needs the package {module}, which is not installed in this Python: pip install "
-            f"'megatron_ds[{extra}]'. Or remove the flag: metrics also go to --tensorboard-dir and to "
-            "--metrics-jsonl."
+            f"'megatron_ds[{extra}]'. Or remove it: metrics also go to files, without a package."
         ) from None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_ds.ops.gpu import adam_kernels
+from megatron_ds.extensions.kernels.gpu import adam_kernels
 from megatron_ds.ops.update_rows import AdamRow
 
 NUMEL, CUTS = 5000, (0, 3, 1028, 5000)

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.ops.gpu.cross_entropy_kernels import (
+from megatron_ds.extensions.kernels.gpu.cross_entropy_kernels import (
     cross_entropy_facts,
     cross_entropy_gradient_,
 )

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.ops.gpu import gated_kernels
+from megatron_ds.extensions.kernels.gpu import gated_kernels
 
 
 def launch() -> None:

@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-from megatron_ds.ops.gpu import norm_kernels
+from megatron_ds.extensions.kernels.gpu import norm_kernels
 
 
 def launch() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.ops.gpu import permute_kernels
+from megatron_ds.extensions.kernels.gpu import permute_kernels
 
 
 def launch() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.ops.gpu import quantize_kernels
+from megatron_ds.extensions.kernels.gpu import quantize_kernels
 
 
 def launch() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.ops.gpu import rotary_kernels
+from megatron_ds.extensions.kernels.gpu import rotary_kernels
 from megatron_ds.ops.rotary import rotary_tables
 
 

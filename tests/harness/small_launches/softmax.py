@@ -2,7 +2,10 @@
 
 import torch
 
-from megatron_ds.ops.gpu.softmax_kernels import TableDropout, masked_softmax
+from megatron_ds.extensions.kernels.gpu.softmax_kernels import (
+    TableDropout,
+    masked_softmax,
+)
 
 
 def launch() -> None:

@@ -41,6 +41,7 @@ from ..files.read_ahead import ReadAhead
 from ..files.safetensors_reader import read_folder, read_json
 from ..files.stored_tensor import WEIGHT, LogicalCheckpoint, RawCheckpoint, StoredTensor
 from ..formats import Format, Wishes
+from ..malformed import WRONG_KIND
 from ..published import published
 from ..run_values import LOWER_CASE, TOKENIZER_CONFIG
 from .huggingface_families import FAMILIES, REFUSED
@@ -126,7 +127,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     # Damaged settings raise any error, which is reported with the file.
     try:
         options = family.options(raw.settings)
-    except (TypeError, ValueError, KeyError) as error:
+    except WRONG_KIND as error:
         raise CheckpointError(
             f"{folder / CONFIG} is damaged: {type(error).__name__} {error}."
         ) from error

@@ -15,6 +15,7 @@ from ....errors import CheckpointError
 from ..settings_table import Fixed, SettingRule
 from .huggingface_experts import AUX_LOSS, aux_loss_scale
 from .huggingface_rotary import THETA, rope_table
+from .huggingface_rules import EmbeddingDropout
 
 Settings = Mapping[str, Any]
 # Names, files, kernels, generation, heads for other tasks, and what transformers 4 wrote and 5 ignores.
@@ -33,8 +34,8 @@ WITHOUT_EFFECT = frozenset(
     bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     slow_but_exact attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add skip_bias_add_qkv
-    init_device norm_type learned_pos_emb attn_impl embedding_fraction emb_pdrop
-    bias_dropout_fusion offset_alibi unk_token_id
+    init_device norm_type learned_pos_emb attn_impl embedding_fraction emb_pdrop init_config verbose
+    bias_dropout_fusion offset_alibi unk_token_id tokenizer_name cache_implementation _sliding_window_pattern
     begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty
     """.split()
 )
@@ -74,12 +75,16 @@ def notes_of(
 
     extra: settings that rules of the family read beside its table
     """
+    # What the table has, and what rules or entries have a sentence for.
     known = (
         {entry.theirs for entry in table if not isinstance(entry, Fixed)}
         | extra
         | WITHOUT_EFFECT
     )
     notes = [note for rule in RULES if (note := rule(known, settings))]
+    for entry in table:
+        if isinstance(entry, EmbeddingDropout) and (note := entry.note_of(settings)):
+            notes.append(note)
     explained = {
         "pad_token_id",
         "layerdrop",
@@ -87,6 +92,7 @@ def notes_of(
         *REFUSED_KEYS,
         "quantization_config",
     }
+    # All others.
     unknown = [
         f"{name} {_short(value)}"
         for name, value in settings.items()

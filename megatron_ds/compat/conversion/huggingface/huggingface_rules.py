@@ -34,6 +34,38 @@ class Derived:
 
 
 @dataclass(frozen=True)
+class EmbeddingDropout:
+    """embd_pdrop: embeddings have the dropout of the residuals here, resid_pdrop.
+
+    default  of both
+    """
+
+    default: float
+    theirs: str = "embd_pdrop"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """{}: the entry of resid_pdrop has the option."""
+        return {}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{embd_pdrop: rate}."""
+        return {self.theirs: model.hidden_dropout}
+
+    def note_of(self, settings: Settings) -> str:
+        """A sentence where the two differ, else nothing."""
+        own, others = (
+            self.default if settings.get(name) is None else settings[name]
+            for name in (self.theirs, "resid_pdrop")
+        )
+        if own == others:
+            return ""
+        return (
+            f"embd_pdrop {own} is not followed: --hidden-dropout, which is resid_pdrop {others} unless it is given, "
+            "is applied to the embeddings too"
+        )
+
+
+@dataclass(frozen=True)
 class RotaryDim:
     """rotary_dim of GPT-J: the number of channels of each head that are rotated, as neighbouring pairs."""
 

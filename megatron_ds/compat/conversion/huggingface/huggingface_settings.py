@@ -19,7 +19,17 @@ from .huggingface_experts import EXPERT_KEYS, expert_options, expert_settings
 from .huggingface_keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .huggingface_rotary import rotary_options, rotary_settings
 from .huggingface_rules import BY_WINDOW_KEYS, FALCON_KEYS
-from .huggingface_tables import FALCON, GEMMA3, GPT_NEOX, PHI, ROTARY, ROUTED
+from .huggingface_tables import (
+    FALCON,
+    GEMMA3,
+    GPT_NEOX,
+    GPT_OSS,
+    GPTJ,
+    MPT,
+    PHI,
+    ROTARY,
+    ROUTED,
+)
 from .huggingface_windows import FULL, Window
 
 Settings = Mapping[str, Any]
@@ -101,6 +111,17 @@ ABSENT = {
         "num_experts": 128,
     },
 }
+# Settings that rules of one table read, or that have no effect on its models.
+BESIDE_TABLES = (
+    (GEMMA3, ROTARY_KEYS | WINDOW_KEYS | BY_WINDOW_KEYS),
+    (FALCON, FALCON_KEYS | {"apply_residual_connection_post_layernorm"}),
+    (
+        GPT_OSS,
+        {"sliding_window_pattern", "experts_per_token", "initial_context_length"},
+    ),
+    (GPTJ, {"rotary", "scale_attn_weights"}),
+    (MPT, {"resid_pdrop"}),
+)
 
 
 # ---- Their settings → our options.
@@ -140,10 +161,9 @@ def notes(table: tuple, settings: Settings) -> list[str]:
         extra |= ROTARY_KEYS | WINDOW_KEYS
     if ROUTED in table:
         extra |= EXPERT_KEYS
-    if table is FALCON:
-        extra |= FALCON_KEYS
-    if table is GEMMA3:
-        extra |= ROTARY_KEYS | WINDOW_KEYS | BY_WINDOW_KEYS
+    for other, names in BESIDE_TABLES:
+        if table is other:
+            extra |= names
     return notes_of(table, frozenset(extra), with_defaults(settings))
 
 

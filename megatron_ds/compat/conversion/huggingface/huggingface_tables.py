@@ -3,6 +3,7 @@
 from ..settings_table import Fixed, Key, Only
 from .huggingface_rules import (
     Derived,
+    EmbeddingDropout,
     FalconBlock,
     MptAttention,
     QueryScalar,
@@ -129,8 +130,8 @@ GPT2 = (
         },
     ),
     Key("resid_pdrop", "hidden_dropout", 0.1),
+    EmbeddingDropout(0.1),
     Key("attn_pdrop", "attention_dropout", 0.1),
-    Key("embd_pdrop", "hidden_dropout", 0.1),
     Key("initializer_range", "init_method_std", 0.02),
     Only("scale_attn_weights", (True,)),
     Only("scale_attn_by_inverse_layer_idx", (False,)),
@@ -157,7 +158,7 @@ PHI3 = (
     *NO_BIAS,
     Only("attention_bias", (False,)),
     Key("resid_pdrop", "hidden_dropout", 0.0),
-    Key("embd_pdrop", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0),
     Window(None, has_switch=False),
 )
 GEMMA_BASE = (
@@ -203,7 +204,7 @@ GPTJ = (
     Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
     Key("activation_function", "activation", "gelu_new", GELUS),
     Key("resid_pdrop", "hidden_dropout", 0.0),
-    Key("embd_pdrop", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0),
     Key("attn_pdrop", "attention_dropout", 0.0),
     Key("initializer_range", "init_method_std", 0.02),
 )
@@ -219,7 +220,7 @@ PHI = (
     Key("hidden_act", "activation", "gelu_new", GELUS),
     Key("qk_layernorm", "qk_layernorm", False),
     Key("resid_pdrop", "hidden_dropout", 0.0),
-    Key("embd_pdrop", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0),
     Key("attention_dropout", "attention_dropout", 0.0),
     Key("initializer_range", "init_method_std", 0.02),
 )

@@ -5,16 +5,20 @@ write    the adapters of a checkpoint, with the folder of their frozen weights a
 """
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ....checkpoint.folder import write_durably
 from ....errors import CheckpointError
+from ....mpu.param_spec import ParamSpec
+from ..adapter_tensors import NAME as NAME_OF_TENSOR
 from ..adapter_tensors import adapters_in_memory, of_layers, shifted, with_adapters
 from ..family import entries_of, model_of
-from ..files.safetensors_reader import read_json
+from ..files.safetensors_reader import read_file, read_json
 from ..files.stored_tensor import WEIGHT, AdapterTensors, LogicalCheckpoint
 from ..formats import Format, Wishes, detected
 from .huggingface_format import family_for
@@ -40,6 +44,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     """The model with the adapter. Raises CheckpointError, also where the model is not on this machine."""
     config = read_json(folder / CONFIG)
     check_config(config, folder / CONFIG)
+    _check_numbers(config, folder / CONFIG)
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(
@@ -56,19 +61,52 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     found = detected(base).read(base, wishes)
     model = model_of(found.model, base)
     family = family_for(found, model, wishes)
-    tensors = from_peft(load_file(weights), family, model)
+    values = {name: tensor.read() for name, tensor in read_file(weights).items()}
+    tensors = from_peft(values, family, model)
     specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
+    rank = config["r"]
+    _check_shapes(tensors, rank, specs, weights)
     in_memory = adapters_in_memory(tensors, weights)
-    rank = int(config["r"])
     adapters = AdapterTensors(
         shifted(in_memory, found.tensors[WEIGHT], specs, -1),
         rank,
-        float(config["lora_alpha"]) / rank,
+        config["lora_alpha"] / rank,
         tuple(targets_of(tensors)),
         base,
     )
     _check_magnitudes(adapters, bool(config.get("use_dora")), weights)
     return with_adapters(found, adapters, specs, folder)
+
+
+def _check_numbers(config: Mapping, place: Path) -> None:
+    """Raises CheckpointError unless rank and factor are numbers that an adapter may have."""
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    is_number = isinstance(alpha, int | float) and math.isfinite(alpha)
+    if type(rank) is not int or rank < 1 or not is_number:
+        raise CheckpointError(
+            f"{place} is damaged: r is {rank!r} and lora_alpha {alpha!r}, not a rank from 1 up and a number. Save the "
+            "adapter again."
+        )
+
+
+def _check_shapes(
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    specs: Mapping[str, ParamSpec],
+    weights: Path,
+) -> None:
+    """Raises CheckpointError for matrices of another rank, or of a model with other widths."""
+    for name, tensor in tensors.items():
+        found = NAME_OF_TENSOR.fullmatch(name)
+        columns = specs[f"{found['layer']}.weight"].shape[1]
+        wanted = {"a": [rank, columns], "b": [len(tensor), rank]}
+        shape = list(tensor.shape)
+        if shape != wanted.get(found["leaf"], shape):
+            raise CheckpointError(
+                f"{weights}: {name} is {shape}, and with r={rank} and the model's widths it is "
+                f"{wanted[found['leaf']]}. Give the {CONFIG} and the model of this adapter."
+            )
 
 
 def _check_magnitudes(adapters: AdapterTensors, wanted: bool, weights: Path) -> None:

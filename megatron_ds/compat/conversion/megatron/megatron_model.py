@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ....checkpoint.upcycling import specs_of
 from ....errors import CheckpointError
+from ....models.model_specs import specs_of
 from ..family import listing, matches, model_of
 from ..files.stored_tensor import (
     MASTER,

@@ -1,0 +1,105 @@
+"""`Monitor`: the curves of an engine, under DeepSpeed's names, with samples on the x-axis.
+
+    Train/Samples/train_loss    mean of the losses given to `backward` since the last update, on rank 0
+    Train/Samples/lr            the learning rate of the first parameter group
+    Train/Samples/loss_scale    fp16 only
+
+The config's blocks "tensorboard", "csv_monitor", "wandb" and "comet" enable them; a program writes its own
+curves with `engine.monitor.write_events`. The sinks are those of a training script
+(training/observe/sink.py): an error of a disk or a service is reported once and does not end the program.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from ...config import RunConfig
+from ...errors import ConfigError
+from ...mpu.host_reads import read_number
+from ...plugins import plugged
+from ...training.observe.csv_monitor import CsvFiles
+from ...training.observe.sink import (
+    PointSink,
+    Tolerant,
+    check_folder,
+    check_package,
+)
+from ...training.observe.tensorboard import EventFile
+from .json_settings import in_words_of_json
+
+# Option of a folder → its key, and the sink that writes there.
+FILES: Mapping[str, tuple[str, Callable[[Path], PointSink]]] = {
+    "tensorboard_dir": ('"tensorboard.output_path"', EventFile),
+    "csv_monitor_dir": ('"csv_monitor.output_path"', CsvFiles),
+}
+# Option that turns a service on → its block, the package that it needs, the extra that installs it, the plugin
+# that is called with the configuration and an id.
+SERVICES: Mapping[str, tuple[str, str, str, str]] = {
+    "wandb_project": ('"wandb"', "wandb", "wandb", "wandb points"),
+    "comet_project": ('"comet"', "comet_ml", "comet", "comet points"),
+}
+
+
+def sinks_of(config: RunConfig) -> Iterator[PointSink]:
+    """The sinks that the JSON enables. Raises ConfigError where one cannot begin."""
+    for option, (key, kind) in FILES.items():
+        if folder := getattr(config.logging, option):
+            check_folder(key, Path(folder))
+            yield kind(Path(folder))
+    if folder := config.logging.comet_offline_dir:
+        check_folder('"comet.online" false', Path(folder))
+    for option, (block, module, extra, plugin) in SERVICES.items():
+        if getattr(config.logging, option):
+            check_package(block, module, extra)
+            yield plugged(plugin)(config, secrets.token_hex(8))
+
+
+class Monitor:
+    """Writes the curves of a config. config: None on ranks that write nothing"""
+
+    def __init__(self, config: RunConfig | None):
+        """Raises ConfigError where a folder is not writable or a service cannot begin."""
+        self._losses: list[torch.Tensor] = []
+        try:
+            found = [] if config is None else list(sinks_of(config))
+        except ConfigError as error:
+            raise ConfigError(in_words_of_json(str(error))) from error
+        self._sinks = [Tolerant(sink) for sink in found]
+
+    @property
+    def enabled(self) -> bool:
+        """Whether curves are written: on global rank 0, when the config asks for them."""
+        return bool(self._sinks)
+
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+        """events: (name of the curve, value, number of samples)"""
+        for name, value, samples in events if self.enabled else ():
+            for sink in self._sinks:
+                sink.write({name: float(value)}, samples)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch. `end_step` reads it, without stalling the device."""
+        if self.enabled:
+            self._losses.append(loss.detach())
+
+    def end_step(self, samples: int, lr: float, loss_scale: float | None) -> None:
+        """Write the curves' points of an update. samples: their number so far, the x-coordinate."""
+        if not self.enabled:
+            return
+        losses = self._losses
+        self._losses = []
+        mean = sum(map(read_number, losses)) / len(losses) if losses else None
+        points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
+        self.write_events(
+            (f"Train/Samples/{name}", value, samples)
+            for name, value in points.items()
+            if value is not None
+        )
+
+    def close(self) -> None:
+        """Send or complete what is waiting, once."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []

@@ -1,1 +1,0 @@
-"""From conversations to tokens and loss masks: formats, chat templates, the place of the answers, the file."""

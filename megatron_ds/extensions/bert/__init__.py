@@ -1,0 +1,1 @@
+"""BERT: its layers and loss, and how sentences become its samples."""

@@ -1,0 +1,1 @@
+"""From conversations to tokens and loss masks: formats, chat templates, the place of the answers."""

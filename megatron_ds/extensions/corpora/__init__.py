@@ -1,0 +1,1 @@
+"""From text to a corpus: reading files, preprocessing, checksums, merging, training tokenizers."""

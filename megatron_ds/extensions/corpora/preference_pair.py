@@ -1,0 +1,67 @@
+"""Two answers to the same question, of which one is preferred.
+
+{"prompt": "…", "chosen": "…", "rejected": "…"}            texts, which become a turn each
+{"prompt": […], "chosen": […], "rejected": […]}            lists of messages
+{"chosen": […], "rejected": […]}                           whole conversations: what both begin with is the prompt
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..chat.conversation import Conversation, conversation_of
+
+ANSWERS = ("chosen", "rejected")
+
+
+def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+    """The conversation with the chosen answer and that with the rejected one. Raises ValueError with what is wrong."""
+    for name in ANSWERS:
+        if name not in record:
+            found = ", ".join(map(repr, record)) or "none"
+            raise ValueError(f"no pair: it has no {name!r}; its keys are {found}")
+    chosen, rejected = (record[name] for name in ANSWERS)
+    if chosen == rejected:
+        raise ValueError(
+            "'chosen' and 'rejected' are equal, so that neither is preferred"
+        )
+    others = {name: record[name] for name in ("tools",) if name in record}
+    if "prompt" in record:
+        prompt = record["prompt"]
+        answers = (chosen, rejected)
+        _check_kinds(prompt, *answers)
+    else:
+        prompt, *answers = _divided(chosen, rejected)
+    of = lambda answer: conversation_of(
+        {"prompt": prompt, "completion": answer, **others}
+    )
+    return of(answers[0]), of(answers[1])
+
+
+def _check_kinds(*parts: object) -> None:
+    """Raises ValueError if prompt and answers are not of one kind."""
+    for kind in (str, list):
+        if all(isinstance(part, kind) for part in parts):
+            return
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise ValueError(
+        f"'prompt', 'chosen' and 'rejected' are {kinds}, and not three texts or three lists of messages. Where both "
+        "answers are whole conversations, leave out 'prompt'"
+    )
+
+
+def _divided(chosen: object, rejected: object) -> tuple[list, list, list]:
+    """(messages that both conversations begin with, the rest of each). Raises ValueError."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise ValueError(
+            "without 'prompt', 'chosen' and 'rejected' are conversations: lists of messages"
+        )
+    common = 0
+    for one, other in zip(chosen, rejected):
+        if one != other:
+            break
+        common += 1
+    if not common:
+        raise ValueError(
+            "'chosen' and 'rejected' begin with different messages, so that they are no answers to the same prompt"
+        )
+    return chosen[:common], chosen[common:], rejected[common:]

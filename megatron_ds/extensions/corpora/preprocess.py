@@ -1,0 +1,380 @@
+"""From text to tokens on disk: text files in, one `.bin/.idx` corpus for each key out.
+
+The main process reads blocks of lines or rows and writes; workers parse and tokenize. Documents keep the
+order of the input for any number of workers, and only a few blocks for each worker are in memory.
+
+    read ──► [block] [block] ──► workers ──► [tokens] ──► write, in order     at most 2 · workers + 1 blocks
+
+A *shard* is the same for a range of the input (`text_files.slices_of_shard`); the shards one after the other
+are the corpus (`corpus_shards.py`).
+"""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from ...data.text.indexed import IndexedWriter, corpus_paths, dtype_for
+from ...data.text.mask_file import MaskWriter, mask_path
+from ...data.tokenizers import Tokenizer, arrays_of
+from ...errors import DataError
+from ..chat.template import ChatTemplate
+from .corpus_record import (
+    CorpusRecord,
+    PieceSums,
+    done_before,
+    remove_record,
+    sha256_of,
+)
+from .encode_chats import encode_chats
+from .plain_text import TextCut
+from .sentences import Splitter
+from .text_files import (
+    check_files,
+    is_plain_text,
+    read_blocks,
+    size_of,
+    slices_of_shard,
+    texts_of,
+)
+from .text_records import BadLine, TextBlock, place_of
+
+MakeTokenizer = Callable[[], Tokenizer]  # is sent to the workers, so it is pickled
+Shard = tuple[int, int]  # (index, number of shards)
+Column = tuple[
+    np.ndarray, np.ndarray, np.ndarray
+]  # tokens, sequence lengths, sequences of each document
+PARENT_CHECK_SECONDS = 1.0
+_tokenizer: Tokenizer | None = None  # of a worker process, made when the worker starts
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What decides the bytes of a corpus, besides its inputs and its tokenizer.
+
+    json_keys        keys of JSON lines or columns of tables; each makes a corpus
+    append_eod       end each document with the end-of-document token
+    skip_bad_lines   leave out lines that hold no usable document, instead of failing
+    sentences        store each sentence as a sequence of its own, split by this
+    cut              where plain text documents end
+    chat             each record is a conversation, and becomes text by this template
+    preference       each record is a pair of conversations, a chosen and a rejected one, which are the sequences of a
+                     document
+    """
+
+    json_keys: Sequence[str] = ("text",)
+    append_eod: bool = False
+    skip_bad_lines: bool = False
+    sentences: Splitter | None = None
+    cut: TextCut = TextCut()
+    chat: ChatTemplate | None = None
+    preference: bool = False
+
+
+DEFAULTS = PreprocessOptions()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenized block: a column for each key; of conversations one, and the loss mask of its tokens, uint8."""
+
+    columns: list[Column]
+    bad: list[BadLine]
+    path: str
+    position: int
+    mask: np.ndarray | None = None
+
+
+@dataclass
+class Written:
+    """Counts of what has been written so far. done_before: the corpus was complete already."""
+
+    documents: int = 0
+    tokens: int = 0
+    num_bad: int = 0
+    bad: list[BadLine] = field(default_factory=list)  # the first ten
+    done_before: bool = False
+
+
+def output_prefix(prefix: str, key: str, sentences: bool = False) -> str:
+    """`{prefix}_{key}_document`, or `…_sentence`."""
+    return f"{prefix}_{key}_{'sentence' if sentences else 'document'}"
+
+
+def shard_prefix(prefix: str, shard: Shard) -> str:
+    """`{prefix}_00001_of_00004`."""
+    return f"{prefix}_{shard[0]:05d}_of_{shard[1]:05d}"
+
+
+def preprocess(
+    paths: Sequence[str],
+    prefix: str,
+    make_tokenizer: MakeTokenizer,
+    options: PreprocessOptions = DEFAULTS,
+    *,
+    workers: int = 1,
+    shard: Shard | None = None,
+    progress: Callable[[str, int, Written], None] = lambda *_: None,
+) -> Written:
+    """Write `{prefix}_{key}_document.bin/.idx` for every key; `…_sentence` for texts split into sentences.
+
+    shard: (i, n) writes shard i of n, `{prefix}_0000i_of_0000n_…`, unless it is complete and was made the
+    same way.
+    progress: called after each block with its file, the position in the file and the counts so far.
+    Raises DataError for a missing file, for a bad line unless they are skipped, and when no document is left.
+    An error leaves no output that did not exist before.
+    """
+    # Check the files before the tokenizer is loaded, which takes longer.
+    keys = options.json_keys
+    split = options.sentences is not None
+    check_files(paths, keys)
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # `workers` sets the number of cores
+    tokenizer = make_tokenizer()
+    names = [
+        output_prefix(shard_prefix(prefix, shard) if shard else prefix, key, split)
+        for key in keys
+    ]
+    made_from = _made_from(paths, options, shard, tokenizer)
+    # A shard that is complete is not made again.
+    if shard:
+        records = [
+            done_before(name, {**made_from, "key": key})
+            for name, key in zip(names, keys)
+        ]
+        if all(records):
+            return Written(
+                records[0].documents,
+                sum(r.tokens for r in records),
+                records[0].skipped,
+                done_before=True,
+            )
+    # Read, encode and write the documents block by block.
+    dtype = dtype_for(tokenizer.vocab_size)
+    eod = tokenizer.eod if options.append_eod else None
+    encode = partial(encode_block, options=options, eod=eod, dtype=dtype)
+    pieces_of_input = slices_of_shard(paths, keys, *(shard or (0, 1)), cut=options.cut)
+    blocks = chain.from_iterable(
+        read_blocks(
+            piece.path, keys=keys, start=piece.start, stop=piece.stop, cut=options.cut
+        )
+        for piece in pieces_of_input
+    )
+    written = Written()
+    sums = [PieceSums() for _ in names]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
+        masks = None
+        if options.chat is not None:  # is complete before the index that vouches for it
+            masks = stack.enter_context(MaskWriter(names[0]))
+        for encoded in _encoded(blocks, encode, make_tokenizer, tokenizer, workers):
+            _write(encoded, writers, sums, written, options.skip_bad_lines)
+            if masks is not None:
+                masks.add(encoded.mask)
+            progress(encoded.path, encoded.position, written)
+        # A corpus without documents is an error.
+        if not written.documents and not shard:
+            named = ", ".join(paths[:8]) + (
+                f" and {len(paths) - 8} others" if len(paths) > 8 else ""
+            )
+            only_bad = ", only bad lines" if written.num_bad else ""
+            raise DataError(
+                f"{named}: the input has no documents{only_bad}. Nothing was written."
+            )
+        for name in names:
+            remove_record(name)
+    # Records come last: they vouch for complete files.
+    for name, key, pieces in zip(names, keys, (each.finish() for each in sums)):
+        tokens = sum(piece.bytes for piece in pieces) // dtype.itemsize
+        CorpusRecord(
+            written.documents,
+            tokens,
+            tokenizer.fingerprint,
+            pieces,
+            sha256_of(corpus_paths(name)[1]),
+            written.num_bad,
+            {**made_from, "key": key},
+            None if options.chat is None else sha256_of(mask_path(name)),
+        ).write(name)
+    return written
+
+
+def _made_from(
+    paths: Sequence[str],
+    options: PreprocessOptions,
+    shard: Shard | None,
+    tokenizer: Tokenizer,
+) -> dict:
+    """The `made_from` of the record; of each file its name, bytes, and time of change in nanoseconds."""
+    inputs = [
+        [path, size_of(path), os.stat(path).st_mtime_ns if os.path.exists(path) else 0]
+        for path in paths
+    ]
+    return {
+        "inputs": inputs,
+        "shard": list(shard or (0, 1)),
+        "keys": list(options.json_keys),
+        "append_eod": options.append_eod,
+        "skip_bad_lines": options.skip_bad_lines,
+        "sentences": options.sentences.fingerprint if options.sentences else None,
+        "tokenizer": tokenizer.fingerprint,
+        **({"text": asdict(options.cut)} if any(map(is_plain_text, paths)) else {}),
+        **({"chat": options.chat.fingerprint} if options.chat else {}),
+    }
+
+
+def _write(
+    encoded: Encoded,
+    writers: Sequence[IndexedWriter],
+    sums: Sequence[PieceSums],
+    written: Written,
+    skip_bad_lines: bool,
+) -> None:
+    """Write a block to the corpus of each key, and add its counts to `written`."""
+    if encoded.bad and not skip_bad_lines:
+        raise DataError(
+            f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, "
+            "rows and documents of plain text with --skip-bad-lines."
+        )
+    written.num_bad += len(encoded.bad)
+    written.bad += encoded.bad[: 10 - len(written.bad)]
+    for writer, each, (tokens, lengths, sequences) in zip(
+        writers, sums, encoded.columns
+    ):
+        try:
+            writer.add_documents(tokens, lengths, sequences)
+        except OSError as e:
+            raise DataError(
+                f"cannot write {writer.bin_path}: {e.strerror}. Nothing was kept; free some "
+                "space, or choose another --output-prefix."
+            ) from None
+        each.update(tokens.view(np.uint8).data)
+        written.tokens += len(tokens)
+    written.documents += len(encoded.columns[0][2])
+
+
+def encode_block(
+    block: TextBlock,
+    tokenizer: Tokenizer,
+    *,
+    options: PreprocessOptions,
+    eod: int | None,
+    dtype: np.dtype,
+) -> Encoded:
+    """Tokenize a block.  eod: id to append to each document, or None.  Raises DataError naming the block."""
+    if options.chat is not None:
+        chats = encode_chats(block, tokenizer, options.chat, eod, options.preference)
+        column = (chats.ids.astype(dtype), chats.lengths, chats.sequences)
+        return Encoded([column], chats.bad, block.path, block.position, chats.mask)
+    texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
+    try:
+        columns = [
+            _column(column, tokenizer, eod, dtype, options.sentences)
+            for column in texts
+        ]
+    except DataError as error:
+        raise DataError(f"{place_of(block)}: {error} Nothing was written.") from None
+    return Encoded(columns, bad, block.path, block.position)
+
+
+def _column(
+    texts: list,
+    tokenizer: Tokenizer,
+    eod: int | None,
+    dtype: np.dtype,
+    sentences: Splitter | None,
+) -> Column:
+    """Without sequences that have no tokens. A document without tokens has no end either, as in Megatron."""
+    counts = np.ones(len(texts), np.int64)
+    if sentences is not None:
+        rows = [
+            text if isinstance(text, list) else sentences.split(text) for text in texts
+        ]
+        counts = np.array([len(row) for row in rows], np.int64)
+        texts = [sentence for row in rows for sentence in row]
+    ids, lengths = arrays_of(tokenizer, texts)
+    document = np.repeat(np.arange(len(counts)), counts)[
+        lengths > 0
+    ]  # of each sequence
+    lengths = lengths[lengths > 0]
+    if eod is not None:
+        last = np.flatnonzero(
+            np.diff(document, append=len(counts))
+        )  # the last sequence of each document
+        ids = np.insert(ids, np.cumsum(lengths)[last], eod)
+        lengths[last] += 1
+    if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(dtype).max:
+        raise DataError(
+            f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, "
+            "the type for its vocabulary size."
+        )
+    return ids.astype(dtype), lengths, np.bincount(document, minlength=len(counts))
+
+
+def _encoded(
+    blocks: Iterable[TextBlock],
+    encode: partial,
+    make_tokenizer: MakeTokenizer,
+    tokenizer: Tokenizer,
+    workers: int,
+) -> Iterator[Encoded]:
+    if workers <= 1:
+        yield from (encode(block, tokenizer) for block in blocks)
+        return
+    # "spawn": a forked copy of a process with threads, which the tokenizers library starts, may deadlock.
+    pool = ProcessPoolExecutor(
+        workers,
+        multiprocessing.get_context("spawn"),
+        _start_worker,
+        (make_tokenizer, os.getpid()),
+    )
+    try:
+        pending = deque()
+        for block in blocks:
+            pending.append(pool.submit(_encode_in_worker, encode, block))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process was killed, perhaps because memory ran out. Nothing was written. "
+            "Use fewer --workers."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(make_tokenizer: MakeTokenizer, parent: int) -> None:
+    global _tokenizer
+    end_with_parent(parent)
+    _tokenizer = make_tokenizer()
+
+
+def _encode_in_worker(encode: partial, block: TextBlock) -> Encoded:
+    return encode(block, _tokenizer)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process, without cleaning up, within about a second after its parent was killed.
+
+    parent: process id of the parent, which may have ended before this process begins.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,546 @@
+"""Turn text into the tokens that training reads.
+
+    megatron-ds preprocess --input books/ --output-prefix books --append-eod --workers 2 \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+    megatron-ds preprocess --input corpus.jsonl more.parquet --output-prefix corpus --append-eod \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+    megatron-ds preprocess --input chats.jsonl --output-prefix chats --chat \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+
+Input: plain text (.txt, .md); one JSON object per line (.jsonl and other names, or - for standard input);
+either of them compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders of such files. Inputs are
+read in order.
+Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums. Pass that name without
+its ending to training as --data-path. An error leaves no output behind.
+
+On many machines, each machine makes one shard, chosen by --num-shards and by --shard-index,
+SLURM_ARRAY_TASK_ID or RANK. A finished shard is not made again. megatron-ds merge merges the shards
+into one corpus.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+
+from megatron_ds.cli import Arguments, main_guard
+from megatron_ds.console import set_up_logging
+from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
+from megatron_ds.data.tokenizers.backend import BACKENDS
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.chat.template import ChatTemplate, load_template
+from megatron_ds.extensions.corpora.corpus_shards import (
+    preprocess_in_shards,
+    run_here,
+    run_on_ray,
+)
+from megatron_ds.extensions.corpora.plain_text import WHERE, TextCut
+from megatron_ds.extensions.corpora.preprocess import (
+    PreprocessOptions,
+    Shard,
+    Written,
+    output_prefix,
+    preprocess,
+    shard_prefix,
+)
+from megatron_ds.extensions.corpora.sentences import (
+    ABBREVIATIONS,
+    TRAINING_BYTES,
+    Splitter,
+    learn_splitter,
+)
+from megatron_ds.extensions.corpora.text_files import (
+    INPUT_HELP,
+    STDIN,
+    TABLES,
+    check_files,
+    files_of,
+    is_plain_text,
+    read_blocks,
+    size_of,
+    texts_of,
+)
+
+logger = logging.getLogger(__name__)
+# Records of messages → the key that names their output, as a key of JSON lines does.
+CHAT_KEYS = {"chat": "chat", "preference": "preference"}
+CHAT_TOKENIZERS = ("HuggingFaceTokenizer", "HFTokenizer")
+TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+
+
+def make_parser() -> Arguments:
+    """The flags of the command."""
+    parser = Arguments(__doc__)
+    # What a document is.
+    add = parser.add_argument_group("text").add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
+    add(
+        "--text-documents",
+        choices=WHERE,
+        default="file",
+        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a "
+        "line. Do not use paragraph or line if consecutive ones belong together, as in a novel: "
+        "training shuffles documents. Other inputs are not affected",
+    )
+    add(
+        "--text-separator",
+        metavar="LINE",
+        help="in plain text, documents are separated by lines that are equal to this, such as "
+        "'<|endoftext|>'. Do not use it if such a line may be part of a document",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a "
+        "corpus",
+    )
+    add(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and "
+        "documents of plain text that are not UTF-8, and report how many; without it the first one is "
+        "an error. Look at the corpus first: a wrong key leaves out everything",
+    )
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are "
+        f"learned from the first {TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents "
+        "are one sequence",
+    )
+    add(
+        "--keep-newlines",
+        action="store_true",
+        help="keep the white space between two sentences with the first of them",
+    )
+    add(
+        "--lang",
+        choices=ABBREVIATIONS,
+        help="language whose common abbreviations are given in advance (default english)",
+    )
+    # Conversations.
+    add = parser.add_argument_group("conversations").add_argument
+    add(
+        "--chat",
+        action="store_true",
+        help="each JSON line is a conversation: messages (OpenAI), conversations (ShareGPT), instruction and "
+        "output (Alpaca), or prompt and completion. Writes PREFIX_chat_document, with a mask of the answers "
+        "in PREFIX_chat_document.mask.bin, for training with --sft",
+    )
+    add(
+        "--preference",
+        action="store_true",
+        help="each JSON line is a pair of answers: prompt, chosen and rejected, texts or lists of messages; or chosen "
+        "and rejected alone, two conversations that begin alike. Writes PREFIX_preference_document with masks, for "
+        "training with --dpo",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that makes a conversation a text; default: that of --tokenizer-model",
+    )
+    add(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="""values that the template takes, such as '{"enable_thinking": false}'""",
+    )
+    # What its tokens are.
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
+    add(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer.json, its folder, or a sentencepiece .model",
+    )
+    add(
+        "--vocab-file",
+        metavar="FILE",
+        help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece…",
+    )
+    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of ids, for NullTokenizer only",
+    )
+    add(
+        "--tokenizer-backend",
+        default="auto",
+        choices=BACKENDS,
+        help="which encoder to use; the ids are the same. auto takes the compiled encoder if it supports the "
+        "tokenizer. gigatoken needs the package of that name, and is not faster where native works",
+    )
+    add(
+        "--append-eod",
+        action="store_true",
+        help="end each document with the end-of-document token; almost always right: without it a model "
+        "cannot learn where a document ends",
+    )
+    # Where they go.
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="files are named {prefix}_{key}_document.bin and .idx",
+    )
+    # Which processes and machines do it.
+    add = parser.add_argument_group("work").add_argument
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes that tokenize, over all partitions (default 1); the output does not depend "
+        "on it",
+    )
+    add(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="make N shards at the same time and merge them; useful above about 16 workers, the most that "
+        "one process can feed",
+    )
+    add(
+        "--num-shards",
+        type=int,
+        metavar="N",
+        help="cut the input into N shards; this command makes one of them",
+    )
+    add(
+        "--shard-index",
+        type=int,
+        metavar="I",
+        help="the shard to make, from 0; default: SLURM_ARRAY_TASK_ID minus SLURM_ARRAY_TASK_MIN, or RANK",
+    )
+    add(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="make the --num-shards shards as tasks of a Ray cluster and merge them; all machines must share "
+        "the disk",
+    )
+    add(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="without a terminal for a progress bar: documents between two log lines (default 1000)",
+    )
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked together. Raises ConfigError."""
+    args = make_parser().parse_args(argv)
+    # Single flags.
+    for name in ("workers", "log_interval", "partitions", "num_shards"):
+        if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number."
+            )
+    if len(set(args.json_keys)) < len(args.json_keys):
+        raise ConfigError(
+            f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one "
+            "output. Name each key once."
+        )
+    check_chat(args)
+    # Pairs of flags.
+    if args.text_separator is not None and args.text_documents != "file":
+        raise ConfigError(
+            f"--text-separator {args.text_separator!r} and --text-documents "
+            f"{args.text_documents} both set where documents end; give only one."
+        )
+    if args.partitions > 1 and args.workers % args.partitions:
+        raise ConfigError(
+            f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, "
+            "and all partitions have equally many: use --workers "
+            f"{args.partitions * -(-args.workers // args.partitions)}."
+        )
+    if args.partitions > 1 and args.num_shards:
+        raise ConfigError(
+            "--partitions divides the work of this machine, --num-shards that of many "
+            "machines: give only one of them."
+        )
+    # Shards on many machines.
+    if args.shard_index is not None and (args.num_shards is None or args.ray):
+        raise ConfigError(
+            "--shard-index chooses one of --num-shards"
+            + (
+                ", and --ray makes all of them: remove it."
+                if args.ray
+                else ": give --num-shards too."
+            )
+        )
+    if args.ray and not args.num_shards:
+        raise ConfigError(
+            "--ray needs --num-shards: give a few times the number of the cluster's cores."
+        )
+    return args
+
+
+def check_chat(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that do not go together with --chat or --preference. Sets the key that names the
+    output."""
+    given = [name for name in CHAT_KEYS if getattr(args, name)]
+    if len(given) > 1:
+        raise ConfigError(
+            "--chat and --preference read records of different formats. Give one of them."
+        )
+    if not given:
+        alone = ("chat_template", "chat_template_kwargs")
+        given = [name for name in alone if getattr(args, name) is not None]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is about conversations, and without --chat or --preference records are texts: add one of "
+                "them."
+            )
+        return
+    if args.split_sentences or args.json_keys != ["text"]:
+        raise ConfigError(
+            f"--{given[0]} reads whole records: --split-sentences and --json-keys are about texts. Remove them."
+        )
+    if args.tokenizer_type not in CHAT_TOKENIZERS:
+        raise ConfigError(
+            f"--{given[0]} with --tokenizer-type {args.tokenizer_type}: only {CHAT_TOKENIZERS[0]} has chat "
+            "templates, special tokens and the place of each token in the text. Use it."
+        )
+    args.json_keys = [CHAT_KEYS[given[0]]]
+
+
+def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
+    """The template of conversations. Raises ConfigError, and DataError if there is none."""
+    kind = next((name for name in CHAT_KEYS if getattr(args, name)), None)
+    if kind is None:
+        return None
+    # Conversations are JSON lines.
+    for path in args.input:
+        if is_plain_text(path) or path.endswith(TABLES):
+            raise ConfigError(
+                f"--{kind} reads JSON lines, and {path} is a file of another kind. Convert it: one JSON "
+                "object with the conversation in each line."
+            )
+    values = {}
+    if args.chat_template_kwargs:
+        try:
+            values = json.loads(args.chat_template_kwargs)
+        except ValueError:
+            values = None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--chat-template-kwargs {args.chat_template_kwargs!r} is not a JSON object. Write for "
+            """instance '{"enable_thinking": false}'."""
+        )
+    if not args.tokenizer_model:
+        raise ConfigError(
+            f"--{kind} needs --tokenizer-model, the tokenizer of the model."
+        )
+    return load_template(args.tokenizer_model, args.chat_template, values)
+
+
+def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
+    """(index, number of shards) of the shard this command makes; None for the whole input."""
+    if args.num_shards is None or args.ray:
+        return None
+    index = args.shard_index
+    if index is None and "SLURM_ARRAY_TASK_ID" in env:
+        index = int(env["SLURM_ARRAY_TASK_ID"]) - int(
+            env.get("SLURM_ARRAY_TASK_MIN", 0)
+        )
+    elif index is None and "RANK" in env:
+        index = int(env["RANK"])
+    if index is None:
+        raise ConfigError(
+            f"--num-shards {args.num_shards} does not choose the shard to make. Give "
+            "--shard-index, or run in a Slurm array or with RANK in the environment."
+        )
+    if not 0 <= index < args.num_shards:
+        raise ConfigError(
+            f"shard {index} of {args.num_shards} does not exist: shards are numbered 0 to "
+            f"{args.num_shards - 1}."
+        )
+    return index, args.num_shards
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the corpus, or one shard of it, and log what was written."""
+    # All files are checked before the first is read.
+    args.input = files_of(args.input)
+    check_files(args.input, args.json_keys)
+    shard = shard_of(args, os.environ)
+    started = time.monotonic()
+    # Worker processes make their own tokenizer, so they get the recipe for one.
+    make = partial(
+        make_tokenizer,
+        args.tokenizer_type,
+        backend=args.tokenizer_backend,
+        **{name: getattr(args, name) for name in TOKENIZER_FLAGS},
+    )
+    options = PreprocessOptions(
+        args.json_keys,
+        args.append_eod,
+        args.skip_bad_lines,
+        splitter(args),
+        cut_of(args),
+        chat_template_of(args),
+        args.preference,
+    )
+    task = partial(preprocess, args.input, args.output_prefix, make, options)
+    # A bar needs a terminal; a log file gets lines.
+    if args.partitions > 1 or args.ray:
+        written = run_in_shards(args, make, task)
+    else:
+        show, close = (
+            progress_bar(args)
+            if sys.stderr.isatty()
+            else (progress_lines(args), lambda: None)
+        )
+        try:
+            written = task(workers=args.workers, shard=shard, progress=show)
+        finally:
+            close()
+    report(args, written, shard, time.monotonic() - started)
+
+
+def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Written:
+    """Make all shards in processes of this machine or on Ray, and merge them."""
+    make()  # raises here, once, if the tokenizer flags are wrong
+    each = args.workers // args.partitions
+    address = None if args.ray == "local" else args.ray
+    run = partial(run_on_ray, address=address, cores=each) if args.ray else run_here
+    return preprocess_in_shards(
+        partial(task, workers=each),
+        args.num_shards or args.partitions,
+        args.output_prefix,
+        args.json_keys,
+        run=run,
+        sentences=args.split_sentences,
+        workers=args.workers,
+        done=lambda w: logger.info(
+            "a shard %s: %s documents, %s tokens",
+            "was done before" if w.done_before else "is done",
+            f"{w.documents:,}",
+            f"{w.tokens:,}",
+        ),
+    )
+
+
+def cut_of(args: argparse.Namespace) -> TextCut:
+    """How plain text is cut into documents."""
+    return TextCut(args.text_documents, args.text_separator)
+
+
+def splitter(args: argparse.Namespace) -> Splitter | None:
+    """Learned from the start of the whole input, so that all shards have the same splitter."""
+    if not args.split_sentences:
+        if args.keep_newlines or args.lang:
+            raise ConfigError(
+                "--keep-newlines and --lang only apply with --split-sentences: add it."
+            )
+        return None
+    if STDIN in args.input:
+        raise ConfigError(
+            "--split-sentences reads the start of the input twice, which standard input does "
+            "not allow: write it to a file first."
+        )
+    return learn_splitter(_texts(args), args.lang or "english", args.keep_newlines)
+
+
+def _texts(args: argparse.Namespace) -> Iterator[str]:
+    """The texts of the whole input, file by file and block by block."""
+    for path in args.input:
+        for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args)):
+            for column in texts_of(block, args.json_keys, True)[0]:
+                yield from (text for text in column if isinstance(text, str))
+
+
+def report(
+    args: argparse.Namespace, written: Written, shard: Shard | None, seconds: float
+) -> None:
+    """Log what was written."""
+    prefix = shard_prefix(args.output_prefix, shard) if shard else args.output_prefix
+    outputs = ", ".join(
+        output_prefix(prefix, key, args.split_sentences) for key in args.json_keys
+    )
+    # A shard that an earlier command finished.
+    if written.done_before:
+        logger.info(
+            "%s documents, %s tokens, done before: %s",
+            f"{written.documents:,}",
+            f"{written.tokens:,}",
+            outputs,
+        )
+        return
+    # The first bad lines, then their number.
+    for line in written.bad:
+        logger.warning("skipped %s", line)
+    if written.num_bad:
+        logger.warning("skipped %d bad lines in all", written.num_bad)
+    # A shard reads its part of the input.
+    size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
+    rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""
+    logger.info(
+        "%s documents, %s tokens in %.1f s%s: %s",
+        f"{written.documents:,}",
+        f"{written.tokens:,}",
+        seconds,
+        rate,
+        outputs,
+    )
+
+
+def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
+    """Bytes of all inputs, and a function from (file, position in it) to the bytes read so far."""
+    ends = list(accumulate(map(size_of, paths), initial=0))
+    before = dict(zip(paths, ends))
+    return ends[-1], lambda path, position: before[path] + position
+
+
+def progress_bar(args: argparse.Namespace):
+    """(function that shows the progress, function that ends the bar), for a terminal."""
+    from tqdm import tqdm
+
+    total, done = bytes_done(args.input)
+    bar = tqdm(total=total or None, unit="B", unit_scale=True, unit_divisor=1000)
+
+    def show(path: str, position: int, written: Written) -> None:
+        bar.set_postfix_str(f"{written.documents:,} documents", refresh=False)
+        bar.update(done(path, position) - bar.n)
+
+    return show, bar.close
+
+
+def progress_lines(args: argparse.Namespace):
+    """A function that logs the progress every --log-interval documents."""
+    total, done = bytes_done(args.input)
+    shown = 0
+
+    def show(path: str, position: int, written: Written) -> None:
+        nonlocal shown
+        if written.documents - shown >= args.log_interval:
+            shown = written.documents
+            logger.info(
+                "%s documents, %.1f of %.1f MB read",
+                f"{shown:,}",
+                done(path, position) / 1e6,
+                total / 1e6,
+            )
+
+    return show
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
+    set_up_logging(logging.INFO, stream=sys.stderr, replaces=False)
+    return main_guard(lambda: run(parse_arguments(argv)))

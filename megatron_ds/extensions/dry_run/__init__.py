@@ -1,0 +1,1 @@
+"""What --dry-run prints: the plan of a run, whether it fits a device, and the longest sequence that does."""

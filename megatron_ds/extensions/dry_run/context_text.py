@@ -1,0 +1,230 @@
+"""The part of a dry run's text about context parallelism: the tokens of a rank, and what its attention sends
+with each way of sharing keys, values and heads (`models.context_attention.COMM_TYPES`).
+
+The core attention of each block runs alone, forward and backward, without memory and among simulated peers,
+so the bytes are those that the same code sends in a run; tests compare them. Of the divisions of the ranks
+for a2a+p2p the one that sends least is listed.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ...config import RunConfig, Source
+from ...config.rules.layout_rules import context_parallel
+from ...config.training_schedule import make_token_drop
+from ...models import MODELS, Layer
+from ...models.attention import attend, attend_again
+from ...models.context_attention import COMM_TYPES, make_core
+from ...mpu.fake_group import fake_mesh
+from ...planning.fake_stages import without_memory
+from ...planning.run_model import DTYPES, last_step, parallel_context
+from ...planning.world_plan import WorldPlan
+from .plan_tables import in_bytes
+
+
+def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:
+    """Bytes that attention of the planned rank sends to context-parallel ranks in a step, forward and
+    backward; an all-gather is counted as a ring.
+
+    config: with other values of --cp-comm-type than the plan; None: the plan's
+    """
+    config = config or plan.config
+    sent = 0.0
+    counted: Counter[tuple] = Counter()
+    for stage in plan.stages_of(plan.grid.coordinates(plan.rank)["pp"]):
+        counted.update(_blocks(config, stage.layers))
+    for (comm_type, tokens, granularity), number in counted.items():
+        sent += (
+            number
+            * plan.microbatches
+            * _bytes_of_core(config, plan, comm_type, tokens, granularity)
+        )
+    return sent
+
+
+def _blocks(
+    config: RunConfig, layers: Sequence[Layer]
+) -> Iterator[tuple[str, int, str | None]]:
+    """(comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
+    length = config.model.seq_length
+    drop = make_token_drop(config)
+    kinds = config.parallel.cp_comm_type
+    kept = drop.kept_at(last_step(config), length) if drop else length
+    for number, layer in enumerate(layer for layer in layers if layer.is_block):
+        index = int(layer.name.rpartition(".")[2]) if len(kinds) > 1 else 0
+        recomputes = (
+            layer.recompute.num_layers is None or number < layer.recompute.num_layers
+        )
+        yield (
+            kinds[index],
+            kept if layer.drops_tokens else length,
+            layer.recompute.granularity if recomputes else None,
+        )
+
+
+def _bytes_of_core(
+    config: RunConfig,
+    plan: WorldPlan,
+    comm_type: str,
+    tokens: int,
+    granularity: str | None,
+) -> float:
+    """Bytes sent by the attention core of one block for one micro-batch, with the kernels of the
+    planned device."""
+    mesh = fake_mesh(plan.grid, plan.rank)
+    ctx = parallel_context(config, mesh)
+    model = replace(config.model, attention_dropout=0.0)
+    # A simulated rank runs the core of one block without allocating memory.
+    with without_memory(plan.device, config.train.kernels) as where:
+        batch = (
+            MODELS[model.model]
+            .data.blank(config.train.micro_batch_size, tokens, where)
+            .cut(ctx.slice)
+        )
+        core = make_core(
+            model, "attention", ctx, comm_type=comm_type
+        )  # bytes depend on no pattern
+        q, k, v = (
+            torch.empty(
+                batch.seq_length,
+                batch.size,
+                heads // plan.grid.tp,
+                model.head_dim,
+                device=where,
+                dtype=DTYPES[config.optimizer.params_dtype],
+                requires_grad=True,
+            )
+            for heads in (
+                model.num_attention_heads,
+                model.query_groups,
+                model.query_groups,
+            )
+        )
+        # What its forward, its recomputation and its backward send is counted.
+        mesh.traffic.clear()
+        if granularity == "full":
+            with torch.no_grad():
+                attend(core, q, k, v, batch)
+        out = (attend_again if granularity == "selective" else attend)(
+            core, q, k, v, batch
+        )
+        out.backward(torch.empty_like(out))
+    return sum(mesh.traffic.wire_bytes().values())
+
+
+def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
+    """Comm type → the configuration with it for all layers, or why there is none; without the present one."""
+    found: dict[str, RunConfig | str] = {}
+    for comm_type in COMM_TYPES:
+        if set(config.parallel.cp_comm_type) == {comm_type}:
+            continue
+        if comm_type == "a2a+p2p":
+            found |= _divisions(config)
+            continue
+        changed = _with_type(config, comm_type, (1,))
+        if not [*context_parallel(changed)]:
+            found[comm_type] = changed
+        elif comm_type == "a2a":
+            found[comm_type] = "this number of heads"
+        else:
+            found[comm_type] = "sequences of this length"
+    return found
+
+
+def _with_type(config: RunConfig, comm_type: str, sizes: tuple[int, ...]) -> RunConfig:
+    return config.with_values(
+        {
+            "parallel.cp_comm_type": (comm_type,),
+            "parallel.hierarchical_context_parallel_sizes": sizes,
+        },
+        Source("derived", "the plan"),
+    )
+
+
+def _divisions(config: RunConfig) -> dict[str, RunConfig]:
+    """ "a2a+p2p", ranks that exchange heads × ranks that pass keys on → the configuration, for each division
+    of the context-parallel ranks that this number of heads allows."""
+    found = {}
+    c = config.parallel.context_parallel_size
+    for inner in range(2, c):
+        if c % inner == 0:
+            changed = _with_type(config, "a2a+p2p", (inner, c // inner))
+            if not [*context_parallel(changed)]:
+                found[f"a2a+p2p {inner} × {c // inner}"] = changed
+    return found
+
+
+def context_text(plan: WorldPlan) -> Iterator[str]:
+    """Lines; none for a single context-parallel rank."""
+    config = plan.config
+    cp = plan.grid.cp
+    if cp == 1:
+        return
+    length = config.model.seq_length
+    chosen = _in_words(config.parallel.cp_comm_type)
+    held = "two chunks" if config.is_zigzag else "one run"
+    yield (
+        f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
+        f"{held}"
+    )
+    # The bytes of the chosen communication, and of each that could replace it.
+    others = other_types(config)
+    sent = {chosen: attention_bytes(plan)} | {
+        name: attention_bytes(plan, other)
+        for name, other in others.items()
+        if isinstance(other, RunConfig)
+    }
+    divisions = sorted(
+        (name for name in sent if name.startswith("a2a+p2p ")), key=sent.__getitem__
+    )
+    sent = {
+        name: count for name, count in sent.items() if name not in divisions[1:]
+    }  # the best alone
+    if not sent[chosen]:
+        return
+    # One line for all of them, and one for the least.
+    listed = [
+        f"{in_bytes(count)} by {name}{' (chosen)' if name == chosen else ''}"
+        for name, count in sent.items()
+    ]
+    listed += [
+        f"{name} cannot divide {other}"
+        for name, other in others.items()
+        if isinstance(other, str)
+    ]
+    yield f"  attention of rank {plan.rank} sends in a step {', '.join(listed)}"
+    yield f"  {_least(chosen, sent)}"
+
+
+def _in_words(kinds: Sequence[str]) -> str:
+    """The type of all layers, or the layers of each: "p2p in 1 layer, a2a in 2"."""
+    counts = Counter(kinds)
+    if len(counts) == 1:
+        return kinds[0]
+    (first, count), *rest = counts.items()
+    words = [
+        f"{first} in {count} layer{'s' if count > 1 else ''}",
+        *(f"{kind} in {n}" for kind, n in rest),
+    ]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _least(chosen: str, sent: dict[str, float]) -> str:
+    """Which way sends the fewest bytes, and by how much."""
+    name = chosen if chosen in COMM_TYPES else "the chosen types"
+    least, most = (of(sent.values()) for of in (min, max))
+    if sent[chosen] > least:
+        cheaper = min(sent, key=sent.__getitem__)
+        kind, _, sizes = cheaper.replace(" × ", " ").partition(" ")
+        how = f"{kind} --hierarchical-context-parallel-sizes {sizes}" if sizes else kind
+        return (
+            f"least by --cp-comm-type {how}: {in_bytes(sent[chosen] - least)} less than {name}, "
+            f"{1 - least / sent[chosen]:.1%}"
+        )
+    others = [count for count in sent.values() if count > least]
+    if not others:
+        return "all of them send the same"
+    return f"least by {name}: {in_bytes(most - least)} less than the most, {1 - least / most:.1%}"

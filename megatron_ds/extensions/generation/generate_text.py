@@ -1,0 +1,317 @@
+"""Continue texts with a trained model, from a checkpoint of any layout, or chat with it.
+
+  megatron-ds generate --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
+  megatron-ds generate --load runs/chats --chat
+  torchrun --nproc-per-node 4 -m megatron_ds generate --load … --prompts-file prompts.jsonl --json \\
+      --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+--load takes the folder of a run (its --save), or of another program's checkpoint. All flags of a layout and of
+memory are those of training, without any the layers are divided over all processes (--tensor-model-parallel-size);
+the model and the tokenizer are the checkpoint's.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ds.checkpoint.place import place_of
+from megatron_ds.cli import Arguments
+from megatron_ds.console import set_up_logging
+from megatron_ds.data.tokenizers import Tokenizer
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
+from megatron_ds.extensions.evaluation.checkpoint_model import (
+    LoadedModel,
+    evaluation_config,
+    load_model,
+)
+from megatron_ds.extensions.generation.chat_turns import ChatTurns
+from megatron_ds.extensions.generation.continuation import (
+    Continuation,
+    TextGenerator,
+    TextRequest,
+)
+from megatron_ds.extensions.generation.generator import Generator
+from megatron_ds.extensions.generation.requests import (
+    GeneratedToken,
+    GenerationRequest,
+    Sampling,
+)
+from megatron_ds.extensions.generation.saved_flags import saved_flags
+from megatron_ds.extensions.generation.typed_lines import typed_lines
+from megatron_ds.mpu import launch as launching
+from megatron_ds.mpu.agree import on_one_rank
+from megatron_ds.training.distributed import joined
+
+LIMITS = {
+    "--max-new-tokens": (int, 64, "generate at most this many tokens"),
+    "--min-new-tokens": (int, 0, "generate at least this many tokens"),
+    "--temperature": (float, 1.0, "divides the logits; 0 is greedy"),
+    "--top-k": (int, 0, "sample from the k most likely tokens only; 0: no limit"),
+    "--top-p": (float, 1.0, "sample from the most likely tokens with this probability"),
+    "--min-p": (float, 0.0, "least share of the most likely token's probability"),
+    "--repetition-penalty": (float, 1.0, "above 1: tokens of the text are less likely"),
+    "--seed": (int, 0, "the same seed gives the same text at every layout"),
+    "--requests": (int, 16, "texts at once on each data-parallel rank"),
+}
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+    """(the flags of the command, those of the run). Raises ConfigError."""
+    parser = Arguments(__doc__)
+    add = parser.add_argument
+    # The checkpoint and the prompts.
+    add("--load", type=place_of, required=True, help="folder of a checkpoint")
+    add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue; may be given several times",
+    )
+    add(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help='a prompt on each line; of a .jsonl file the text under "prompt"',
+    )
+    add("--chat", action="store_true", help="answer what is typed, line by line")
+    add("--system", metavar="TEXT", help="system message of --chat")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of --chat; default: that of the tokenizer",
+    )
+    # The text.
+    for flag, (kind, default, meaning) in LIMITS.items():
+        add(flag, type=kind, default=default, help=f"{meaning} (default {default})")
+    add("--greedy", action="store_true", help="the same as --temperature 0")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    add(
+        "--ignore-eod",
+        action="store_true",
+        help="continue after the end-of-document token",
+    )
+    # What is printed.
+    add("--json", action="store_true", help="print a line of JSON for each prompt")
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probability of each token, and the N most likely ones",
+    )
+    add(
+        "--prompt-logprobs",
+        action="store_true",
+        help="with --logprobs: those of the prompt's tokens, too",
+    )
+    return parser.parse_known_args(argv)
+
+
+def run_tool(argv: Sequence[str] | None = None) -> int:
+    """Load the model, and print the text that continues each prompt."""
+    with launching.reported_to_others():
+        args, rest = parse_arguments(argv)
+        check(args, rest)
+        launch = launching.read_launch(os.environ)
+        set_up_logging(logging.WARNING, stream=sys.stderr)
+        flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
+        config = evaluation_config(flags, launch)
+    with joined(config, launch) as mesh:
+        model = load_model(config, mesh, args.iteration)
+        generator = Generator(model.engine, requests=args.requests)
+        world = mesh.group("world")
+
+        def lead() -> None:
+            try:
+                (chat if args.chat else show)(args, model, generator)
+            finally:
+                generator.close()
+
+        generator.follow()
+        on_one_rank(world, lead)
+    return 0
+
+
+def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raises ConfigError for flags that contradict each other, before anything is loaded."""
+    if args.max_new_tokens < 1:
+        raise ConfigError(
+            f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
+        )
+    given = [bool(args.prompt), args.prompts_file is not None, args.chat]
+    if sum(given) != 1:
+        raise ConfigError(
+            f"{sum(given)} of --prompt, --prompts-file and --chat are given. Use one of them."
+        )
+    if args.logprobs is not None and not args.json:
+        raise ConfigError("--logprobs is printed with --json. Add it.")
+    if args.prompt_logprobs and args.logprobs is None:
+        raise ConfigError("--prompt-logprobs needs --logprobs N. Use 0 or more.")
+    if args.chat and args.json:
+        raise ConfigError("--json prints no chat. Use --prompt or --prompts-file.")
+    if "--context-parallel-size" in rest:
+        size = rest[rest.index("--context-parallel-size") + 1 :][:1]
+        if size != ["1"]:
+            raise ConfigError(
+                f"--context-parallel-size {''.join(size)}: each rank keeps the keys of whole texts. Use 1; "
+                "checkpoints of every size load."
+            )
+    sampling_of(args)
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Raises ConfigError for impossible values."""
+    return Sampling(
+        0.0 if args.greedy else args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.repetition_penalty,
+        args.seed,
+    )
+
+
+def request_of(
+    args: argparse.Namespace,
+    tokens: Sequence[int],
+    stop_tokens: frozenset[int],
+    max_length: int,
+) -> GenerationRequest:
+    """A request by the flags, up to the last position of the model. Raises ConfigError without room."""
+    room = max_length - len(tokens)
+    if room < 1:
+        raise ConfigError(
+            f"the prompt, or the conversation so far, of {len(tokens)} tokens fills all {max_length} positions. "
+            "Shorten the prompt, or begin another conversation."
+        )
+    most = min(args.max_new_tokens, room)
+    return GenerationRequest(
+        tuple(tokens),
+        sampling_of(args),
+        most,
+        min(args.min_new_tokens, most),
+        stop_tokens,
+        args.logprobs,
+        args.prompt_logprobs,
+    )
+
+
+def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:
+    """Print the text of each prompt, in their order, as soon as it is complete."""
+    tokenizer = model.tokenizer
+    prompts = args.prompt or read_prompts(args.prompts_file)
+    ends = frozenset() if args.ignore_eod else frozenset([tokenizer.eod])
+    requests = []
+    for prompt in prompts:
+        request = request_of(args, tokenizer.encode(prompt), ends, generator.max_length)
+        requests.append(TextRequest(request, tuple(args.stop)))
+    # Texts end in any order.
+    found = [Continuation() for _ in prompts]
+    printed = 0
+    for _ in TextGenerator(generator, tokenizer).stream(requests, found):
+        while printed < len(found) and found[printed].finish is not None:
+            asked = requests[printed].request
+            print_text(args, tokenizer, asked, found[printed], len(found) > 1)
+            printed += 1
+
+
+def print_text(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    asked: GenerationRequest,
+    found: Continuation,
+    is_one_of_many: bool,
+) -> None:
+    """Print a complete text, or its JSON."""
+    prompt = tokenizer.decode(asked.tokens)
+    if not args.json:
+        print(prompt + found.text, flush=True)
+        if is_one_of_many:
+            print("-" * 80, flush=True)
+        return
+    record = {"prompt": prompt, "text": found.text, "finish": found.finish}
+    record["tokens"] = [token.token for token in found.tokens]
+    if args.logprobs is not None:
+        record["logprobs"] = list(map(scores_of, found.tokens))
+    if args.prompt_logprobs:
+        record["prompt_tokens"] = list(asked.tokens)
+        record["prompt_logprobs"] = list(map(scores_of, found.prompt_scores))
+    print(json.dumps(record, ensure_ascii=False), flush=True)
+
+
+def scores_of(token: GeneratedToken) -> dict:
+    """The log-probability of a token, and of the most likely ones in its place."""
+    return {"logprob": token.log_prob, "likeliest": list(token.alternatives)}
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file. Raises DataError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if line.strip()]
+        if path.suffix == ".jsonl":
+            lines = [json.loads(line)["prompt"] for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"--prompts-file {path} cannot be read: {type(error).__name__}: {error}. Use UTF-8 text with a prompt on "
+            'each line, or .jsonl with {"prompt": "…"}.'
+        ) from None
+    if not lines or not all(isinstance(line, str) for line in lines):
+        raise DataError(
+            f"--prompts-file {path} has no prompts. Write one on each line."
+        )
+    return lines
+
+
+def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:
+    """Answer each line of standard input, until its end. Earlier lines and answers are part of the prompt."""
+    path = model.engine.config.data.tokenizer_model
+    if path is None:
+        raise ConfigError(
+            "--chat needs the chat template of a tokenizer with files, and this model has none. Use --prompt."
+        )
+    turns = ChatTurns(
+        load_template(path, args.chat_template, {}),
+        model.tokenizer,
+    )
+    # The conversation grows by each line and its answer.
+    texts = TextGenerator(generator, model.tokenizer)
+    messages = []
+    if args.system:
+        messages.append({"role": "system", "content": args.system})
+    # While no line is typed, the other ranks see that rank 0 is alive.
+    for line in typed_lines(sys.stdin.fileno(), ask, generator.step):
+        messages.append({"role": "user", "content": line})
+        try:
+            tokens = turns.prompt(messages)
+        except TemplateRefusal as error:
+            raise DataError(
+                f"the chat template refuses the messages: {error}."
+            ) from None
+        # The answer appears while it is generated.
+        request = request_of(args, tokens, turns.stop_tokens, generator.max_length)
+        asked = TextRequest(request, (*turns.stops, *args.stop))
+        answer = Continuation()
+        for _, text in texts.stream([asked], [answer]):
+            print(text, end="", flush=True)
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+def ask() -> None:
+    """Print what invites a person to type."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)

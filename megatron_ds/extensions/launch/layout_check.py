@@ -1,0 +1,82 @@
+"""Whether a command line of this package's training is right for a number of ranks, before it is started."""
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...config import parse
+from ...errors import ConfigError
+from ...plugins import plugged
+
+SCRIPTS = {"pretrain_gpt.py": {}, "pretrain_bert.py": {"model": "bert"}}
+CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
+COMMANDS = {"train": {}, "train-bert": {"model": "bert"}}
+
+
+class LayoutCheck:
+    """words: the program and its arguments; world_size: of the first start, for which they are taken to be right"""
+
+    def __init__(self, words: Sequence[str], world_size: int):
+        self._found = _training(words)
+        self._elastic = None if self._found else _elastic_file(words)
+        # A program with the name of ours may have other flags.
+        if self.problem(world_size):
+            self._found = None
+
+    def problem(self, world_size: int) -> str:
+        """What is wrong with that many ranks; "" for nothing, and for a program of the user.
+
+        Such a program is checked by the section "elasticity" of its --deepspeed_config, if that has one.
+        """
+        if self._elastic is not None:
+            return _elastic_problem(self._elastic, world_size)
+        if self._found is None:
+            return ""
+        arguments, defaults = self._found
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                parse(arguments, world_size, defaults=defaults, env={})
+        except ConfigError as error:
+            return f"With {world_size} ranks: {error}"
+        except SystemExit:  # --help
+            return ""
+        return ""
+
+
+def _elastic_file(words: Sequence[str]) -> dict | None:
+    """The JSON of --deepspeed_config, if elasticity is switched on in it."""
+    pairs = [
+        *zip(words, words[1:]),
+        *(word.split("=", 1) for word in words if "=" in word),
+    ]
+    paths = [value for name, value in pairs if name in CONFIG_FLAGS]
+    try:
+        found = json.loads(Path(paths[-1]).read_text()) if paths else None
+    except (OSError, ValueError):
+        return None
+    enabled = plugged("elastic enabled")
+    is_elastic = isinstance(found, dict) and enabled is not None and enabled(found)
+    return found if is_elastic else None
+
+
+def _elastic_problem(ds_config: dict, world_size: int) -> str:
+    try:
+        plugged("elastic check")(ds_config, world_size=world_size)
+    except ConfigError as error:
+        return f"With {world_size} ranks: {error}"
+    return ""
+
+
+def _training(words: Sequence[str]) -> tuple[list[str], dict] | None:
+    """(arguments, defaults) of a training of this package; None for another program."""
+    name = Path(words[0]).name
+    arguments = list(words[1:])
+    if name in SCRIPTS:
+        return arguments, SCRIPTS[name]
+    if name in ("megatron_ds", "megatron-ds") and arguments[:1] in (
+        [command] for command in COMMANDS
+    ):
+        return arguments[1:], COMMANDS[arguments[0]]
+    return None

@@ -1,0 +1,1 @@
+"""Sinks of metrics that are services: Weights & Biases, Comet, MLflow, OpenTelemetry."""

@@ -1,0 +1,1 @@
+"""Upcycling: a checkpoint with experts from a dense one."""
