@@ -26,7 +26,9 @@ def compared(monkeypatch, arriving: float, other: float) -> None:
         "all_gather_object",
         lambda own, world: [own, (own[0], {"w": theirs})],
     )
-    mesh = SimpleNamespace(coordinate=lambda axis: 0, group=lambda axes: None)
+    mesh = SimpleNamespace(
+        coordinate=lambda axis: 0, group=lambda axes: None, device=torch.device("cpu")
+    )
     replica_check.check_replicas(optimizer, mesh, 7)
 
 
