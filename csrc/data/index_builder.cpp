@@ -1,5 +1,5 @@
-// Index maps of datasets: what gpt/index_maps.py, loading/blend.py and bert/bert_maps.py of
-// megatron_ds/data build with numpy, faster, with equal values.
+// Index maps of datasets: what data/loading/index_maps.py, data/loading/blend.py and extensions/bert/bert_maps.py of
+// megatron_ds build with numpy, faster, with equal values.
 //
 //   sample_index.h     where the samples of a GPT dataset begin       threads; each document's length is read once
 //   shuffle.h          numpy's shuffle and C++'s, bit by bit          memory fetched ahead

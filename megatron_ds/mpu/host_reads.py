@@ -30,7 +30,7 @@ def to_host(values: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         return values.cpu()
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     on_host.copy_(values.detach(), non_blocking=True)
-    _wait(_event().query, transport)
+    _wait(_event(values.device).query, transport)
     return on_host
 
 
@@ -48,7 +48,7 @@ def wait_for_work(device: torch.device, group: Group | None = None) -> None:
     """Return when what is queued on the current stream of a GPU is done. A plain read of its results then waits
     for no other rank. Raises as `to_host` does."""
     if device.type == "cuda":
-        wait_until(_event().query, group)
+        wait_until(_event(device).query, group)
 
 
 def wait_for_mark(mark: Mark) -> None:
@@ -72,10 +72,10 @@ def _wait(is_reached: Callable[[], bool], transport: Failing | None) -> None:
         wait_for_device(is_reached, transport)
 
 
-def _event() -> torch.cuda.Event:
-    """The end of what is queued on the current stream."""
+def _event(device: torch.device) -> torch.cuda.Event:
+    """The end of what is queued on the current stream of a GPU, which may not be the current one."""
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -295,7 +295,8 @@ class _ColumnLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         weight, bias = ctx.parameters
         call = ctx.call
-        needs_dx, needs_dw, needs_db = _wanted(ctx)
+        needs_dx = ctx.needs_input_grad[0]
+        needs_dw, needs_db = ctx.trained
         # The products of the layer are chosen for contiguous matrices.
         products = ctx.products if dy.is_contiguous() else UNBOUND
         dy = dy.reshape(-1, dy.shape[-1])  # [s b, out/t]
@@ -348,7 +349,8 @@ class _RowLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         weight, bias = ctx.parameters
         call = ctx.call
-        needs_dx, needs_dw, needs_db = _wanted(ctx)
+        needs_dx = ctx.needs_input_grad[0]
+        needs_dw, needs_db = ctx.trained
         # With sequence parallelism db is a partial sum, over this rank's slice.
         db = None
         if needs_db:
@@ -372,8 +374,10 @@ def _keep(ctx, x, parameters, call) -> torch.Tensor:
     """Keep what backward needs; x as contiguous rows."""
     shape = x.shape
     x = x.reshape(-1, shape[-1]).contiguous()
+    weight, bias = parameters
+    ctx.trained = weight.requires_grad, bias is not None and bias.requires_grad
     # The input serves the gradient of the weight alone, which a frozen one has not.
-    ctx.save_for_backward(x if parameters[0].requires_grad else None)
+    ctx.save_for_backward(x if weight.requires_grad else None)
     ctx.shape = shape
     ctx.parameters = parameters
     ctx.call = call
@@ -384,16 +388,6 @@ def _keep(ctx, x, parameters, call) -> torch.Tensor:
         key = x.shape, x.dtype, CHOICES.number
         ctx.products = of_layer.now if key == of_layer.key else of_layer.chosen(key)
     return x
-
-
-def _wanted(ctx) -> tuple[bool, bool, bool]:
-    """Whether the gradients of the input, the weight and the bias are wanted. Where autograd does not follow the
-    parameters, those are that are trained."""
-    needs_dx, _, _, *followed = ctx.needs_input_grad
-    if followed:
-        return needs_dx, *followed
-    weight, bias = ctx.parameters
-    return needs_dx, weight.requires_grad, bias is not None and bias.requires_grad
 
 
 def _reshaped(y: torch.Tensor, call: LinearCall, *shape: int) -> torch.Tensor:

@@ -187,6 +187,15 @@ def test_what_one_stage_cannot_do_is_told():
     on_ranks(1, main, lambda: make(pipeline), config_of(0, 1))
 
 
+@pytest.mark.parametrize("interval", ["2", None, True, 0.5])
+def test_an_interval_that_is_no_integer_is_told(interval):
+    config = config_of(0, 1) | {
+        "pipeline": {"activation_checkpoint_interval": interval}
+    }
+    with pytest.raises(ConfigError, match="activation_checkpoint_interval.* integer"):
+        megatron_ds.initialize(model=pipeline(), config=config)
+
+
 def test_deepspeeds_names_are_there():
     assert megatron_ds.PipelineModule is PipelineModule
     assert issubclass(PipelineEngine, megatron_ds.DeepSpeedEngine)

@@ -128,6 +128,32 @@ def test_no_read_waits_without_end_for_a_device_that_is_stuck(read, monkeypatch)
         run_ranks(2, fail)
 
 
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "read", [to_host, lambda x, group: wait_for_work(x.device, group)]
+)
+def test_the_event_is_of_the_device_that_has_the_values(read, monkeypatch):
+    """Which is not always the current one of the process."""
+    asked = []
+
+    def rank_main(rank, world):
+        with FakeGpu():
+            x = torch.ones(2, device="cuda")
+            read(x, world.group("dp", (0, 1), rank))
+            assert asked == [x.device] * len(asked)
+
+    with fake_cuda():
+        current = torch.cuda.current_stream
+
+        def noted(device=None):
+            asked.append(device)
+            return current(device)
+
+        monkeypatch.setattr(torch.cuda, "current_stream", noted)
+        run_ranks(2, rank_main)
+    assert len(asked) == 2
+
+
 @pytest.mark.plan
 def test_the_flight_recorder_is_on_unless_the_user_decides():
     env = {}

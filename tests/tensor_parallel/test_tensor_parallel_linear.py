@@ -1,5 +1,7 @@
 """Column and row linears on threaded ranks against one torch linear that holds the whole weight."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -256,6 +258,25 @@ def test_frozen_parameters_and_inputs_get_no_gradient():
     row(torch.tanh(column(X))).backward(DY)
     assert column.weight.grad is None and row.bias.grad is None
     assert column.bias.grad is not None and row.weight.grad is not None
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_is_trained_is_decided_in_the_forward(is_trained):
+    """Also for parameters that autograd does not follow: a network that is frozen for one forward alone."""
+    pair, _ = make_pair(solo("tp"))
+    added = []
+    for layer in pair:
+        for p in layer.parameters():
+            p.take_new_main_grad = partial(torch.empty_like, p)
+            p.add_main_grad = lambda gradient, p=p: added.append(p.spec.name)
+            p.grad_ready = lambda p=p: added.append(p.spec.name)
+            p.requires_grad_(is_trained)
+    y = pair[1](torch.tanh(pair[0](X.clone().requires_grad_())))
+    for layer in pair:
+        layer.requires_grad_(not is_trained)
+    y.backward(DY)
+    every = ["a.bias", "a.weight", "b.bias", "b.weight"]
+    assert sorted(added) == (every if is_trained else [])
 
 
 def test_any_memory_order_of_inputs_and_gradients_is_taken():

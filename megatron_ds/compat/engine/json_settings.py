@@ -53,6 +53,7 @@ from .gradient_sum import sums_gradients
 from .log_level import KEY as LOG_LEVEL
 from .log_level import log_level_of
 from .number_formats import formats_of
+from .pipeline_module import interval_of
 
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {
@@ -169,6 +170,7 @@ def read_settings(
     profile_wish(name, block)
     sums_gradients(name, block)
     log_level_of(name, block)
+    interval_of(name, block)
     tag_rule(name, block)
     block = with_decay_default(_without_engine_keys(name, block))
     # Keys that are options, and "auto" values.

@@ -1,6 +1,6 @@
 """`PipelineEngine`: what `initialize` makes of a `PipelineModule`. It takes whole batches, not single micro-batches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,10 +8,7 @@ import torch
 from ...mpu.collectives import all_reduce_
 from .engine import Engine
 from .engine_loader import RepeatingLoader
-from .pipeline_module import PipelineError, PipelineModule
-
-BLOCK = "pipeline"
-INTERVAL = "activation_checkpoint_interval"
+from .pipeline_module import PipelineError, PipelineModule, interval_of
 
 
 class PipelineEngine(Engine):
@@ -24,9 +21,9 @@ class PipelineEngine(Engine):
         super().__init__(*args)
         self._iterator: Iterator[Any] | None = None
         # The interval of the JSON comes before that of the module.
-        block = self.config.get(BLOCK, {})
-        if isinstance(block, Mapping) and block.get(INTERVAL, 0) > 0:
-            self.module.set_checkpoint_interval(block[INTERVAL])
+        interval = interval_of("config", self.config)
+        if interval > 0:
+            self.module.set_checkpoint_interval(interval)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on a batch: one (inputs, labels) for each micro-batch, of data_iter or of `training_data=`. Collective.

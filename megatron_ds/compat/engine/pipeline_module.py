@@ -13,7 +13,7 @@ the state. More than one stage is refused. Parameters have DeepSpeed's names: `3
 `tied_modules.words.weight` of tied layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...config.options.option import shown
 from ...errors import CallError, ConfigError
 
 Layer = Callable[[Any], Any]
+BLOCK = "pipeline"
+INTERVAL = "activation_checkpoint_interval"
 
 
 class PipelineError(CallError):
@@ -163,6 +166,20 @@ class PipelineModule(nn.Module):
                 for function in functions
             )
         return any(map(_has_parameters, functions))
+
+
+def interval_of(name: str, block: Mapping[str, Any]) -> int:
+    """How many layers the JSON recomputes together; 0: it does not say. Raises ConfigError for another value.
+
+    name: of the config, for messages
+    """
+    inner = block.get(BLOCK)
+    interval = inner.get(INTERVAL, 0) if isinstance(inner, Mapping) else 0
+    if isinstance(interval, bool) or not isinstance(interval, int):
+        raise ConfigError(
+            f'{name}: "{BLOCK}.{INTERVAL}" is {shown(interval)}; it must be an integer, 0 for no recomputation.'
+        )
+    return interval
 
 
 def _check_stages(num_stages: int | None, topology: Any) -> None:

@@ -1,6 +1,6 @@
 """Compiles the GPU kernels of a run before its first step.
 
-A step that runs on tensors without memory launches nothing but names its kernels (`gpu/gpu_kernel.py`).
+A step that runs on tensors without memory launches nothing but names its kernels (`gpu_kernel.py`).
 They are compiled together, so that no step waits for the compiler, and loaded, which may wait for the GPU:
 between collectives of several ranks that is better done once, before the first. Planning that step imports
 torch._dynamo, in 2 to 3 s, which rank 0 does for the start-up text anyway.

@@ -1,5 +1,5 @@
 """`CompressedOptimizer`: what the optimizers have in common whose data-parallel ranks exchange one bit an
-element. They update parts of parameters; `zero/compressed_update.py` exchanges what `phases` asks for.
+element. They update parts of parameters; `compressed_update.py` exchanges what `phases` asks for.
 
 In a step whose exchange is not `Exchange.FULL`, "exp_avg" has its new value when the step begins, and
 gradients are not read.
