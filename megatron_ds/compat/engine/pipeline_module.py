@@ -169,7 +169,7 @@ class PipelineModule(nn.Module):
 
 
 def interval_of(name: str, block: Mapping[str, Any]) -> int:
-    """How many layers the JSON recomputes together; 0: it does not say. Raises ConfigError for another value.
+    """How many layers the JSON recomputes together; 0 where it has no number. Raises ConfigError for another value.
 
     name: of the config, for messages
     """
