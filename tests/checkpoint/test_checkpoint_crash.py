@@ -16,7 +16,7 @@ def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint
         [warm_python(), "-m", "tests.checkpoint.crashing_saves", str(tmp_path), "7"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
