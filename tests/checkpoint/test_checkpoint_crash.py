@@ -6,7 +6,11 @@ import pytest
 
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.parts(2, together=True),
+    pytest.mark.timeout(700),
+]
 
 
 def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint_or_the_new_one(
