@@ -1,10 +1,12 @@
 """Runs with --distill-from are those of plain torch, with teachers of this package and of Hugging Face."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div
 
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
@@ -18,11 +20,11 @@ from tests.harness.pretraining import (
     train,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 ROOM = 16
 SIZE = 4
-STEPS = 3
+STEPS = 2
 RATE = 1e-3
 WEIGHT, TEMPERATURE = 0.7, 2.0
 LLAMA = (
@@ -115,29 +117,52 @@ def test_a_run_has_the_losses_of_plain_torch(
     assert saved["identity"]["model"]["hidden_size"] == 32
 
 
-def test_without_a_teacher_a_run_learns_otherwise(folder, tmp_path):
-    plain = [word for word in job(folder, "teacher")]
-    at = plain.index("--distill-from")
-    train(1, [*plain[:at], "--save", str(tmp_path / "run")])
+def test_a_run_that_continues_with_another_teacher_or_none_says_so(folder, tmp_path):
+    run = str(tmp_path / "run")
+    argv = [*job(folder, "teacher"), "--save", run, "--load", run]
+    train(1, [*argv, "--train-iters", "1"])
+    [same] = train(1, argv)
+    assert "was taught by" not in same.err + same.out
+    [other] = train(
+        1, [*argv, "--distill-from", str(folder / "student"), "--train-iters", "3"]
+    )
+    text = other.err + other.out
+    assert f"was taught by {folder / 'teacher'}, iteration" in text
+    assert f"goes on with {folder / 'student'}" in text
+    # Without a teacher the run learns otherwise.
+    at = argv.index("--distill-from")
+    train(1, [*argv[:at], "--save", str(tmp_path / "alone")])
     apart = in_plain_torch(folder, False, None)
-    assert list(losses(tmp_path / "run").values()) != pytest.approx(apart, rel=0.05)
+    assert list(losses(tmp_path / "alone").values()) != pytest.approx(apart, rel=0.05)
+
+
+def test_a_teacher_that_is_broken_is_named(folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "teacher_hf", broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    [ended] = run_pretrain(1, job(folder, broken))
+    assert ended.code != 0
+    assert "loss is nan, divergence nan at iteration 1" in ended.err, ended.err
 
 
 @pytest.mark.parametrize(
     "words, problem",
     [
         (["--vocab-size", "99"], "a vocabulary of 62 tokens, and this run has 100"),
+        (["--dpo"], "one loss is of tokens, the other of pairs of answers"),
+        (["--model", "bert"], "BERT predicts masked tokens"),
         (["--label-smoothing", "0.1"], "take the place of smoothed labels"),
         (["--distill-top-k", "99"], "of a vocabulary of"),
         (["--distill-from", "/nowhere"], "--distill-from"),
-        (["--num-layers", "4", "--pipeline-model-parallel-size", "4"], "the teacher"),
+        (["--seq-length", "32"], "--seq-length 32 is longer than"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder, words, problem):
     argv = [word for word in job(folder, "teacher")]
     at = argv.index("--pretrained-checkpoint")
-    ranks = 4 if "4" in words else 1
-    ended = run_pretrain(ranks, [*argv[:at], *argv[at + 2 :], *words])[0]
+    [ended] = run_pretrain(1, [*argv[:at], *argv[at + 2 :], *words])
     assert ended.code == 2 and problem in ended.err, ended.err
 
 

@@ -21,6 +21,8 @@ from ..evaluation.checkpoint_model import evaluation_config
 TEACHER = Source("script", "the checkpoint of --distill-from")
 # Chunks of the head of a teacher whose hidden states are kept: any number above 1 leaves its product to the loss.
 NOT_COMPUTED = 2
+# Lengths of the data and of the padded vocabulary, which are those of the run.
+OF_ROWS = ("seq_length", "make_vocab_size_divisible_by")
 # What of a training a forward has, too.
 OF_TRAINING = (
     "micro_batch_size",
@@ -45,8 +47,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
     try:
         model = saved_model(folder)
     except (CheckpointError, ConfigError) as error:
-        text = str(error).replace(f"--load {folder}", folder)
-        raise CheckpointError(f"--distill-from: {text}") from None
+        raise of_teacher(error, folder) from None
     rows = config.model.vocab_size
     if model.vocab_size != rows:
         raise ConfigError(
@@ -64,6 +65,13 @@ def teacher_config(config: RunConfig) -> RunConfig:
     return teacher
 
 
+def of_teacher(error: Exception, folder: str) -> CheckpointError:
+    """The error about the folder of a teacher, which loads as that of --load does."""
+    text = str(error).replace(f"--load {folder}", folder)
+    text = text.replace("--load takes", "--distill-from takes")
+    return CheckpointError(f"--distill-from: {text}")
+
+
 @lru_cache(maxsize=4)
 def saved_model(folder: str) -> ModelConfig:
     """The model in a folder, with the size of its vocabulary."""
@@ -76,11 +84,11 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
     optimizer = config.optimizer
     is_whole = config.distillation.distill_top_k is None
     train = {name: getattr(config.train, name) for name in OF_TRAINING}
-    model = replace(
-        model,
-        seq_length=config.model.seq_length,
-        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
-    )
+    own = {name: getattr(config.model, name) for name in OF_ROWS}
+    model = replace(model, **own)
+    sources = {f"model.{name}": TEACHER for name in vars(model).keys() - own.keys()}
+    if (path := "model.seq_length") in config.sources:
+        sources[path] = config.sources[path]
     # Everything else has its default: a forward has no optimizer, and recomputes nothing.
     return RunConfig(
         model=model,
@@ -97,7 +105,7 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
             load=config.distillation.distill_from, finetune=True, no_load_optim=True
         ),
         world_size=config.world_size,
-        sources={f"model.{name}": TEACHER for name in vars(model)},
+        sources=sources,
     )
 
 
