@@ -32,6 +32,8 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
 ).split()
 WIDE = "--num-layers 3 --hidden-size 48 --num-attention-heads 6 --init-method-std 0.3".split()
+# Each step is computed twice, and the first micro-batch of the next one before it.
+TWICE = "--rerun-bad-steps --rerun-steps-interval 1 --grad-noise-scale --grad-noise-scale-interval 1"
 PLAIN = (
     f"--lr {RATE} --min-lr {RATE} --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --clip-grad 0"
 ).split()
@@ -95,7 +97,7 @@ def in_plain_torch(folder, reverse: bool, count: int | None) -> list[float]:
 @pytest.mark.parametrize(
     "ranks, teacher, words, reverse, count",
     [
-        (1, "teacher_hf", "--micro-batch-size 2", False, None),
+        (1, "teacher_hf", f"--micro-batch-size 2 {TWICE}", False, None),
         (2, "teacher", "--tensor-model-parallel-size 2 --distill-top-k 7", False, 7),
         (2, "teacher", "--zero-stage 3 --distill-divergence reverse", True, None),
     ],
@@ -110,6 +112,7 @@ def test_a_run_has_the_losses_of_plain_torch(
     parts = (1 - WEIGHT) * last["language_loss"]
     parts += WEIGHT * TEMPERATURE**2 * last["divergence"]
     assert parts == pytest.approx(last["loss"], rel=1e-5)
+    assert not records(tmp_path / "run", "rerun")
     # The checkpoint is the student's alone.
     [step] = (tmp_path / "run").glob("iter_*")
     saved = json.loads((step / "run.json").read_text())
@@ -117,7 +120,7 @@ def test_a_run_has_the_losses_of_plain_torch(
     assert saved["identity"]["model"]["hidden_size"] == 32
 
 
-def test_a_run_that_continues_with_another_teacher_or_none_says_so(folder, tmp_path):
+def test_a_run_that_continues_with_another_teacher_says_so(folder, tmp_path):
     run = str(tmp_path / "run")
     argv = [*job(folder, "teacher"), "--save", run, "--load", run]
     train(1, [*argv, "--train-iters", "1"])
@@ -129,7 +132,10 @@ def test_a_run_that_continues_with_another_teacher_or_none_says_so(folder, tmp_p
     text = other.err + other.out
     assert f"was taught by {folder / 'teacher'}, iteration" in text
     assert f"goes on with {folder / 'student'}" in text
-    # Without a teacher the run learns otherwise.
+
+
+def test_without_a_teacher_a_run_learns_otherwise(folder, tmp_path):
+    argv = job(folder, "teacher")
     at = argv.index("--distill-from")
     train(1, [*argv[:at], "--save", str(tmp_path / "alone")])
     apart = in_plain_torch(folder, False, None)
