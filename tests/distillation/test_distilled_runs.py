@@ -32,6 +32,9 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
 ).split()
 WIDE = "--num-layers 3 --hidden-size 48 --num-attention-heads 6 --init-method-std 0.3".split()
+STAGES = (
+    "--dry-run --world-size 4 --num-layers 4 --pipeline-model-parallel-size 4".split()
+)
 # Each step is computed twice, and the first micro-batch of the next one before it.
 TWICE = "--rerun-bad-steps --rerun-steps-interval 1 --grad-noise-scale --grad-noise-scale-interval 1"
 PLAIN = (
@@ -163,6 +166,7 @@ def test_a_teacher_that_is_broken_is_named(folder, tmp_path):
         (["--distill-top-k", "99"], "of a vocabulary of"),
         (["--distill-from", "/nowhere"], "--distill-from"),
         (["--seq-length", "32"], "--seq-length 32 is longer than"),
+        (STAGES, "is less than --pipeline-model-parallel-size 4: each"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder, words, problem):

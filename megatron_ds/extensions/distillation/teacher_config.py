@@ -86,13 +86,15 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
     train = {name: getattr(config.train, name) for name in OF_TRAINING}
     own = {name: getattr(config.model, name) for name in OF_ROWS}
     model = replace(model, **own)
+    parallel = _as_many_stages(config, any(model.experts))
+    # Messages name the checkpoint for what is the model's, and the options of the run for the rest.
     sources = {f"model.{name}": TEACHER for name in vars(model).keys() - own.keys()}
-    if (path := "model.seq_length") in config.sources:
-        sources[path] = config.sources[path]
+    of_run = {f"parallel.{name}" for name in vars(parallel)} | {"model.seq_length"}
+    sources |= {path: config.sources[path] for path in of_run & config.sources.keys()}
     # Everything else has its default: a forward has no optimizer, and recomputes nothing.
     return RunConfig(
         model=model,
-        parallel=_as_many_stages(config, any(model.experts)),
+        parallel=parallel,
         zero=_split_alike(config.zero),
         optimizer=OptimizerConfig(
             lr=optimizer.lr, fp16=optimizer.fp16, bf16=optimizer.bf16
