@@ -1,6 +1,6 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
 # make finetune     make a small GPT that continues text answer questions, on this machine's CPU
-# make test         ruff and the tests that need no GPU, of costly ones a part: 15 to 30 minutes on two cores
+# make test         ruff and the tests that need no GPU, of costly ones a part: 12 to 25 minutes on two cores
 # make test-all     all parts, with more cases and all steps of the layout grid, and whole products
 # make gpu          all that one GPU can show, in nine minutes: steps, tests, kernels; into $OUT/gpu-results.json.
 #                   Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another

@@ -391,11 +391,15 @@ def _keep(ctx, x, parameters, call) -> torch.Tensor:
 
 
 def _reshaped(y: torch.Tensor, call: LinearCall, *shape: int) -> torch.Tensor:
-    """y, which no one else holds, in another shape. Autograd forbids writing in place to a view that a Function
-    returns, so it is none."""
-    if call.products is None:  # as in torch.compile, which does not trace resize_
+    """y, which nothing else holds, in another shape. Autograd forbids writing in place to a view that a Function
+    returns, so it is none.
+
+    `resize_` takes a third of the time. torch.compile, in which a layer has no products of its own, does not trace
+    it, and tensors that wrap others cannot change their shape.
+    """
+    if call.products is None or type(y) is not torch.Tensor:
         return torch.ops.aten._unsafe_view(y, shape)
-    return y.resize_(shape)  # in a third of the time
+    return y.resize_(shape)
 
 
 class _GatherLast(torch.autograd.Function):

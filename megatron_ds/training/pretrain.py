@@ -14,7 +14,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +52,7 @@ from ..planning.training_length import make_length
 from ..plugins import missing_wings, plugged
 from ..progress.ramps import Progress
 from .base_weights import (
+    BaseWeights,
     check_same_base,
     find_base,
     load_base,
@@ -61,12 +64,13 @@ from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import options_of_checkpoint, with_saved_schedule
-from .objective import open_objective
+from .objective import Prepare, open_objective
 from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
 from .observe.sink import check_folder
 from .restart import continued
 from .run_checkpoint import (
+    Start,
     all_pieces,
     check_same_run,
     clear_save_folder,
@@ -175,6 +179,30 @@ def _configure(
     return launch, config
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What a run starts from, before its model is built.
+
+    as_given     the options of the run, with the schedule of the checkpoint
+    config       the same with the size of the vocabulary
+    description  of the run, for run.json
+    start        the checkpoint of this package to load, if any
+    base         pretrained weights below adapters, or None
+    foreign      the checkpoint of another program to load, or None
+    prepare      of the objective, called when weights are loaded
+    """
+
+    as_given: RunConfig
+    config: RunConfig
+    tokenizer: Tokenizer
+    loaders: Loaders
+    description: dict
+    start: Start
+    base: BaseWeights | None
+    foreign: Any
+    prepare: Prepare
+
+
 def train(
     as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest
 ) -> str:
@@ -189,7 +217,6 @@ def train(
     recorded = as_given
     as_given = started_from_pretrained(as_given, world)
     checkpoint = as_given.checkpoint
-    of_others = foreign_checkpoints()
     if mesh.rank == 0:
         logger.info(
             "megatron_ds %s on %d rank%s: opening data and building the model",
@@ -199,47 +226,15 @@ def train(
         )
     _leave_if_stopped(stop, mesh)
     on_all_ranks(world, lambda: _check_outputs(as_given, mesh))
+    # Opening, building and loading take long, so stop signals are looked for after each.
     with save_folder(checkpoint, world) as lock:
-        # What to load, and whether data and model are the same as in the saved run.
-        start = find_start(checkpoint, world)
-        as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
-        recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
-        config, tokenizer, loaders = on_all_ranks(
-            world, lambda: _open_data(as_given, mesh)
-        )
-        description = describe_run(config, recorded, tokenizer, start.run_id)
-        _require_same_data(config, description["identity"], world)
-        if start.step is not None:
-            on_all_ranks(
-                world, lambda: check_same_run(start.run, description, checkpoint)
-            )
-        base = find_base(config, description, world)
-        if start.step is not None:
-            on_all_ranks(world, lambda: check_same_base(start.run, base))
-        if base is not None:
-            description |= {"base": base.identity}
-        foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
-        description |= of_others.origin_of(start.run, foreign, config)
-        prepare = on_all_ranks(world, lambda: open_objective(config, tokenizer))
+        opened = _open(as_given, recorded, mesh)
+        config = opened.config
         _leave_if_stopped(stop, mesh)
-        # Building and loading take long, so stop signals are looked for after each.
-        engine = build_engine(config, mesh, plan_replica(config, mesh))
-        if mesh.rank == 0:
-            logger.info("%s", describe(engine, source, as_given))
-        prepare_kernels = plugged("prepared kernels")
-        if prepare_kernels and (compiled := prepare_kernels(engine)):
-            logger.info("%s", compiled)
+        engine = _build(opened, mesh, source)
         _leave_if_stopped(stop, mesh)
-        if base is not None:
-            load_base(engine, base)
-        if foreign is None:
-            progress = load_run(engine, start)
-        else:
-            progress = of_others.load(
-                engine, foreign, all_pieces(engine), config.checkpoint
-            )
-        description |= prepare(engine, loaders, start, description, progress)
-        tasks = evaluation_tasks(engine, tokenizer)
+        progress, description = _load(engine, opened)
+        tasks = evaluation_tasks(engine, opened.tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
@@ -249,12 +244,11 @@ def train(
             description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
         # Train, then make sure that the folder was ours to the end.
         logs: list[Log] = []
-        on_one_rank(
-            world, lambda: logs.append(open_log(config, progress, start.run_id))
-        )
+        open_here = lambda: logs.append(open_log(config, progress, opened.start.run_id))
+        on_one_rank(world, open_here)
         trainer = Trainer(
             engine,
-            loaders,
+            opened.loaders,
             logs[0] if logs else Log(),
             progress,
             description,
@@ -265,18 +259,84 @@ def train(
         reason = trainer.run()
         if checkpoint.save:
             on_one_rank(world, lambda: lock.check())
-        if (
-            checkpoint.save
-            and mesh.rank == 0
-            and (path := find(place_of(checkpoint.save), trainer.saves.step))
-        ):
-            logger.info("the last checkpoint is %s", path)
+            _name_last_checkpoint(trainer, mesh)
     was_complete = (
         progress.step
         and make_length(config).is_reached(progress)
         and not config.train.skip_train
     )
     return _nothing_to_do(config, progress) if was_complete else reason
+
+
+def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
+    """Find what to load and open the data. Collective over the world.
+
+    recorded: the configuration for run.json
+    Raises on all ranks where data, model or weights are not those of the saved run, or differ between ranks.
+    """
+    world = mesh.group("world")
+    checkpoint = as_given.checkpoint
+    of_others = foreign_checkpoints()
+    # The data, under the schedule of the saved run.
+    start = find_start(checkpoint, world)
+    as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
+    recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
+    config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
+    description = describe_run(config, recorded, tokenizer, start.run_id)
+    _require_same_data(config, description["identity"], world)
+    # The weights.
+    if start.step is not None:
+        on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
+    base = find_base(config, description, world)
+    if start.step is not None:
+        on_all_ranks(world, lambda: check_same_base(start.run, base))
+    if base is not None:
+        description |= {"base": base.identity}
+    foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
+    description |= of_others.origin_of(start.run, foreign, config)
+    # What else the objective reads, such as a teacher.
+    prepare = on_all_ranks(world, lambda: open_objective(config, tokenizer))
+    return Opened(
+        as_given, config, tokenizer, loaders, description, start, base, foreign, prepare
+    )
+
+
+def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
+    """Build the model and its optimizer, and describe them in the log. Collective over the world."""
+    config = opened.config
+    engine = build_engine(config, mesh, plan_replica(config, mesh))
+    if mesh.rank == 0:
+        logger.info("%s", describe(engine, source, opened.as_given))
+    prepare_kernels = plugged("prepared kernels")
+    if prepare_kernels and (compiled := prepare_kernels(engine)):
+        logger.info("%s", compiled)
+    return engine
+
+
+def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
+    """Load the weights and prepare the objective. Returns the progress of the checkpoint, and the description of the
+    run. Collective over the world."""
+    if opened.base is not None:
+        load_base(engine, opened.base)
+    if opened.foreign is None:
+        progress = load_run(engine, opened.start)
+    else:
+        progress = foreign_checkpoints().load(
+            engine, opened.foreign, all_pieces(engine), opened.config.checkpoint
+        )
+    found = opened.prepare(
+        engine, opened.loaders, opened.start, opened.description, progress
+    )
+    return progress, opened.description | found
+
+
+def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
+    """Log on rank 0 the path of the newest checkpoint, if there is one."""
+    if mesh.rank:
+        return
+    save = trainer.config.checkpoint.save
+    if path := find(place_of(save), trainer.saves.step):
+        logger.info("the last checkpoint is %s", path)
 
 
 def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> None:

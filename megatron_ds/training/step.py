@@ -209,7 +209,11 @@ def _report_nonfinite(
     ]
     rerun = lambda: engine.executor.forward(microbatches)
     where = locate_nonfinite(engine.layers, weights, rerun, engine.mesh)
-    also = "".join(f", {name} {mean}" for name, mean in report.terms.items())
+    also = "".join(
+        f", {name} {mean}"
+        for name, mean in report.named.items()
+        if name in report.terms or not math.isfinite(mean)
+    )
     message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 
@@ -182,22 +181,23 @@ def test_wandb_gets_deepspeeds_curves_over_samples(monkeypatch):
     assert runs.options["config"]["optimizer"]["lr"] == 0.01
 
 
-def test_a_block_without_its_package_is_told_at_the_start(monkeypatch):
+def test_a_service_without_its_package_is_left_out_with_a_warning(monkeypatch, caplog):
+    """A block that only asks for curves ends no program."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match='^"wandb" needs the package wandb, .* pip'):
-        one(CONFIG | {"wandb": WANDB})
-    one(CONFIG | {"wandb": WANDB | {"enabled": False}})
+    engine = one(CONFIG | {"wandb": WANDB})
+    assert not engine.monitor.enabled
+    [line] = [r.getMessage() for r in caplog.records if "wandb" in r.getMessage()]
+    assert '"wandb" needs the package wandb' in line and "pip install" in line
 
 
-def test_a_service_that_cannot_begin_is_told_in_words_of_the_json(monkeypatch):
-    def failing(**options):
-        raise RuntimeError("no API key")
+def test_a_service_that_cannot_begin_is_left_out_with_a_warning(monkeypatch, caplog):
+    def failing(**_):
+        raise OSError("no network")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=failing))
-    with pytest.raises(
-        ConfigError, match='"wandb.project": W&B cannot start a run: no'
-    ):
-        one(CONFIG | {"wandb": WANDB})
+    engine = one(CONFIG | {"wandb": WANDB})
+    assert not engine.monitor.enabled
+    assert '"wandb.project": W&B cannot start a run: no network' in caplog.text
 
 
 def test_an_offline_run_of_wandb_is_written_to_its_folder(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """Runs with --distill-from are those of plain torch, with teachers of this package and of Hugging Face."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div
 
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
@@ -18,11 +20,11 @@ from tests.harness.pretraining import (
     train,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 ROOM = 16
 SIZE = 4
-STEPS = 3
+STEPS = 2
 RATE = 1e-3
 WEIGHT, TEMPERATURE = 0.7, 2.0
 LLAMA = (
@@ -30,6 +32,11 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
 ).split()
 WIDE = "--num-layers 3 --hidden-size 48 --num-attention-heads 6 --init-method-std 0.3".split()
+STAGES = (
+    "--dry-run --world-size 4 --num-layers 4 --pipeline-model-parallel-size 4".split()
+)
+# Each step is computed twice, and the first micro-batch of the next one before it.
+TWICE = "--rerun-bad-steps --rerun-steps-interval 1 --grad-noise-scale --grad-noise-scale-interval 1"
 PLAIN = (
     f"--lr {RATE} --min-lr {RATE} --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --clip-grad 0"
 ).split()
@@ -93,7 +100,7 @@ def in_plain_torch(folder, reverse: bool, count: int | None) -> list[float]:
 @pytest.mark.parametrize(
     "ranks, teacher, words, reverse, count",
     [
-        (1, "teacher_hf", "--micro-batch-size 2", False, None),
+        (1, "teacher_hf", f"--micro-batch-size 2 {TWICE}", False, None),
         (2, "teacher", "--tensor-model-parallel-size 2 --distill-top-k 7", False, 7),
         (2, "teacher", "--zero-stage 3 --distill-divergence reverse", True, None),
     ],
@@ -108,6 +115,7 @@ def test_a_run_has_the_losses_of_plain_torch(
     parts = (1 - WEIGHT) * last["language_loss"]
     parts += WEIGHT * TEMPERATURE**2 * last["divergence"]
     assert parts == pytest.approx(last["loss"], rel=1e-5)
+    assert not records(tmp_path / "run", "rerun")
     # The checkpoint is the student's alone.
     [step] = (tmp_path / "run").glob("iter_*")
     saved = json.loads((step / "run.json").read_text())
@@ -115,29 +123,56 @@ def test_a_run_has_the_losses_of_plain_torch(
     assert saved["identity"]["model"]["hidden_size"] == 32
 
 
+def test_a_run_that_continues_with_another_teacher_says_so(folder, tmp_path):
+    run = str(tmp_path / "run")
+    argv = [*job(folder, "teacher"), "--save", run, "--load", run]
+    train(1, [*argv, "--train-iters", "1"])
+    [same] = train(1, argv)
+    assert "was taught by" not in same.err + same.out
+    [other] = train(
+        1, [*argv, "--distill-from", str(folder / "student"), "--train-iters", "3"]
+    )
+    text = other.err + other.out
+    assert f"was taught by {folder / 'teacher'}, iteration" in text
+    assert f"goes on with {folder / 'student'}" in text
+
+
 def test_without_a_teacher_a_run_learns_otherwise(folder, tmp_path):
-    plain = [word for word in job(folder, "teacher")]
-    at = plain.index("--distill-from")
-    train(1, [*plain[:at], "--save", str(tmp_path / "run")])
+    argv = job(folder, "teacher")
+    at = argv.index("--distill-from")
+    train(1, [*argv[:at], "--save", str(tmp_path / "alone")])
     apart = in_plain_torch(folder, False, None)
-    assert list(losses(tmp_path / "run").values()) != pytest.approx(apart, rel=0.05)
+    assert list(losses(tmp_path / "alone").values()) != pytest.approx(apart, rel=0.05)
+
+
+def test_a_teacher_that_is_broken_is_named(folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "teacher_hf", broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    [ended] = run_pretrain(1, job(folder, broken))
+    assert ended.code != 0
+    assert "loss is nan, divergence nan at iteration 1" in ended.err, ended.err
 
 
 @pytest.mark.parametrize(
     "words, problem",
     [
         (["--vocab-size", "99"], "a vocabulary of 62 tokens, and this run has 100"),
+        (["--dpo"], "one loss is of tokens, the other of pairs of answers"),
+        (["--model", "bert"], "BERT predicts masked tokens"),
         (["--label-smoothing", "0.1"], "take the place of smoothed labels"),
         (["--distill-top-k", "99"], "of a vocabulary of"),
         (["--distill-from", "/nowhere"], "--distill-from"),
-        (["--num-layers", "4", "--pipeline-model-parallel-size", "4"], "the teacher"),
+        (["--seq-length", "32"], "--seq-length 32 is longer than"),
+        (STAGES, "is less than --pipeline-model-parallel-size 4: each"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder, words, problem):
     argv = [word for word in job(folder, "teacher")]
     at = argv.index("--pretrained-checkpoint")
-    ranks = 4 if "4" in words else 1
-    ended = run_pretrain(ranks, [*argv[:at], *argv[at + 2 :], *words])[0]
+    [ended] = run_pretrain(1, [*argv[:at], *argv[at + 2 :], *words])
     assert ended.code == 2 and problem in ended.err, ended.err
 
 

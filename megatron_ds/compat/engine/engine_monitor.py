@@ -9,6 +9,7 @@ curves with `engine.monitor.write_events`. The sinks are those of a training scr
 (training/observe/sink.py): an error of a disk or a service is reported once and does not end the program.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,9 +42,15 @@ SERVICES: Mapping[str, tuple[str, str, str, str]] = {
     "comet_project": ('"comet"', "comet_ml", "comet", "comet points"),
 }
 
+logger = logging.getLogger(__name__)
+
 
 def sinks_of(config: RunConfig) -> Iterator[PointSink]:
-    """The sinks that the JSON enables. Raises ConfigError where one cannot begin."""
+    """The sinks that the JSON enables. Raises ConfigError where a folder is not writable.
+
+    A service whose package is missing, or that cannot begin, is left out with a warning: a program that only asks for
+    curves goes on without them.
+    """
     for option, (key, kind) in FILES.items():
         if folder := getattr(config.logging, option):
             check_folder(key, Path(folder))
@@ -51,16 +58,22 @@ def sinks_of(config: RunConfig) -> Iterator[PointSink]:
     if folder := config.logging.comet_offline_dir:
         check_folder('"comet.online" false', Path(folder))
     for option, (block, module, extra, plugin) in SERVICES.items():
-        if getattr(config.logging, option):
+        if not getattr(config.logging, option):
+            continue
+        try:
             check_package(block, module, extra)
-            yield plugged(plugin)(config, secrets.token_hex(8))
+            sink = plugged(plugin)(config, secrets.token_hex(8))
+        except ConfigError as error:
+            logger.warning("no curves there: %s", in_words_of_json(str(error)))
+            continue
+        yield sink
 
 
 class Monitor:
     """Writes the curves of a config. config: None on ranks that write nothing"""
 
     def __init__(self, config: RunConfig | None):
-        """Raises ConfigError where a folder is not writable or a service cannot begin."""
+        """Raises ConfigError where a folder is not writable."""
         self._losses: list[torch.Tensor] = []
         try:
             found = [] if config is None else list(sinks_of(config))

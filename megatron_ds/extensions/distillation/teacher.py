@@ -31,7 +31,7 @@ from ..evaluation.checkpoint_model import built_and_loaded
 from .distilled_loss import Logits
 from .divergence import Columns, TeacherTokens
 from .likeliest_tokens import LikeliestTokens, likeliest_tokens
-from .teacher_config import teacher_config
+from .teacher_config import of_teacher, teacher_config
 from .whole_teacher import WholeTeacher
 
 logger = logging.getLogger(__name__)
@@ -140,15 +140,26 @@ def _prepare(
         found = find_start(config.checkpoint, student.mesh.group("world"))
         loaded = built_and_loaded(config, tokenizer, found, student.mesh)
     except (CheckpointError, ConfigError) as error:
-        text = str(error).replace(f"--load {folder}", folder)
-        raise CheckpointError(f"--distill-from: {text}") from None
+        raise of_teacher(error, folder) from None
     teach(student, loaded.engine)
+    teacher = {"folder": folder, "step": loaded.iteration}
     if student.mesh.rank == 0:
-        step = "" if loaded.iteration is None else f", iteration {loaded.iteration}"
-        logger.info(
-            "the teacher is %s%s, loaded in %.1f s",
-            folder,
-            step,
-            time.perf_counter() - begin,
-        )
-    return {"teacher": {"folder": folder, "step": loaded.iteration}}
+        seconds = time.perf_counter() - begin
+        logger.info("the teacher is %s, loaded in %.1f s", _named(teacher), seconds)
+        is_new = student.config.checkpoint.finetune
+        before = None if is_new else start.run.get("teacher")
+        if before not in (None, teacher):
+            logger.warning(
+                "the checkpoint of this run was taught by %s, and the run goes on with %s: its loss is another one "
+                "from here on. To keep the teacher, give --distill-from its folder, with its iteration in "
+                "latest_checkpointed_iteration.txt there.",
+                _named(before),
+                _named(teacher),
+            )
+    return {"teacher": teacher}
+
+
+def _named(teacher: dict[str, Any]) -> str:
+    """What run.json has of a teacher, in words."""
+    step = teacher["step"]
+    return teacher["folder"] + ("" if step is None else f", iteration {step}")

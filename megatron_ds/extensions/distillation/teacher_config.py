@@ -21,6 +21,8 @@ from ..evaluation.checkpoint_model import evaluation_config
 TEACHER = Source("script", "the checkpoint of --distill-from")
 # Chunks of the head of a teacher whose hidden states are kept: any number above 1 leaves its product to the loss.
 NOT_COMPUTED = 2
+# Lengths of the data and of the padded vocabulary, which are those of the run.
+OF_ROWS = ("seq_length", "make_vocab_size_divisible_by")
 # What of a training a forward has, too.
 OF_TRAINING = (
     "micro_batch_size",
@@ -45,8 +47,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
     try:
         model = saved_model(folder)
     except (CheckpointError, ConfigError) as error:
-        text = str(error).replace(f"--load {folder}", folder)
-        raise CheckpointError(f"--distill-from: {text}") from None
+        raise of_teacher(error, folder) from None
     rows = config.model.vocab_size
     if model.vocab_size != rows:
         raise ConfigError(
@@ -64,6 +65,13 @@ def teacher_config(config: RunConfig) -> RunConfig:
     return teacher
 
 
+def of_teacher(error: Exception, folder: str) -> CheckpointError:
+    """The error about the folder of a teacher, which loads as that of --load does."""
+    text = str(error).replace(f"--load {folder}", folder)
+    text = text.replace("--load takes", "--distill-from takes")
+    return CheckpointError(f"--distill-from: {text}")
+
+
 @lru_cache(maxsize=4)
 def saved_model(folder: str) -> ModelConfig:
     """The model in a folder, with the size of its vocabulary."""
@@ -76,15 +84,17 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
     optimizer = config.optimizer
     is_whole = config.distillation.distill_top_k is None
     train = {name: getattr(config.train, name) for name in OF_TRAINING}
-    model = replace(
-        model,
-        seq_length=config.model.seq_length,
-        make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
-    )
+    own = {name: getattr(config.model, name) for name in OF_ROWS}
+    model = replace(model, **own)
+    parallel = _as_many_stages(config, any(model.experts))
+    # Messages name the checkpoint for what is the model's, and the options of the run for the rest.
+    sources = {f"model.{name}": TEACHER for name in vars(model).keys() - own.keys()}
+    of_run = {f"parallel.{name}" for name in vars(parallel)} | {"model.seq_length"}
+    sources |= {path: config.sources[path] for path in of_run & config.sources.keys()}
     # Everything else has its default: a forward has no optimizer, and recomputes nothing.
     return RunConfig(
         model=model,
-        parallel=_as_many_stages(config, any(model.experts)),
+        parallel=parallel,
         zero=_split_alike(config.zero),
         optimizer=OptimizerConfig(
             lr=optimizer.lr, fp16=optimizer.fp16, bf16=optimizer.bf16
@@ -97,7 +107,7 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
             load=config.distillation.distill_from, finetune=True, no_load_optim=True
         ),
         world_size=config.world_size,
-        sources={f"model.{name}": TEACHER for name in vars(model)},
+        sources=sources,
     )
 
 

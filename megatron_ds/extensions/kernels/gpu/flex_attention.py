@@ -54,7 +54,7 @@ def reason_against() -> str:
     if reason:
         logger.info(
             "FlexAttention is not used: %s. On GPUs, attention with windows, layouts, documents, "
-            "sinks or ALiBi computes all scores.",
+            "sinks, ALiBi or caps computes all scores.",
             reason,
         )
     return reason
