@@ -6,6 +6,7 @@ gloo is real here; of NCCL's groups only the list is kept.
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -197,7 +198,8 @@ def test_collectives_of_cpu_tensors_go_by_way_of_the_gpu():
         return Finished()
 
     transport = TorchTransport.__new__(TorchTransport)
-    transport.is_of_gpus_alone, transport.process_group = True, object()
+    transport.is_of_gpus_alone = True
+    transport.process_group = SimpleNamespace(_device_types=())
     x = torch.arange(3.0)
     with fake_cuda(), FakeGpu(), patch.object(dist, "all_reduce", doubled):
         transport.all_reduce(x, "sum").wait()
