@@ -49,7 +49,7 @@ class TensorStream:
         dtype_of: Callable[[str], torch.dtype] | None = None,
     ):
         self._world = world
-        self._device = device
+        self._device = torch.device(device)
         self._views: dict[str, list] = {}
         here: dict[str, tuple] = {}
         # What this rank sends of each tensor: the shape of the whole, the dtype, and the rectangles.

@@ -28,7 +28,8 @@ class Answer:
             return True
         if isinstance(value, dict):
             # Without False among the values, a block is on wherever it stands.
-            return False in self.values and asks_for_nothing(value)
+            has_off = any(known is False for known in self.values)
+            return has_off and asks_for_nothing(value)
         return any(
             type(value) is type(known) and value == known for known in self.values
         )
