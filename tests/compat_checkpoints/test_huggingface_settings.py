@@ -45,6 +45,7 @@ NAMES = (
     "gpt_oss",
     "falcon 40b",
     "mpt",
+    "gemma 2",
     "gemma 3",
 )
 # Settings that change training and no output → what our model has for the value.
@@ -97,6 +98,8 @@ def changed(name: str, value: object) -> object:
         return {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0},
             "head_dim": 4,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 3.0,
             "summary_activation": "tanh",
         }.get(name, 3)
     if isinstance(value, str):

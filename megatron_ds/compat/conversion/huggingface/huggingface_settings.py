@@ -21,6 +21,7 @@ from .huggingface_rotary import rotary_options, rotary_settings
 from .huggingface_rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .huggingface_tables import (
     FALCON,
+    GEMMA2,
     GEMMA3,
     GPT_NEOX,
     GPT_OSS,
@@ -121,6 +122,7 @@ ABSENT = {
 }
 # Settings that rules of one table read, or that have no effect on its models.
 BESIDE_TABLES = (
+    (GEMMA2, ROTARY_KEYS | WINDOW_KEYS | {"sliding_window_pattern"}),
     (GEMMA3, ROTARY_KEYS | WINDOW_KEYS | BY_WINDOW_KEYS),
     (FALCON, FALCON_KEYS | {"apply_residual_connection_post_layernorm"}),
     (
