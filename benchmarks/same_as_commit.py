@@ -161,6 +161,8 @@ TIMING = {
     "run",
     "start",
     "time",
+    "began",
+    "save_seconds",
     "step_seconds",
     "tokens_per_second",
     "tflops_per_rank",
