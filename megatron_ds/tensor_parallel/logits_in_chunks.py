@@ -134,7 +134,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dlosses):
-        (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+        [x] = ctx.saved_tensors
+        weight = ctx.weight
+        group = ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         # The rows of all tensor-parallel ranks, whose logits were not kept.
         whole = collectives.all_gather(x, group) if ctx.sequence_parallel else x

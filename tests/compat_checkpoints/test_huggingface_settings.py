@@ -201,7 +201,7 @@ def test_unknown_settings_are_listed_and_layers_of_other_sizes_are_refused(tmp_p
 
 
 def test_embeddings_with_a_dropout_of_their_own_are_listed(tmp_path):
-    """As in phi-2."""
+    """The folder of phi-2 has such settings."""
     folder = saved("phi", tmp_path)
     config = settings_of(folder) | {"resid_pdrop": 0.1, "embd_pdrop": 0.0}
     (folder / "config.json").write_text(json.dumps(config))

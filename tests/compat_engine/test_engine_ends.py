@@ -210,7 +210,7 @@ class Tied(nn.Module):
 
 
 def resize(module, rows):
-    """As transformers does: the same parameter, with other data."""
+    """Give the parameters other data, and keep the objects, which transformers does, too."""
     for p in {module.embed.weight: 0, module.head.weight: 0}:
         old = p.data
         p.data = torch.full((rows, 4), 9.0, device=old.device)

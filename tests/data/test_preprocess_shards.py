@@ -525,7 +525,7 @@ def test_the_damaged_block_of_a_long_corpus_is_named(tmp_path, capsys, monkeypat
 
 
 class RayInAPocket(types.ModuleType):
-    """As much of Ray as the driver uses, here and at once."""
+    """The part of Ray that the driver uses; tasks run at once in this process."""
 
     def __init__(self):
         super().__init__("ray")

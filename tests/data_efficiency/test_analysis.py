@@ -71,7 +71,7 @@ def analyse(samples, save, *names, shards=3):
 
 
 def rarities(samples) -> torch.Tensor:
-    """As Megatron-DeepSpeed's analyze_data.py computes them."""
+    """The values that Megatron-DeepSpeed's analyze_data.py computes."""
     real = torch.from_numpy(samples.rows[samples.rows >= 0])
     counts = torch.bincount(real, minlength=VOCAB).double()
     counts[counts == 0] = 1

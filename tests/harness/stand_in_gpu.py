@@ -62,7 +62,7 @@ class StandInCompiler:
         self.hollow = hollow
 
     def options(self, source, target):
-        """As of a compiler with two targets."""
+        """The options of a compiler that has two targets."""
         return (target, "contracts" if source.contracts else "does not")
 
     def compile(self, source, expressions, target, extra=()):

@@ -66,7 +66,7 @@ def same_bits(a, b):
 
 
 def wide(made):
-    """With fp32 gradients, as the reference takes them."""
+    """The results with fp32 gradients, which the reference takes."""
     return [r._replace(grad=r.grad.float()) for r in made]
 
 

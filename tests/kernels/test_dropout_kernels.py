@@ -327,7 +327,7 @@ def test_the_order_of_numbers_in_words_is_numpys():
 
 
 def test_a_launch_that_is_repeated_draws_the_masks_of_the_seeds_in_memory():
-    """As a CUDA graph repeats it: with the same addresses, after other seeds were copied there."""
+    """A CUDA graph repeats a launch with the same addresses, after other seeds were copied there."""
     x, _, _ = tensors((5, 2, 40), torch.float32)
     seeds = torch.tensor([seed_of(1, "a", sample) for sample in (0, 1)])
     launch = lambda: dropout_kernels.dropout(

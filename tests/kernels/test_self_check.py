@@ -108,7 +108,7 @@ WIDTHS = {
 @pytest.mark.parametrize("name", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_right_kernels_pass_in_the_widths_of_models(name, dtype):
-    """As `check_widths` compares them, so that no right kernel is disabled."""
+    """`check_widths` compares kernels in this way, and must disable no right one."""
     operation = OPERATIONS[name]
     entry = next(entry for entry in operation.implementations if entry.name == "cuda")
     compare = lambda: [

@@ -137,9 +137,9 @@ def test_the_evaluation_stands_between_dashes_with_a_bounded_perplexity_and_its_
     assert dashes == again == "-" * len(text)
     assert EvalRecord(1, 1, "test", 800.0, 0.0).perplexity == math.exp(20)
     of_pairs = EvalRecord(1, 1, "test", 0.7, 0.0, {}, False)
-    told = of_pairs.line() + of_pairs.short() + str(of_pairs.fields())
-    assert "loss value: 7.000000E-01" in told and "tokens" not in told
-    assert "ppl" not in told.lower() and "perplexity" not in told
+    texts = of_pairs.line() + of_pairs.short() + str(of_pairs.fields())
+    assert "loss value: 7.000000E-01" in texts and "tokens" not in texts
+    assert "ppl" not in texts.lower() and "perplexity" not in texts
 
 
 def test_short_lines_have_about_100_columns():
