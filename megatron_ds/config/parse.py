@@ -62,10 +62,10 @@ def parse(
     config, line, readings, problems = _read_all(
         argv, world_size, defaults, env, settings
     )
+    # What seems to be missing may be in a file that cannot be read: its problems come first.
     if not all(reading.is_complete for reading in readings):
-        reject(
-            problems
-        )  # what seems to be missing may be in the file that cannot be read
+        reject(problems)
+    # All other problems, at once.
     check(
         config,
         known,
