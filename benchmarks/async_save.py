@@ -1,11 +1,12 @@
 """What a checkpoint costs training: seconds that steps wait, with and without --async-save, and how much slower steps
-are while a thread writes.
+are while a thread copies and writes.
 
     python benchmarks/async_save.py                       # 75 M parameters, 0.9 GB, one process
     python benchmarks/async_save.py --folder /mnt/disk --saves 5
 
 By turns in one process: some steps alone, a save that waits, a save in the background with the steps beside it. The
-files of both are compared. Medians over the turns; the first turn, which imports and allocates, is left out.
+files of both are compared. A step is the mean of a turn, and the first one beside the thread, which copies the state
+meanwhile, is shown alone too. Medians over the turns; the first turn, which imports and allocates, is left out.
 """
 
 import argparse
@@ -97,8 +98,9 @@ def turn(run: Run, waiting: Saves, background: Saves, steps: int) -> dict[str, f
         "waits": waited,
         "copies": copied,
         "publishes": advanced,
-        "step alone": statistics.median(alone),
-        "step beside": statistics.median(beside),
+        "step alone": statistics.fmean(alone),
+        "first beside": beside[0],
+        "step beside": statistics.fmean(beside),
         "steps beside": len(beside),
     }
 

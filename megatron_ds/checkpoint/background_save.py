@@ -1,7 +1,7 @@
 """`BackgroundSave`: a checkpoint that a thread writes while training goes on (`--async-save`).
 
-    begin      all      the stall: agree, and copy what this rank writes into host memory
-    write      thread   of each rank: check, write and sync its file
+    begin      all      the stall: agree, and let a GPU begin to copy what this rank writes
+    write      thread   of each rank: copy what lies in host memory; check, write and sync the file
     gather     all      the ranks' parts of the index
     publish    thread   of rank 0: write and sync the index and run.json; the checkpoint becomes visible
     agree      all      every rank has the outcome
@@ -15,83 +15,15 @@ after a crash.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..host.direct_file import TILE
 from ..host.pace import Pace
-from ..host.page_locked import page_locked
-from ..host.side_streams import Mark, side_stream
-from ..mpu.host_reads import wait_for_mark_in_thread
-from ..mpu.param_spec import ParamSpec
-from .pieces import Piece, key
+from .pieces import Piece
 from .save import Saving
-
-
-@dataclass(frozen=True)
-class CopiedPiece:
-    """A piece with its values at the time of the copy, in host memory."""
-
-    spec: ParamSpec
-    kind: str
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
-
-
-class Copies:
-    """Host memory for the pieces of one save, used again by the next one.
-
-    It is page-locked where pieces are on a GPU.
-    """
-
-    def __init__(self):
-        self._memory: dict[tuple, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held from save to save."""
-        return sum(tensor.nbytes for tensor in self._memory.values())
-
-    def take(self, pieces: Iterable[Piece]) -> tuple[list[CopiedPiece], Mark]:
-        """Copies of the values, and the mark behind which they are complete.
-
-        A GPU copies them on a stream of its own: the pieces may change behind the mark.
-        """
-        tensors = [(piece, piece.tensor.detach()) for piece in pieces]
-        device = next((t.device for _, t in tensors if t.is_cuda), torch.device("cpu"))
-        stream = side_stream(device, "to host")
-        with stream.behind_current():
-            copies = [self._copy(piece, source) for piece, source in tensors]
-        return copies, stream.mark()
-
-    def _copy(self, piece: Piece, source: torch.Tensor) -> CopiedPiece:
-        place = (key(piece), piece.start, piece.stop, source.dtype)
-        if place not in self._memory:
-            self._memory[place] = _host_memory(source)
-        memory = self._memory[place]
-        memory.copy_(source, non_blocking=True)
-        return CopiedPiece(
-            piece.spec,
-            piece.kind,
-            piece.start,
-            piece.stop,
-            memory,
-            piece.replica,
-            piece.replicas,
-        )
-
-
-def _host_memory(source: torch.Tensor) -> torch.Tensor:
-    """A flat tensor of the host, of the size and dtype of `source`."""
-    if source.is_cuda:
-        return page_locked(source.numel(), source.dtype)
-    return torch.empty(source.shape, dtype=source.dtype)
+from .state_copies import CopiedPiece, Copies, CopiesUnderWay
 
 
 class ThreadedCall:
@@ -131,7 +63,7 @@ class ThreadedCall:
 class BackgroundSave:
     """One save under way.
 
-    copied    the mark behind which the pieces may change
+    copied    the copies: the pieces may change behind its `wait`
     path      of the checkpoint, once it is published
     reasons   of each rank, why it does not want this state to be saved; there is no checkpoint with any
     """
@@ -160,18 +92,14 @@ class BackgroundSave:
         self._pace = pace or Pace()
         saving.begin(pieces, run)
 
-        # What a GPU still copies keeps its memory. An error of one rank is raised by `advance`, on all.
-        self._sources = saving.own(pieces)
-        self.copied = Mark()
-        copied: list[CopiedPiece] = []
+        # An error of one rank is raised by `advance`, on all.
+        self.copied = CopiesUnderWay()
         failed: Exception | None = None
         try:
-            copied, self.copied = copies.take(self._sources)
+            self.copied = copies.take(saving.own(pieces))
         except Exception as error:
             failed = error
-        self._work: ThreadedCall | None = ThreadedCall(
-            lambda: self._write(copied, failed)
-        )
+        self._work: ThreadedCall | None = ThreadedCall(lambda: self._write(failed))
         self._next = [self._publish, self._agree, self._end]
 
     @property
@@ -196,14 +124,11 @@ class BackgroundSave:
             self.advance()
         return self.path
 
-    def _write(
-        self, pieces: list[CopiedPiece], failed: Exception | None
-    ) -> tuple[Any, str | None]:
+    def _write(self, failed: Exception | None) -> tuple[Any, str | None]:
         """Thread: this rank's part of the index, and its reason against the save."""
         if failed is not None:
             raise failed
-        wait_for_mark_in_thread(self.copied)
-        self._sources = []
+        pieces = self.copied.complete()
         reason = self._reason_against(self._paced(pieces))
         part = self._saving.write(pieces, self._pace) if reason is None else None
         return part, reason

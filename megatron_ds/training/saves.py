@@ -1,10 +1,10 @@
 """`Saves`: the checkpoints of a run, written at once or, with --async-save, while training goes on.
 
-A save in the background has one stall, in which the state is copied into host memory. Ranks then train on; in the
-all-reduce of each step they count how many have done their part, so that all of them take the next stage of the
-save after the same step (`background_save.py` lists the stages). One save is under way at a time: the next one
-waits for it, and so does the end of the run. An error of any rank's thread is raised on all ranks after the next
-step.
+A save in the background copies the state into host memory beside the next forward and backward; the update waits
+for the copies. In the all-reduce of each step ranks count how many have done their part, so that all of them take
+the next stage of the save after the same step (`background_save.py` lists the stages). One save is under way at a
+time: the next one waits for it, and so does the end of the run. An error of any rank's thread is raised on all
+ranks after the next step.
 """
 
 import importlib
@@ -81,9 +81,11 @@ class Saves:
         return self._pending is not None and self._pending.save.is_ready
 
     def before_update(self) -> None:
-        """Called before state changes: a GPU first completes the copies of the save that has begun."""
+        """Called before state changes: waits for the copies of the save that has begun."""
         if self._pending is not None:
+            begin = time.perf_counter()
             self._pending.save.copied.wait()
+            self._pending.stall += time.perf_counter() - begin
 
     def after_step(self, ready: int) -> None:
         """Go on with the save under way when all ranks are ready. ready: the ranks that are. Collective."""

@@ -43,7 +43,7 @@ def spoil(pieces):
 
 
 def test_the_files_are_those_of_a_save_at_the_moment_of_its_beginning(tmp_path):
-    """On four ranks; the state changes as soon as the save has begun, and the memory serves a second save."""
+    """On four ranks; the state changes as soon as it is copied, and the memory serves a second save."""
     both = tmp_path / "now", tmp_path / "behind"
 
     def main(rank, world):
@@ -55,6 +55,7 @@ def test_the_files_are_those_of_a_save_at_the_moment_of_its_beginning(tmp_path):
             own = dict(coordinates=coordinates, world=group)
             save(both[0], step, pieces, run={"seed": step}, **own)
             pending = begun(both[1], step, pieces, copies, coordinates, group, step)
+            pending.copied.wait()
             spoil(pieces)
             pending.finish()
         return copies.nbytes
@@ -199,7 +200,7 @@ def test_what_a_gpu_still_copies_keeps_its_memory(tmp_path, keeps, monkeypatch):
         pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
         pending = begun(tmp_path, 1, pieces)
         if not keeps:
-            pending._sources = []
+            pending.copied._sources = ()
         del pieces
         pending.copied.wait()
         problems = sorted(set(gpu.order.problems))

@@ -63,7 +63,11 @@ def run(folder, layout, spoil):
         SPOIL=json.dumps(spoil),
         OMP_NUM_THREADS="1",
     )
-    wait_until(lambda: started.process.poll() is not None, "the end", PATIENCE)
+    try:
+        wait_until(lambda: started.process.poll() is not None, "the end", PATIENCE)
+    except AssertionError as late:
+        started.process.terminate()
+        raise AssertionError(f"{late}\n{started.text}") from None
     code = started.end()
     assert all_end(folder)
     return code, started.text

@@ -4,7 +4,9 @@ error of a writer ends all ranks."""
 import contextlib
 import re
 import signal
+import threading
 import time
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -41,6 +43,29 @@ def slow_writers(rank: int, *, seconds: float):
 
 
 @contextlib.contextmanager
+def late_copies(rank: int, *, seconds: float = 2.0):
+    """The thread copies the state as late as it may: when the update waits for it. No update follows the last save."""
+    from megatron_ds.checkpoint.state_copies import CopiesUnderWay
+
+    wait, complete = CopiesUnderWay.wait, CopiesUnderWay.complete
+    is_awaited = defaultdict(threading.Event)
+
+    def waiting(copies):
+        is_awaited[id(copies)].set()
+        wait(copies)
+
+    def late(copies):
+        is_awaited[id(copies)].wait(seconds)
+        return complete(copies)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopiesUnderWay, "wait", waiting)
+        patch.setattr(CopiesUnderWay, "complete", late)
+        with slow_writers(rank, seconds=0.2):
+            yield
+
+
+@contextlib.contextmanager
 def failing_writer(rank: int, *, victim: int, step: int):
     """The disk of one rank is full in the save of a step."""
     from megatron_ds.checkpoint.save import Saving
@@ -64,7 +89,7 @@ def test_a_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path):
     ended = train(
         2,
         [*MOCK, *layout, "--save", folders[1], "--async-save"],
-        spoil=partial(slow_writers, seconds=0.2),
+        spoil=late_copies,
     )
     assert losses(folders[0]) == losses(folders[1])
     for step in (2, 4, 6):

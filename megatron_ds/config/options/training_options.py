@@ -687,9 +687,9 @@ class CheckpointConfig:
     )
     async_save: bool = option(
         False,
-        help="Write checkpoints while training goes on: steps wait only until the state is copied into host "
-        "memory, which takes as much of it as the rank's part of a checkpoint. A checkpoint is visible when it is "
-        "complete; one is under way at a time.",
+        help="Write checkpoints while training goes on: the state is copied into host memory beside the next forward "
+        "and backward, and the update waits for the copy, which is as large as the rank's part of a checkpoint. A "
+        "checkpoint is visible when it is complete; one is under way at a time.",
     )
     no_save_optim: bool = option(
         False,

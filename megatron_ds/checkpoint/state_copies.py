@@ -1,0 +1,124 @@
+"""`Copies`: host memory for the state of one save after the other, which is copied while training goes on.
+
+A GPU copies on a stream of its own, and the thread of the save copies what already lies in host memory. Both work
+beside the next forward and backward, which only read the state; the update waits for them (`CopiesUnderWay.wait`).
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..host.direct_file import TILE
+from ..host.page_locked import page_locked
+from ..host.side_streams import Mark, side_stream
+from ..mpu.host_reads import wait_for_mark_in_thread
+from ..mpu.param_spec import ParamSpec
+from .pieces import Piece, key
+
+
+@dataclass(frozen=True)
+class CopiedPiece:
+    """A piece with its values at the time of the copy, in host memory."""
+
+    spec: ParamSpec
+    kind: str
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    replica: int
+    replicas: int
+
+
+class CopiesUnderWay:
+    """The copies of one save.
+
+    sources   the tensors of the pieces, whose memory is kept until they are copied
+    mark      of the GPU's stream, behind which its copies are complete
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[CopiedPiece] = (),
+        sources: Sequence[torch.Tensor] = (),
+        mark: Mark | None = None,
+    ):
+        self._copies = copies
+        self._sources = sources
+        self._mark = mark or Mark()
+        self._host_copies_have_ended = threading.Event()
+        if all(source.is_cuda for source in sources):
+            self._host_copies_have_ended.set()
+
+    def wait(self) -> None:
+        """The sources may change behind it: the host waits for the thread, and the current stream for the GPU."""
+        self._mark.wait()
+        self._host_copies_have_ended.wait()
+
+    def complete(self) -> Sequence[CopiedPiece]:
+        """Copy what lies in host memory, and wait for the GPU. Called by the thread of the save."""
+        try:
+            for copied, source in zip(self._copies, self._sources):
+                if not source.is_cuda:
+                    _copy_tiles(copied.tensor, source)
+        finally:
+            self._host_copies_have_ended.set()
+        wait_for_mark_in_thread(self._mark)
+        self._sources = ()
+        return self._copies
+
+
+class Copies:
+    """Host memory for the pieces of one save, used again by the next one.
+
+    It is page-locked where pieces are on a GPU.
+    """
+
+    def __init__(self):
+        self._memory: dict[tuple, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held from save to save."""
+        return sum(tensor.nbytes for tensor in self._memory.values())
+
+    def take(self, pieces: Iterable[Piece]) -> CopiesUnderWay:
+        """Memory for the values; a GPU begins to copy them."""
+        pairs = [(piece, piece.tensor.detach()) for piece in pieces]
+        sources = [source for _, source in pairs]
+        device = next((s.device for s in sources if s.is_cuda), torch.device("cpu"))
+        stream = side_stream(device, "to host")
+        with stream.behind_current():
+            copies = [self._copy(piece, source) for piece, source in pairs]
+        return CopiesUnderWay(copies, sources, stream.mark())
+
+    def _copy(self, piece: Piece, source: torch.Tensor) -> CopiedPiece:
+        place = (key(piece), piece.start, piece.stop, source.dtype)
+        if place not in self._memory:
+            self._memory[place] = _host_memory(source)
+        memory = self._memory[place]
+        if source.is_cuda:
+            memory.copy_(source, non_blocking=True)
+        return CopiedPiece(
+            piece.spec,
+            piece.kind,
+            piece.start,
+            piece.stop,
+            memory,
+            piece.replica,
+            piece.replicas,
+        )
+
+
+def _host_memory(source: torch.Tensor) -> torch.Tensor:
+    """A flat tensor of the host, of the size and dtype of `source`."""
+    if source.is_cuda:
+        return page_locked(source.numel(), source.dtype)
+    return torch.empty(source.shape, dtype=source.dtype)
+
+
+def _copy_tiles(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a flat tensor with the calling thread alone: a larger operation would give it OpenMP threads of its own."""
+    for into, values in zip(target.split(TILE), source.split(TILE)):
+        into.copy_(values)
