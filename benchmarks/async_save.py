@@ -72,14 +72,14 @@ def turn(run: Run, waiting: Saves, background: Saves, steps: int) -> dict[str, f
     """One turn: what each kind of step and save takes, in seconds."""
     alone = [run.step(waiting)[0] for _ in range(steps)]
 
-    # a save that waits
+    # A save that waits.
     begin = time.perf_counter()
     waiting.save(run.progress, is_last=True)
     waited = time.perf_counter() - begin
     expected = digest(run.folder, run.progress.step)
     shutil.rmtree(next(run.folder.glob("iter_*")))
 
-    # the same state, in the background
+    # The same state, saved in the background.
     step = run.progress.step
     begin = time.perf_counter()
     background.save(run.progress)
@@ -113,14 +113,20 @@ def digest(folder: Path, step: int) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
-    """Measure, and print the table."""
+def parse_arguments() -> argparse.Namespace:
+    """The flags of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where checkpoints are written")
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="alone, in each turn")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    args = parse_arguments()
     logging.disable(logging.INFO)
+    # The turns, all in one process.
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = Path(folder)
         words = [*JOB.split(), "--save", folder, "--async-save"]
@@ -130,14 +136,20 @@ def main() -> None:
         samples = random_samples(64, 128, config.model.vocab_size, seed=1)
         with closing(open_loader(config, samples, mesh)) as loader:
             run = Run(path, loader, config, engine)
-            waiting, background = (Saves(engine, {}, None) for _ in range(2))
-            turns = [
-                turn(run, waiting, background, args.steps)
-                for _ in range(1 + args.saves)
-            ]
+            waiting = Saves(engine, {}, None)
+            background = Saves(engine, {}, None)
+            turns = []
+            for _ in range(1 + args.saves):
+                found = turn(run, waiting, background, args.steps)
+                turns.append(found)
         size = sum(p.numel() for p in engine.parameters) * 12 / 1e9
-    found = {name: [t[name] for t in turns[1:]] for name in turns[0]}
     print(f"{size:.2f} GB of state, torch {torch.__version__}, {args.saves} turns")
+    report(turns[1:])
+
+
+def report(turns: list[dict[str, float]]) -> None:
+    """Print the median of each time, and what follows from them."""
+    found = {name: [turn[name] for turn in turns] for name in turns[0]}
     for name, values in found.items():
         middle = statistics.median(values)
         print(f"{name:13} {middle:8.3f}   ({min(values):.3f} to {max(values):.3f})")

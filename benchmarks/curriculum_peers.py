@@ -272,6 +272,7 @@ def compare_analysis(total: int) -> dict[str, bool]:
         tempfile.TemporaryDirectory() as name,
         contextlib.redirect_stdout(io.StringIO()),
     ):
+        # Both analyses of the same rows.
         theirs = Path(name) / "theirs"
         ours = Path(name) / "ours"
         upstream_analysis(rows, theirs)
@@ -281,6 +282,7 @@ def compare_analysis(total: int) -> dict[str, bool]:
             for shard in range(3):
                 map_shard(rows, ours, shard, 3, [spec], dataset_id)
             reduce_metric(ours, spec, 3, dataset_id)
+        # Their files: bytes, and what each reader finds in the other's.
         names = [f"vocab_rarity/vocab_rarity_{what}" for what in FILES] + [
             "total_vocab_freq/total_vocab_freq_metric_value"
         ]
@@ -295,6 +297,7 @@ def compare_analysis(total: int) -> dict[str, bool]:
             )
             for n in names
         )
+        # The order of samples that follows from either folder, in DeepSpeed's sampler and in ours.
         block = {
             "difficulty_type": "value",
             "clustering_type": "schedule_based",

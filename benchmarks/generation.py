@@ -7,9 +7,11 @@ turns with its spread, and the ratios of adjacent turns to the first of them.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,10 +27,35 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.build import Replica, build_engine
 
 DTYPES = {"fp32": [], "bf16": ["--bf16"]}
+# Options that every run needs, and that do not change what is measured.
+REQUIRED = (
+    "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+)
+
+Speeds = dict[tuple[str, int], list[float]]
+"""(dtype, number of texts) → tokens per second of each turn."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is generated in each turn: `tokens` tokens behind a prompt of `prompt` tokens."""
+
+    prompt: int
+    tokens: int
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
+    args = parse_arguments()
+    set_allocator(keep_freed=True)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for name in args.workloads:
+        speeds = measure(WORKLOADS[name], args)
+        report(name, speeds)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The flags of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,29 +67,34 @@ def main() -> None:
         "--tokens", type=int, default=200, help="tokens to generate in a turn"
     )
     parser.add_argument("--turns", type=int, default=7)
-    args = parser.parse_args()
-    set_allocator(keep_freed=True)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for name in args.workloads:
-        measure(WORKLOADS[name], args)
+    return parser.parse_args()
 
 
-def measure(workload: Workload, args: argparse.Namespace) -> None:
-    """The lines of a workload."""
+def measure(workload: Workload, args: argparse.Namespace) -> Speeds:
+    """The speeds of a workload in all turns."""
+    turn = Turn(args.prompt, args.tokens)
     models = {name: model_of(workload, DTYPES[name]) for name in args.dtypes}
-    speeds = {(name, texts): [] for name in models for texts in args.texts}
+    speeds = {case: [] for case in itertools.product(models, args.texts)}
+    # One turn of each case after the other, so that all see the same load of the machine.
     for _ in range(args.turns + 1):
-        for name, texts in speeds:
-            speeds[name, texts].append(
-                tokens_per_second(models[name], workload, texts, args)
-            )
-    first = [*speeds.values()][0]
+        for case, found in speeds.items():
+            name, texts = case
+            speed = tokens_per_second(models[name], texts, turn)
+            found.append(speed)
+    return speeds
+
+
+def report(workload: str, speeds: Speeds) -> None:
+    """Print a line for each case, compared with the first of them.
+
+    The first turn is left out: memory is allocated in it, and kernels are made.
+    """
+    first, *_ = speeds.values()
     for (name, texts), found in speeds.items():
         ratios = [here / there for here, there in zip(found, first, strict=True)]
-        # In the first turn memory is allocated, and kernels are made.
         speed = with_spread(found[1:], ".0f")
         ratio = with_spread(ratios[1:], ".2f")
-        print(f"{workload.name} {name} {texts:3d} texts: {speed} tokens/s, × {ratio}")
+        print(f"{workload} {name} {texts:3d} texts: {speed} tokens/s, × {ratio}")
 
 
 def with_spread(values: list[float], form: str) -> str:
@@ -75,27 +107,29 @@ def with_spread(values: list[float], form: str) -> str:
 
 def model_of(workload: Workload, flags: list[str]) -> Replica:
     """A whole GPT of that size, without an optimizer."""
-    w = workload
-    given = (
-        f"--num-layers {w.layers} --hidden-size {w.hidden} --num-attention-heads {w.heads} "
-        f"--seq-length {w.seq} --max-position-embeddings {w.seq} --vocab-size {w.vocab} "
-        "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
-    )
-    config = parse([*given.split(), *flags])
+    sizes = {
+        "--num-layers": workload.layers,
+        "--hidden-size": workload.hidden,
+        "--num-attention-heads": workload.heads,
+        "--seq-length": workload.seq,
+        "--max-position-embeddings": workload.seq,
+        "--vocab-size": workload.vocab,
+    }
+    words = [str(word) for pair in sizes.items() for word in pair]
+    config = parse([*words, *REQUIRED.split(), *flags])
     mesh = Mesh(config.grid(1), 0, lambda *_: None, torch.device("cpu"))
     return build_engine(config, mesh, trains=False)
 
 
-def tokens_per_second(
-    model: Replica, workload: Workload, texts: int, args: argparse.Namespace
-) -> float:
+def tokens_per_second(model: Replica, texts: int, turn: Turn) -> float:
     """Generated tokens per second of one turn; its time includes the prompts."""
-    prompt = tuple(range(1, args.prompt + 1))
-    request = GenerationRequest(prompt, Sampling(0.0), args.tokens)
+    prompt = tuple(range(1, turn.prompt + 1))
+    request = GenerationRequest(prompt, Sampling(0.0), turn.tokens)
     start = time.perf_counter()
-    generator = Generator(model, requests=texts, length=args.prompt + args.tokens)
+    generator = Generator(model, requests=texts, length=turn.prompt + turn.tokens)
     made = generator.run([request] * texts)
-    return sum(map(len, made)) / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return sum(map(len, made)) / seconds
 
 
 if __name__ == "__main__":

@@ -116,9 +116,11 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
+    # The model, and its parameters by the formula of a GPT.
     h = args.hidden
     vocab = 8192
     parameters = args.layers * (12 * h * h + 13 * h) + (vocab + args.seq + 2) * h
+    # The run, and what it adds to put the state on a disk.
     flags = [
         "--num-layers",
         args.layers,
@@ -164,6 +166,7 @@ def main() -> None:
         "--sub-group-size",
         str(2**21),
     ]
+    # Both runs under the same limit of memory.
     state = parameters * STATE_BYTES / 2**20
     print(f"{parameters:,} parameters, {state:,.0f} MiB of state", end="")
     print(

@@ -19,6 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,75 +34,101 @@ FORMS = ((1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 4))
 SIDES = (64, 128, 256, 512)
 RUNS = 8
 
-Pair = tuple[str, tuple[int, int, int], Callable[[], object], Callable[[], object]]
-"""Which product, its rows, numbers of a sum and columns, and what computes it: compiled, by torch."""
+
+@dataclass(frozen=True)
+class Product:
+    """A product that is computed in two ways.
+
+    sizes     rows, numbers of a sum, columns
+    compiled  computes it with the compiled kernel
+    by_torch  computes it with torch's library
+    """
+
+    name: str
+    sizes: tuple[int, int, int]
+    compiled: Callable[[], object]
+    by_torch: Callable[[], object]
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of one run, or of a product without runs."""
+        return math.prod(self.sizes)
 
 
-def plain_products(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers; those of bf16 are the rounded ones of fp32."""
+    return torch.randn(shape).to(dtype)
+
+
+def plain_products(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Product]:
     """The products of a linear layer with k inputs and m outputs, for n rows."""
-    x = torch.randn(n, k).to(dtype)
-    weight = torch.randn(m, k).to(dtype)
-    dy = torch.randn(n, m).to(dtype)
+    x = random(n, k, dtype=dtype)
+    weight = random(m, k, dtype=dtype)
+    dy = random(n, m, dtype=dtype)
     yield plain_product("forward", x, weight.t())
     yield plain_product("input", dy, weight)
     yield plain_product("weight", dy.t(), x)
 
 
-def plain_product(name: str, a: torch.Tensor, b: torch.Tensor) -> Pair:
+def plain_product(name: str, a: torch.Tensor, b: torch.Tensor) -> Product:
     """One product of two matrices."""
     rows, inner = a.shape
     columns = b.shape[1]
     out = torch.empty(rows, columns, dtype=a.dtype)
-    return (
+    return Product(
         name,
         (rows, inner, columns),
-        lambda: compiled_product.product_into(out, a, b, None),
-        lambda: torch.mm(a, b, out=out),
+        compiled=lambda: compiled_product.product_into(out, a, b, None),
+        by_torch=lambda: torch.mm(a, b, out=out),
     )
 
 
-def products_of_runs(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Pair]:
+def products_of_runs(n: int, k: int, m: int, dtype: torch.dtype) -> Iterator[Product]:
     """The products of RUNS experts with n rows each."""
     counts = (n,) * RUNS
-    x = torch.randn(RUNS * n, k).to(dtype)
-    dy = torch.randn(RUNS * n, m).to(dtype)
-    weight = torch.randn(RUNS, m, k).to(dtype)
+    x = random(RUNS * n, k, dtype=dtype)
+    dy = random(RUNS * n, m, dtype=dtype)
+    weight = random(RUNS, m, k, dtype=dtype)
     # Results have the shapes of what they are the gradients of.
     y = torch.empty_like(dy)
     dx = torch.empty_like(x)
     dw = torch.empty_like(weight)
-    by_run = lambda t: t.view(RUNS, n, -1)
-
-    def by_torch(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        for parts in zip(out, a, b):
-            torch.mm(*parts[1:], out=parts[0])
-
-    yield (
+    yield Product(
         "runs, forward",
         (n, k, m),
-        lambda: compiled_grouped.affine_into(y, x, weight, None, counts),
-        lambda: by_torch(by_run(y), by_run(x), weight.mT),
+        compiled=lambda: compiled_grouped.affine_into(y, x, weight, None, counts),
+        by_torch=lambda: each_run(by_run(y), by_run(x), weight.mT),
     )
-    yield (
+    yield Product(
         "runs, input",
         (n, m, k),
-        lambda: compiled_grouped.product_into(dx, dy, weight, counts),
-        lambda: by_torch(by_run(dx), by_run(dy), weight),
+        compiled=lambda: compiled_grouped.product_into(dx, dy, weight, counts),
+        by_torch=lambda: each_run(by_run(dx), by_run(dy), weight),
     )
-    yield (
+    yield Product(
         "runs, weight",
         (m, n, k),
-        lambda: compiled_grouped.write_gradient(dw, dy, x, counts),
-        lambda: by_torch(dw, by_run(dy).mT, by_run(x)),
+        compiled=lambda: compiled_grouped.write_gradient(dw, dy, x, counts),
+        by_torch=lambda: each_run(dw, by_run(dy).mT, by_run(x)),
     )
 
 
-def least_times(pair: Pair, turns: int) -> list[float]:
+def by_run(rows: torch.Tensor) -> torch.Tensor:
+    """[RUNS × n, columns] as [RUNS, n, columns]."""
+    return rows.view(RUNS, -1, rows.shape[1])
+
+
+def each_run(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """One product of torch for each run."""
+    for target, first, second in zip(out, a, b):
+        torch.mm(first, second, out=target)
+
+
+def least_times(product: Product, turns: int) -> list[float]:
     """Seconds, compiled and by torch."""
-    _, _, ours, theirs = pair
     times = [[], []]
     for _ in range(turns):
-        for run, of_run in zip((ours, theirs), times):
+        for run, of_run in zip((product.compiled, product.by_torch), times):
             start = time.perf_counter()
             run()
             of_run.append(time.perf_counter() - start)
@@ -109,7 +136,7 @@ def least_times(pair: Pair, turns: int) -> list[float]:
     return [min(of_run[1:]) for of_run in times]
 
 
-def products(dtype: torch.dtype) -> Iterator[Pair]:
+def products(dtype: torch.dtype) -> Iterator[Product]:
     """All products that are measured."""
     for side, form in itertools.product(SIDES, FORMS):
         sizes = [part * side for part in form]
@@ -117,40 +144,45 @@ def products(dtype: torch.dtype) -> Iterator[Pair]:
         yield from products_of_runs(*sizes, dtype)
 
 
-def line_of(pair: Pair, ours: float, theirs: float) -> str:
+def line_of(product: Product, ours: float, theirs: float) -> str:
     """The product, its size, its speed and how much faster it is than torch's."""
-    name, sizes, _, _ = pair
-    size = math.prod(sizes)
-    shape = "x".join(map(str, sizes))
-    speed = 2 * size / ours / 1e9
+    shape = "x".join(map(str, product.sizes))
+    power = math.log2(product.multiplications)
+    speed = 2 * product.multiplications / ours / 1e9
+    ratio = theirs / ours
     return (
-        f"{name:13} {shape:15} 2^{math.log2(size):4.1f}  {speed:7.1f} GFLOP/s  "
-        f"{theirs / ours:5.2f} x torch's"
+        f"{product.name:13} {shape:15} 2^{power:4.1f}  "
+        f"{speed:7.1f} GFLOP/s  {ratio:5.2f} x torch's"
     )
 
 
 def measure(name: str, threads: list[int], turns: int) -> int:
-    """Prints a line a product; returns the multiplications from which the compiled ones won."""
+    """Print a line for each product; return the multiplications from which the compiled ones won."""
     slower = 0
     for count in threads:
         torch.set_num_threads(count)
-        for pair in products(DTYPES[name]):
-            ours, theirs = least_times(pair, turns)
+        # What is slower at any number of threads counts.
+        for product in products(DTYPES[name]):
+            ours, theirs = least_times(product, turns)
             if ours > theirs:
-                size = math.prod(pair[1])
-                slower = max(slower, size)
-            line = line_of(pair, ours, theirs)
+                slower = max(slower, product.multiplications)
+            line = line_of(product, ours, theirs)
             print(f"{name} {count:3} threads  {line}", flush=True)
     return slower + 1
 
 
-def main() -> None:
-    """Measure and print."""
+def parse_arguments() -> argparse.Namespace:
+    """The flags of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=[*DTYPES])
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--turns", type=int, default=20)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, and print what was found for each dtype."""
+    options = parse_arguments()
     threads = options.threads or sorted({1, torch.get_num_threads()})
     found = {}
     for name in options.dtypes:

@@ -195,6 +195,7 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    # The model of megatron-core, without kernels that need a GPU.
     _without_cuda()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     config = TransformerConfig(
@@ -224,6 +225,7 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=True,
     )
+    # The weights of the workload, and their masters.
     parameters, split = _load_mcore(model, w, rank, world)
     masters = (
         parameters
@@ -238,6 +240,7 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
     mask = torch.triu(torch.ones(w.seq, w.seq, dtype=torch.bool), 1)[None, None]
 
     def step(i: int) -> float:
+        # Gradients are summed over the micro-batches.
         total = 0.0
         rows = data[i % NUM_BATCHES].split(w.micro_batch)
         for part in rows:
@@ -249,6 +252,7 @@ def mcore(w: Workload, rank: int, world: int, dtype: str) -> Step:
             ).mean() / len(rows)
             loss.backward()
             total += loss.item()
+        # The update of the masters, and the copy to the weights.
         for p, master in zip(parameters, masters):
             master.grad = p.grad.float()  # itself in fp32
         clip_([(master.grad, s) for master, s in zip(masters, split)])

@@ -96,6 +96,7 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     rank, world, threads = (
         int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     )
+    # Imports, threads and the process group, as the contestant needs them.
     w = workload(args)
     for module in (*LAZY_IMPORTS["all"], *LAZY_IMPORTS.get(family(args.rank_of), ())):
         importlib.import_module(module)
@@ -109,9 +110,11 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         dist.init_process_group("gloo")
         stack.callback(dist.destroy_process_group)
         dist.barrier()
+    # The model. Memory counts from here.
     level = peak_memory.resident_mib()
     step = make_step(args.rank_of, w, rank, world, args.dtype, stack)
     peak_memory.forget_peak()
+    # The steps. With --turns the parent process says when each begins.
     seconds = []
     losses = []
     for i in range(w.warmup + w.steps):
@@ -128,6 +131,7 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
             print(STEP_DONE, flush=True)
     if args.turns:
         sys.stdin.readline()  # it takes a second to end: not beside another's last step
+    # The record, with the peaks of all ranks.
     peak = peak_memory.peak_mib()
     peaks = [(peak, peak - level)]
     if world > 1:
@@ -346,6 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    # What is measured.
     parser.add_argument("--workload", choices=WORKLOADS, default="S")
     parser.add_argument(
         "--contestants", nargs="+", default=["eager", "ours", "ddp", "ours:dp=2"]
@@ -365,6 +370,7 @@ def main() -> None:
         "others: for contestants that take minutes for one",
     )
     parser.add_argument("--rounds", type=int, default=3)
+    # How the contestants run.
     parser.add_argument(
         "--python",
         nargs="+",
@@ -395,10 +401,12 @@ def main() -> None:
     )
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    # A rank of a contestant is this program again.
     if args.rank_of:
         with ExitStack() as stack:
             return run_rank(args, stack)
     check(parser, args)
+    # The rounds, each with all contestants.
     pythons = dict(item.split("=", 1) for item in args.python)
     records = {contestant: [] for contestant in args.contestants}
     for number in range(args.rounds):

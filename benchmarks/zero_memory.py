@@ -141,6 +141,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The rank, as a launcher would start it.
     config = parse(flags, world_size=n)
     launch = launching.read_launch(
         {
@@ -152,6 +153,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
             "MASTER_PORT": str(port),
         }
     )
+    # One step: what is alive after it is the state.
     before = live_storages()
     with joined(config, launch) as mesh:
         engine = build_engine(config, mesh)
@@ -172,6 +174,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
             for (op, axes, _), count in mesh.traffic.wire_bytes().items()
             if axes == "dp-cp"
         }
+    # The norm's messages are not counted: they do not grow with the model.
     if n > 1:
         wire["all_reduce"] *= 1 - NORM_BYTES / bytes_sent["all_reduce"]
         bytes_sent["all_reduce"] -= NORM_BYTES

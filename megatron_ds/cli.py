@@ -65,9 +65,8 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
     is known.
     """
     stop = StopRequest()
-    if (
-        size_in(os.environ) > 1
-    ):  # if one rank exited alone, the others would wait for it
+    # If one rank exited alone, the others would wait for it.
+    if size_in(os.environ) > 1:
         stop.defer()
     stop.install()
     code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
@@ -208,6 +207,14 @@ class Arguments(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+
+    def add_table(
+        self, options: Mapping[str, Mapping[str, Any]], title: str | None = None
+    ) -> None:
+        """Add options: flag → arguments of `add_argument`. title: of their group in --help."""
+        group = self.add_argument_group(title) if title else self
+        for flag, arguments in options.items():
+            group.add_argument(flag, **arguments)
 
     def parse_args(
         self,

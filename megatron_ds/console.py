@@ -15,9 +15,8 @@ from typing import Any, TextIO
 # C0 and C1 controls except line feed and tab, DEL, line separators, bytes that are not UTF-8 (surrogates).
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_CHARACTERS = 200  # of a value in a message
-_NEWLINE_IN_PROBLEM = re.compile(
-    r"\n(?!  \d+\. )"
-)  # not before an item of a numbered list of problems
+# Not before an item of a numbered list of problems.
+_NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")
 
 
 def printable(text: str) -> str:

@@ -47,9 +47,8 @@ NAMES = {
 # records
 VALUES = "archive/data/0"
 BYTE_ORDER = "archive/byteorder"
-LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # signature, lengths of the name and of the extra field
+# The signature, and the lengths of the name and of the extra field.
+LOCAL_HEADER = struct.Struct("<4s22xHH")
 CENTRAL_HEADER = 46  # bytes before the name
 # positions in them
 CRC_OF_DESCRIPTOR = 4
@@ -85,9 +84,8 @@ def write_archive(file: Checksummed, values: torch.Tensor, dtype: torch.dtype) -
     nbytes = values.numel() * dtype.itemsize
     if nbytes < LEAST:
         content = io.BytesIO()
-        torch.save(
-            values.to(dtype, copy=True).contiguous(), content
-        )  # a view has its whole storage
+        # A copy, since torch.save writes the whole storage of a view.
+        torch.save(values.to(dtype, copy=True).contiguous(), content)
         file.write(content.getbuffer())
         return
     before, after = _around(values.shape, dtype)
@@ -105,9 +103,8 @@ def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]
     """The bytes of the archive before and after those of the tensor, whose CRC-32 is 0 there."""
     parts = _Parts()
     with skip_data():
-        torch.save(
-            torch.empty(tuple(shape), dtype=dtype), parts
-        )  # its memory is not touched
+        # Its memory is not touched.
+        torch.save(torch.empty(tuple(shape), dtype=dtype), parts)
     before, after = parts.content
     assert parts.skipped == [math.prod(shape) * dtype.itemsize], (
         f"torch.save skipped {parts.skipped} bytes"
@@ -159,9 +156,8 @@ def read_archive(content: torch.Tensor, with_checksums: bool) -> Any:
             )
         if record.filename.endswith("data.pkl"):
             _check_pickle(archive, record)
-    if with_checksums and (
-        damaged := archive.testzip()
-    ):  # torch.load does not compare them
+    # torch.load does not compare them.
+    if with_checksums and (damaged := archive.testzip()):
         raise ValueError(f"the checksum of {damaged} is not the one that was saved")
     largest = max((record.file_size for record in records), default=0)
     if largest >= LEAST and (found := _view(content, stream, archive)) is not None:
@@ -220,9 +216,8 @@ def _view(
         raise ValueError(
             f"its record {VALUES} ends after {len(flat)} of {record.file_size} bytes"
         )
-    if (
-        flat.storage_offset() % blank.dtype.itemsize
-    ):  # of an earlier version, which aligned nothing
+    # Files of an earlier version align nothing.
+    if flat.storage_offset() % blank.dtype.itemsize:
         flat = flat.clone()
     return flat.view(blank.dtype).view(blank.shape)
 

@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 INDEX_FILE = ".metadata"
-LONGEST_PATH = (
-    4095 - 160
-)  # bytes of a save folder: systems allow 4,095, and names in it need up to 160
+# Bytes of the path of a save folder: systems allow 4,095, and names in it need up to 160.
+LONGEST_PATH = 4095 - 160
 _NAME = re.compile(r"iter_(\d{7,})")
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(writing|replaced|deleting)(?:-[0-9a-f]+)?")
 
@@ -195,10 +194,11 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
+        # Some network file systems cannot sync one.
         if error.errno not in (
             errno.EINVAL,
             errno.ENOTSUP,
-        ):  # some network file systems cannot sync one
+        ):
             raise
     finally:
         os.close(handle)

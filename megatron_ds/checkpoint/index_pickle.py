@@ -52,14 +52,16 @@ FIXED = (
     "REDUCE",
     "BUILD",
 )
+# Opcodes with a length, and so many bytes after it.
 LENGTHS = {
     "SHORT_BINUNICODE": "<B",
     "BINUNICODE": "<I",
     "LONG1": "<B",
-}  # the length, then so many bytes
+}
 check_opcodes = Opcodes("index", FIXED, LENGTHS).check
 _NONE = type(None)
-_FIELDS = {  # of the dataclasses, with the types of values
+# Fields of the dataclasses of the index, with the types of their values; `chunk_file.py` adds crc32.
+_FIELDS = {
     "Metadata": {
         "state_dict_metadata": dict,
         "planner_data": object,
@@ -87,7 +89,7 @@ _FIELDS = {  # of the dataclasses, with the types of values
         "transform_descriptors": (list, tuple, _NONE),
         "crc32": tuple,
     },
-}  # which `chunk_file.py` adds
+}
 _DTYPES = (
     "float64",
     "float32",

@@ -11,13 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from ..errors import CheckpointError
 from ..mpu.agree import gather_from_all_ranks, on_all_ranks, on_one_rank
-from ..mpu.group import Group, coordinates_of
+from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
-from ..mpu.parameter_piece import ParameterPiece
 from . import folder as folders
 from .pieces import Piece
 from .place import place_of
@@ -67,7 +64,23 @@ def latest(directory: str | os.PathLike) -> int | None:
             found = step
             break
         problems.append(problem)
-    # Everything that was wrong, for the warning or the error.
+    state = _state_text(folder, wanted, steps, problems)
+    if found is None:
+        raise CheckpointError(
+            f"no complete checkpoint in {folder}: {state}. Starting from scratch there "
+            "would look like resuming. Restore a checkpoint, or give another folder."
+        )
+    if found != named:
+        logger.warning(
+            "%s. Loading the newest complete checkpoint, iteration %d", state, found
+        )
+    return found
+
+
+def _state_text(
+    folder: Path, wanted: str | None, steps: Sequence[int], problems: Sequence[str]
+) -> str:
+    """Everything that was wrong in the folder. wanted: text of the tracker; steps: of the checkpoints there."""
     tracker = (
         "is missing"
         if wanted is None
@@ -82,16 +95,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     )
     if len(problems) > MOST_REASONS:
         state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
-    if found is None:
-        raise CheckpointError(
-            f"no complete checkpoint in {folder}: {state}. Starting from scratch there "
-            "would look like resuming. Restore a checkpoint, or give another folder."
-        )
-    if found != named:
-        logger.warning(
-            "%s. Loading the newest complete checkpoint, iteration %d", state, found
-        )
-    return found
+    return state
 
 
 def problem_of(folder: Path, step: int) -> str | None:
@@ -134,54 +138,22 @@ def load(
     Collective over `world`. Raises the same CheckpointError on all ranks, listing each tensor that is missing
     or has another shape; no piece has been changed then.
     """
-    wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
-    _fill(directory, step, wanted, coordinates, world, exact)
-
-
-def load_weights(
-    directory: str | os.PathLike,
-    step: int,
-    parameters: Iterable[torch.nn.Parameter],
-    tp: Group,
-    remembered: Iterable[Piece] = (),
-) -> None:
-    """Fill parameters that have a `.spec` from the saved fp32 weights, cast to the dtype of each parameter.
-
-    remembered: what layers have besides parameters, such as the bias of experts (`moe.balance.StepState`)
-    For generation and evaluation without an optimizer. Collective over `tp`.
-    """
-    pieces = [
-        *(
-            ParameterPiece(parameter.spec, parameter.detach().view(-1))
-            for parameter in parameters
-        ),
-        *remembered,
-    ]
-    _fill(directory, step, pieces, coordinates_of(tp), world=tp, exact=False)
-
-
-def _fill(
-    directory: str | os.PathLike,
-    step: int,
-    pieces: Iterable[Piece],
-    coordinates: Coordinates,
-    world: Group,
-    exact: bool,
-) -> None:
     from .storage import Reader, Reading
 
     folder = place_of(directory)
+    wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
     failing = {
         "doing": f"cannot load iteration {step} from {directory}",
         "kind": CheckpointError,
     }
-    readings = []  # stays on this rank, unlike the return value of `plan`, which is gathered
+    # The reading stays on this rank, unlike the return value of `plan`, which is gathered.
+    readings = []
 
     def plan() -> tuple[bool, str]:
         path = find_checkpoint(folder, step)
         with explain_way_back(folder, step):
             reader = Reader(path)
-        readings.append(Reading(reader, pieces, coordinates, exact))
+        readings.append(Reading(reader, wanted, coordinates, exact))
         return reader.has_checksums, _save_of(path)
 
     def fill() -> None:
@@ -284,10 +256,11 @@ def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
+            # Tuples become lists, as in run.json.
             yield (
                 f"{prefix}{name}",
                 json.loads(json.dumps(value)),
-            )  # tuples become lists, as in run.json
+            )
 
 
 def _show(values: Mapping, name: str) -> str:

@@ -104,9 +104,8 @@ class SaveLock:
         self.on_lost = lambda: None
         self._beat = beat
         self._stale = stale
-        self._seen: tuple[tuple, float] | None = (
-            None  # ((owner, beat), when they were first read)
-        )
+        # (owner, beat), and when they were first read.
+        self._seen: tuple[tuple, float] | None = None
         self._lost = ""  # how the lock was lost
         self._warned = False
         self._stop = threading.Event()
@@ -203,9 +202,8 @@ class SaveLock:
     # ---- the beat
     def _renew_regularly(self) -> None:
         while not self._stop.wait(self._beat):
-            with contextlib.suppress(
-                OSError, CheckpointError
-            ):  # the next beat or save tries again
+            # The next beat or save tries again.
+            with contextlib.suppress(OSError, CheckpointError):
                 self._renew()
 
     def _renew(self) -> None:

@@ -122,9 +122,8 @@ def _validated(file: Path, run: Any) -> dict:
             f"{file} is of format {version}; this version reads formats up to "
             f"{FORMAT_VERSION}. Load it with the version that wrote it, or a newer one."
         )
-    named = re.search(
-        r"iter_(\d{7,})", file.parent.name
-    )  # None when a user has renamed the directory
+    # None when a user has renamed the directory.
+    named = re.search(r"iter_(\d{7,})", file.parent.name)
     if problem := next(_problems(run, int(named[1]) if named else None), None):
         raise CheckpointError(
             f"{file} is damaged, or was changed after it was saved: {problem}."

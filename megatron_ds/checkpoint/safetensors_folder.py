@@ -93,9 +93,8 @@ def write_folder(
     try:
         if world.rank == 0:
             error = _write_hidden(folder, named, arriving)
-        for _ in (
-            arriving
-        ):  # send the tensors of this rank; on rank 0, receive the rest after an error
+        # Send the tensors of this rank; on rank 0, receive the rest after an error.
+        for _ in arriving:
             pass
         on_one_rank(world, lambda: _publish(folder, named, error), **failing)
     finally:

@@ -59,7 +59,7 @@ def capacity(config: RunConfig) -> Iterator[str]:
     factor = config.source("model.moe_expert_capacity_factor")
     if model.moe_expert_capacity_factor is None:
         return
-    # Which tokens compete.
+    # The tokens that compete.
     if model.moe_capacity_scope == "sequence":
         yield (
             "the tokens of a sequence compete for the capacity of an expert, on every layout; in Megatron "

@@ -206,7 +206,7 @@ def check(
             *(p for p in found if not _names_one_of(p, unread)),
         ]
     )
-    # Those of layers above, which rely on the ones before.
+    # Rules of layers above, which rely on the ones before.
     higher: list[str] = []
     for rule in rules:
         higher += attempt(higher, lambda rule=rule: list(rule(config))) or []

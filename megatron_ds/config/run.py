@@ -14,12 +14,11 @@ from ..mpu.grid import Grid
 from .options.adapter_choice import Adapters
 from .options.cycle_options import CycleConfig
 from .options.data_options import BertConfig, DataConfig
-from .options.distillation_choice import Distillation
 from .options.logging_options import LoggingConfig
 from .options.model_options import ModelConfig
+from .options.objective_choice import ObjectiveChoice
 from .options.option import Option, options_of, plugged_options
 from .options.parallel_options import ParallelConfig, ZeroConfig
-from .options.preference_choice import Preference
 from .options.profiler_options import ProfilerConfig
 from .options.sample_choice import Curriculum, TokenDropping
 from .options.training_options import (
@@ -71,11 +70,11 @@ class RunConfig:
     adapters: Adapters = field(
         default_factory=plugged_options("adapter options", Adapters)
     )
-    preference: Preference = field(
-        default_factory=plugged_options("preference options", Preference)
+    preference: ObjectiveChoice = field(
+        default_factory=plugged_options("preference options", ObjectiveChoice)
     )
-    distillation: Distillation = field(
-        default_factory=plugged_options("distillation options", Distillation)
+    distillation: ObjectiveChoice = field(
+        default_factory=plugged_options("distillation options", ObjectiveChoice)
     )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

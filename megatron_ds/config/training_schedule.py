@@ -1,6 +1,6 @@
 """Learning rate, weight decay, batch size and kept tokens of a run, as the options set them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from ..progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
@@ -19,6 +19,7 @@ from .options.training_options import (
     DECOUPLED_RATE,
     DEEPSPEED_STYLES,
     MAIN_RATE,
+    OptimizerConfig,
     TrainConfig,
 )
 from .run import RunConfig
@@ -56,9 +57,8 @@ def make_learning_rate(
     values = {"highest": highest, "lowest": lowest, "initial": optimizer.lr_warmup_init}
     # Over tokens.
     if counts_tokens(config):
-        decay = (
-            optimizer.lr_decay_tokens or train.train_tokens or 1
-        )  # a constant rate needs none
+        # A constant rate needs none.
+        decay = optimizer.lr_decay_tokens or train.train_tokens or 1
         warmup = _fraction(
             optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens
         )
@@ -82,17 +82,7 @@ def make_learning_rate(
         optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
     ) or train_span(train)
     if style in DEEPSPEED_STYLES:
-        warmup = optimizer.lr_warmup_iters
-        if optimizer.lr_warmup_fraction is not None:
-            warmup = int(optimizer.lr_warmup_fraction * decay / batch)
-        return DeepSpeedRate(
-            style,
-            **values,
-            warmup=warmup,
-            total=decay // batch,
-            warmup_style=optimizer.lr_warmup_style,
-            batch=batch,
-        )
+        return _deepspeed_rate(optimizer, values, decay, batch)
     # Megatron's styles.
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
@@ -105,6 +95,23 @@ def make_learning_rate(
         final=final,
         final_style=optimizer.lr_wsd_decay_style,
         first=first,
+    )
+
+
+def _deepspeed_rate(
+    optimizer: OptimizerConfig, values: Mapping[str, float], decay: int, batch: int
+) -> DeepSpeedRate:
+    """The learning rate of DeepSpeed's WarmupLR and its kin. decay: in samples; batch: samples of a step."""
+    warmup = optimizer.lr_warmup_iters
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = int(optimizer.lr_warmup_fraction * decay / batch)
+    return DeepSpeedRate(
+        optimizer.lr_decay_style,
+        **values,
+        warmup=warmup,
+        total=decay // batch,
+        warmup_style=optimizer.lr_warmup_style,
+        batch=batch,
     )
 
 

@@ -29,9 +29,8 @@ from .memory_maps import anonymous_zeros
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = (
-    4096  # bytes: of address, length and offset, for direct access on any usual disk
-)
+# Bytes: the alignment of address, length and offset for direct access on any usual disk.
+ALIGNMENT = 4096
 MOST_IN_FLIGHT = 4096
 ENGINES = ("auto", "io_uring", "threads")
 
@@ -173,9 +172,8 @@ class _ThreadWork:
     blocks: list[concurrent.futures.Future]
 
     def wait(self) -> None:
-        results = [
-            block.result() for block in self.blocks
-        ]  # of all: none may still be writing
+        # Wait for all of them: none may still be writing.
+        results = [block.result() for block in self.blocks]
         errors = [error for _, error in results if error]
         self.request.check(
             sum(moved for moved, _ in results), errors[0] if errors else 0

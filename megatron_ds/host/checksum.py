@@ -59,9 +59,8 @@ def crc32_of_rest(before: int, after: int, length: int) -> int:
 def _product(a: int, b: int) -> int:
     """a · b modulo P."""
     total = 0
-    for bit in range(
-        31, -1, -1
-    ):  # coefficients of b from x**0 on; `a` is multiplied by x each time
+    # Coefficients of b from x**0 on; `a` is multiplied by x each time.
+    for bit in range(31, -1, -1):
         if b >> bit & 1:
             total ^= a
         a = a >> 1 ^ (P if a & 1 else 0)

@@ -209,9 +209,8 @@ def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tenso
     try:
         length = max(0, min(length, os.fstat(fd).st_size - offset))
         if length >= LEAST_DIRECT and O_DIRECT and not _is_cached(fd, offset, length):
-            with suppress(
-                OSError
-            ):  # no O_DIRECT here; an error of the disk is found once more
+            # No O_DIRECT here; an error of the disk is found once more.
+            with suppress(OSError):
                 return _read_pages(path, offset, length)
         found = torch.empty(length, dtype=torch.uint8)
         return found[: _read_all(fd, found, offset, length)]

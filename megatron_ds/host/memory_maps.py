@@ -54,9 +54,10 @@ def huge_page_zeros(
 
 def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
+    # The tensor keeps the map alive.
     return torch.frombuffer(
         huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel
-    )  # keeps the map
+    )
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
@@ -68,9 +69,8 @@ def huge_pages(nbytes: int) -> mmap.mmap:
     )
     pages = mmap.mmap(-1, nbytes, **private)
     if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(
-            mmap.MADV_HUGEPAGE
-        )  # before the first touch, which allocates a page
+        # Before the first touch, which allocates a page.
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

@@ -54,10 +54,11 @@ def open_to_append(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as found:
+        # A link; a pipe that no process reads.
         if found.errno not in (
             errno.ELOOP,
             errno.ENXIO,
-        ):  # a link; a pipe that no process reads
+        ):
             raise
         raise error(f"{path} is a link or a pipe. Remove it.") from None
     about = os.fstat(handle)

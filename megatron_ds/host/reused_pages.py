@@ -57,9 +57,8 @@ class _Pool:
     def __init__(self):
         self._lock = Lock()
         self._free = []
-        self._returned: deque[mmap.mmap] = (
-            deque()
-        )  # by finalizers, which run anywhere: without the lock
+        # Finalizers append to it; they run anywhere, so without the lock.
+        self._returned: deque[mmap.mmap] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], in the smallest free map that is not more than twice as large, or in a new one."""
@@ -78,9 +77,8 @@ class _Pool:
             pages = huge_pages(round_up(nbytes, LARGE_PAGE_BYTES))
         memory = (ctypes.c_char * len(pages)).from_buffer(pages)
         weakref.finalize(memory, _return, weakref.ref(self), pages).atexit = False
-        return torch.frombuffer(
-            memory, dtype=torch.uint8, count=nbytes
-        )  # keeps `memory`
+        # The tensor keeps `memory` alive.
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
 def _return(pool: "weakref.ref[_Pool]", pages: mmap.mmap) -> None:

@@ -81,9 +81,8 @@ class ScratchFile:
         try:
             os.posix_fallocate(self.buffered_fd, offset, length)
         except OSError as error:
-            os.ftruncate(
-                self.buffered_fd, self._end
-            )  # of what was asked, some may have been granted
+            # Part of what was asked for may have been granted.
+            os.ftruncate(self.buffered_fd, self._end)
             status = os.statvfs(self.buffered_fd)
             raise ConfigError(
                 f"{self.directory} has not enough space for {_size(length)} of offloaded state "
@@ -154,9 +153,8 @@ class Region:
             self, [self.file.io.write(self.file.direct_fd, body, self.offset)]
         )
         if len(tail):
-            page = aligned_empty(
-                ALIGNMENT, torch.uint8
-            )  # beyond the tail: padding up to the next page
+            # Beyond the tail there is padding up to the next page.
+            page = aligned_empty(ALIGNMENT, torch.uint8)
             page[: len(tail)] = tail
             work.parts.append(
                 self.file.io.write(self.file.direct_fd, page, self.offset + len(body))
@@ -266,9 +264,8 @@ def _open_nameless(directory: Path) -> int:
     with suppress(OSError):  # the next lines raise
         directory.mkdir(parents=True, exist_ok=True)
     try:
-        return os.open(
-            directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600
-        )  # O_EXCL: never a name
+        # O_EXCL: the file can never get a name.
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)
     except OSError:
         pass  # not all file systems support it; if no file can be created, the next lines raise
     try:

@@ -96,9 +96,8 @@ def share_pipes(
     mine = {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}
     offers = exchange((os.getpid(), mine))
     inbound, trouble = _open_inbound(rank, offers)
-    why = next(
-        filter(None, exchange(trouble)), ""
-    )  # after it, all have opened what they read from
+    # After the exchange all ranks have opened what they read from.
+    why = next(filter(None, exchange(trouble)), "")
     outbound = {peer: write for peer, (_, write) in made.items()}
     _close([read for read, _ in made.values()])
     if why:

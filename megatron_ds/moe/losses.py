@@ -95,9 +95,8 @@ def of_last_step(
     """
     of = totals.whole if tokens is None else totals
     num_experts = totals.num_experts
-    share = last_share.where(
-        last_share.sum() > 0, 1 / num_experts
-    )  # before the first step
+    # Before the first step there are no shares.
+    share = last_share.where(last_share.sum() > 0, 1 / num_experts)
     values = (
         num_experts * (of.scores * share).sum(-1) / of.sum_of("tokens").clamp(min=1)
     )
@@ -110,10 +109,11 @@ SCOPES: dict[str, Scope] = {
     "seq_aux_loss": of_sequences,
     "global_aux_loss": of_last_step,
 }
+# Losses whose sums over sequences make up that of a step.
 BY_SEQUENCE = {
     "seq_aux_loss",
     "global_aux_loss",
-}  # their sums over sequences make up that of a step
+}
 
 
 def _weighted(config: ModelConfig) -> list[tuple[str, float]]:

@@ -72,9 +72,8 @@ class PaddedDispatch:
             experts = collectives.all_gather(experts, tp)
             weights = gather_from_sequence_region(weights, tp)
         else:
-            weights = copy_to_region(
-                weights, tp
-            )  # gradients of this rank's columns only
+            # Gradients of this rank's columns only.
+            weights = copy_to_region(weights, tp)
         # [T', k]
         self.weights = weights
         runs = num_experts * sets

@@ -144,22 +144,13 @@ class Attendance:
 
     def _missing(self) -> str:
         size = self._member.world_size
-        missing = self._absent(range(size))
+        missing = absent_ranks(self._store, range(size), "rank ")
         shown = ", ".join(map(str, missing[:MOST_NAMED]))
         more = " and others" if len(missing) > MOST_NAMED else ""
         return (
             f"{len(missing)} of {size} ranks have not come by the deadline: {shown}{more}. Check whether they were "
             "started, and whether they reach the same address and port"
         )
-
-    def _absent(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks that have not come, by bisection: one request looks for all keys of a list."""
-        if self._store.check([f"rank {rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return list(ranks)
-        half = len(ranks) // 2
-        return self._absent(ranks[:half]) + self._absent(ranks[half:])
 
     def _set_or_read(self, key: str) -> Member:
         """The member in `key`, which is this process if there was none."""
@@ -181,3 +172,18 @@ def _meeting(store: dist.Store, number: int) -> dist.Store:
 
 def _member_of(text: bytes) -> Member:
     return Member(*json.loads(text))
+
+
+def absent_ranks(
+    store: dist.Store, ranks: Sequence[int], prefix: str = ""
+) -> list[int]:
+    """The ranks whose key, `prefix` and their number, is absent. By bisection: a request looks for a list of keys."""
+    if store.check([f"{prefix}{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return [
+        *absent_ranks(store, ranks[:half], prefix),
+        *absent_ranks(store, ranks[half:], prefix),
+    ]

@@ -207,9 +207,8 @@ def get_model_parallel_src_rank() -> int:
     return get_mesh().group("tp", "pp").ranks[0]
 
 
-_alone: WeakKeyDictionary[Mesh, object] = (
-    WeakKeyDictionary()
-)  # mesh → process group of its rank
+# Mesh → process group of its rank.
+_alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()
 
 
 def _process_group(*axes: str):

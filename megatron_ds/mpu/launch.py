@@ -204,9 +204,8 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     )
     rank = _int(env, "SLURM_PROCID")
     local_rank = _int(env, "SLURM_LOCALID", 0)
-    if (
-        size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID")
-    ):  # it would wait for ever
+    # In the batch script this rank would wait for the others for ever.
+    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):
         raise ConfigError(
             f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the "
             "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
@@ -299,9 +298,8 @@ def _checked(launch: Launch) -> Launch:
 def _own_device(launch: Launch) -> torch.device:
     """The GPU of this rank: the only visible one where the launcher binds one GPU to each task."""
     count = torch.cuda.device_count()
-    if (
-        count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count
-    ):  # alike on its ranks
+    # The numbers are the same on all ranks of a host.
+    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:
         raise ConfigError(
             f"{launch.local_world_size} ranks were started on {platform.node()}, which shows "
             f"{count} GPUs: each rank needs its own. Start {count} ranks on it at most."

@@ -223,9 +223,8 @@ class ParamSpec:
         local = self.local_shape(
             {axis: size for axis, (_, size) in coordinates.items()}
         )
-        runs = [
-            [(0, 0, n)] for n in self.shape
-        ]  # per dimension: (first local, first logical, length)
+        # Per dimension: (first local, first logical, length).
+        runs = [[(0, 0, n)] for n in self.shape]
         for split in self.splits:
             d, (rank, size) = split.dim, coordinates.get(split.axis, (0, 1))
             runs[d] = _runs(

@@ -68,9 +68,8 @@ def open_slots(
         rounds = Rounds(rank, ranks, memory, signals, translate)
     except OSError as error:
         trouble = f"rank {ranks[rank]}: {error}"
-    why = next(
-        filter(None, exchange(trouble)), ""
-    )  # after it, the slots of all ranks exist
+    # After it the slots of all ranks exist.
+    why = next(filter(None, exchange(trouble)), "")
     if why:
         if rank == 0:
             warn_of_messages(why)
@@ -172,9 +171,8 @@ class Rounds:
         self._signals = signals
         self._translate = translate
         self._others = [peer for peer in range(len(ranks)) if peer != rank]
-        places = [
-            memory.allocate(SLOT_BYTES) for _ in range(2)
-        ]  # at the same bytes on all ranks
+        # Two slots, at the same bytes on all ranks.
+        places = [memory.allocate(SLOT_BYTES) for _ in range(2)]
         self._mine = [slot for _, slot in places]
         self._theirs = {
             peer: [memory.view(peer, start, SLOT_BYTES) for start, _ in places]

@@ -20,6 +20,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from .attendance import absent_ranks
+
 T = TypeVar("T")
 
 REPORT_SECONDS = 10.0  # ranks that waited time out within a step of one another
@@ -93,16 +95,6 @@ def _write(store: dist.Store) -> bool:
     return True
 
 
-def _absent(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """The ranks without a report, by bisection: one request checks whether all keys of a list exist."""
-    if store.check([str(rank) for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    half = len(ranks) // 2
-    return _absent(store, ranks[:half]) + _absent(store, ranks[half:])
-
-
 def _host_key(rank: int) -> str:
     return f"host of {rank}"
 
@@ -114,7 +106,7 @@ def _host(store: dist.Store, rank: int) -> str:
 
 
 def _sentence(store: dist.Store, size: int) -> str:
-    missing = _absent(store, range(size))
+    missing = absent_ranks(store, range(size))
     if not missing:
         return (
             f"All {size} ranks report that they waited{_calls(store, range(size))}: they took different "

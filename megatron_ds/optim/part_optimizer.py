@@ -61,9 +61,8 @@ class PartOptimizer(torch.optim.Optimizer):
     def count_step(self, p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, whose number of updates is one larger then."""
         state = self.state_of(p)
-        state["step"] = (
-            int(state["step"]) + 1
-        )  # loaded from torch's optimizer it is a tensor
+        # A value that is loaded from torch's optimizer is a tensor.
+        state["step"] = int(state["step"]) + 1
         return state
 
 

@@ -22,9 +22,8 @@ class RowOptimizer(PartOptimizer):
     parameter.low_grad    optional, a 16-bit tensor of the same length, used instead of `grad`
     """
 
-    _step_supports_amp_scaling = (
-        True  # torch's name for support of `grad_scale` and `found_inf`
-    )
+    # Torch's name for support of `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
     takes_numbers = True  # as grad_scale
     writes_low = True
     reads_low_grad = True

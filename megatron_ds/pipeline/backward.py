@@ -79,9 +79,8 @@ class _Attach(Function):
         ctx, gradients: tuple[Tensor, ...], x: Tensor, *terms: Tensor
     ) -> Tensor:
         ctx.gradients = gradients
-        return (
-            x.detach()
-        )  # not a view to autograd: the next layer may change it in place
+        # Not a view to autograd: the next layer may change it in place.
+        return x.detach()
 
     @staticmethod
     def backward(ctx, dx: Tensor):

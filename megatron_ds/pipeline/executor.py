@@ -171,9 +171,8 @@ class Executor:
         except BaseException as error:
             where = self._where()
             self._clear()
-            if (
-                type(error) is CommunicationError
-            ):  # its message may be the only one of this rank in the logs
+            # Its message may be the only one of this rank in the logs.
+            if type(error) is CommunicationError:
                 raise CommunicationError(f"{where}: {error}") from error
             error.add_note(where)
             raise

@@ -28,9 +28,8 @@ class Op(StrEnum):
     REDUCE = "REDUCE"  # the next backward of the stage completes its gradients: reduce full buckets
     TIE = "TIE"  # sum the gradients of parameters that several stages hold
 
-    __hash__ = (
-        str.__hash__
-    )  # Enum's own is a Python function, too slow for half a million look-ups
+    # Enum's own is a Python function, too slow for half a million look-ups.
+    __hash__ = str.__hash__
 
 
 class Instruction(NamedTuple):
@@ -53,33 +52,34 @@ Schedule = tuple[Program, ...]  # one program per pipeline rank
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD = frozenset({Op.B, Op.I, Op.W})
-READS_WEIGHTS = frozenset(
-    {Op.F, Op.B, Op.I}
-)  # W needs only the layers' inputs and output gradients
+# W needs only the layers' inputs and output gradients.
+READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
 TRANSFERS = SENDS | RECEIVES
-FORTH = frozenset(
-    {Op.F, Op.SEND_ACT, Op.RECV_ACT}
-)  # they pass activations on; others return gradients
+# Computations that pass activations on; others return gradients.
+FORTH = frozenset({Op.F, Op.SEND_ACT, Op.RECV_ACT})
+# Computation → receive of its input.
 CONSUMED_BY = {
     Op.F: Op.RECV_ACT,
     Op.B: Op.RECV_GRAD,
     Op.I: Op.RECV_GRAD,
-}  # ← receive of its input
+}
+# Computation → send of its result.
 PRODUCED_BY = {
     Op.F: Op.SEND_ACT,
     Op.B: Op.SEND_GRAD,
     Op.I: Op.SEND_GRAD,
-}  # computation → send of its result
+}
 
 
+# Operation at the other end of a transfer, and the distance of its stage.
 OTHER_END = {
     Op.SEND_ACT: (Op.RECV_ACT, 1),
     Op.RECV_ACT: (Op.SEND_ACT, -1),
     Op.SEND_GRAD: (Op.RECV_GRAD, -1),
     Op.RECV_GRAD: (Op.SEND_GRAD, 1),
-}  # operation at the other end of a transfer, and the distance of its stage
+}
 
 
 def other_end(i: Instruction) -> Instruction:

@@ -101,17 +101,6 @@ class Simulation:
             spans.append(ends[computed[-1]] - starts[computed[0]] if computed else 0)
         return tuple(spans)
 
-    @property
-    def rank_bubble(self) -> float:
-        """Fraction of the longest of `rank_spans` that exceeds the computing time of the busiest rank.
-
-        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It leaves out that a late rank starts later
-        than the first, which costs nothing only if ranks begin the next step as they finish this one;
-        `bubble` counts it.
-        """
-        longest = max(self.rank_spans, default=0)
-        return 1 - max(self.busy) / longest if longest else 0.0
-
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
         """Per rank, the most activations (of a micro-batch at a stage) alive at once: from F to B or W."""
@@ -311,9 +300,8 @@ class _Numbers:
             return ()
         if op in RECEIVES:
             return self.before[i]
-        here = (
-            i.stage * m + i.microbatch
-        )  # this micro-batch at this stage; ± m: at its neighbours
+        # This micro-batch at this stage; ± m: at its neighbours.
+        here = i.stage * m + i.microbatch
         # F needs the activation of the stage before; W the other half of its backward.
         if op is Op.F:
             return (

@@ -45,9 +45,8 @@ class _Live:
     """A micro-batch between its forward and its backward."""
 
     input: Tensor | None  # None on the first stage, which reads tokens
-    root: (
-        Root | None
-    )  # None when nothing in the output needs a gradient (frozen layers)
+    # None when nothing in the output needs a gradient (frozen layers).
+    root: Root | None
 
 
 class Stage:

@@ -280,9 +280,8 @@ class StageRunner:
             p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
             p.grad_ready = lambda: None  # no optimizer manages it
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
-            self._forward(
-                stage, planned_batch(self.config, self.device)
-            )  # allocates what a rank has once
+            # The first forward allocates what a rank has once.
+            self._forward(stage, planned_batch(self.config, self.device))
             self._backward(stage)
             batch = planned_batch(self.config, self.device)
             before = live.peak = live.now()

@@ -125,9 +125,8 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
                 else scores
             )
             cost = replace(cost, input_grad=cost.input_grad + again)
-        if (
-            kind == head and train.cross_entropy_chunks != 1
-        ):  # the product again; one loop for gradients
+        # The product is computed again, in one loop for all gradients.
+        if kind == head and train.cross_entropy_chunks != 1:
             cost = LayerCost(
                 cost.forward, cost.forward + cost.input_grad + cost.weight_grad, 0.0
             )
@@ -292,9 +291,8 @@ def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
     values = torch.randn(
         boundary_shape(config), generator=torch.Generator().manual_seed(0)
     )
-    return values.to(
-        ctx.device, ctx.dtype
-    )  # equal tokens would all choose the same experts
+    # Equal tokens would all choose the same experts.
+    return values.to(ctx.device, ctx.dtype)
 
 
 def _time_layer(

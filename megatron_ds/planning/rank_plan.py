@@ -159,15 +159,8 @@ def plan_rank(
     use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
     plans = plan_parameters(parameters, settings, groups, use)
     # Bytes of their state, and where it is.
-    dtype = DTYPES[config.optimizer.params_dtype]
-    specs = {p.spec.name: p.spec for p in parameters}
-    sizes = ElementBytes(
-        dtype.itemsize,
-        settings.grad_dtype.itemsize,
-        lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
-        settings.update_rule.keeps_masters,
-        settings.frozen_masters,
-    )
+    sizes = _element_bytes(config, settings, parameters)
+    state = predict_sets(plans, groups.rank_by_axes, sizes)
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = gathers_of(config, plans, use, parameters, program)
     # Traffic: of the state, of optimizers, of sums over ranks, of the layers, and between stages.
@@ -177,57 +170,88 @@ def plan_rank(
     )
     _add_optimizers(traffic, plans, parameters, settings, groups)
     _add_sums(traffic, config, groups, stages, num_metrics)
-    for stage in stages:
-        traffic.add_all(stage.run.traffic, microbatches)
-    message = torch.Size(boundary_shape(config)).numel() * dtype.itemsize
-    pipeline_size = config.parallel.pipeline_model_parallel_size
-    sends = sum(i.op in SENDS for i in program)
-    if sends:
-        traffic.add("send", "pp", pipeline_size, sends * message, sends)
+    message = torch.Size(boundary_shape(config)).numel() * sizes.parameter
+    _add_stages(traffic, config, stages, program, message)
     # Buffers: gathered layers, gradients, and messages.
-    sent = settings.weight_blocks
-    if config.zero.stage == 3:
-        sent = sent or settings.frozen_blocks
-    received = sent.nbytes(whole) if sent else 0
-    buffers = (
-        whole * dtype.itemsize
-        + received
-        + _bytes_of_decoding(plans)
-        + _gradient_buffers(config, settings, plans, groups)
-        + messages_held * message
-    )
-    # Activations of each stage, of which the program keeps several micro-batches.
-    kept = {stage.index: stage.run.kept for stage in stages}
-    reserved = {stage.index: stage.run.reserved for stage in stages}
-    in_host = {stage.index: stage.run.in_host for stage in stages}
+    gathered = whole * sizes.parameter
+    buffers = gathered + _bytes_received(config, settings, whole)
+    buffers += _bytes_of_decoding(plans)
+    buffers += _gradient_buffers(config, settings, plans, groups)
+    buffers += messages_held * message
     of_experts = [p for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES]
-    state = predict_sets(plans, groups.rank_by_axes, sizes)
-    copied = 0
-    if config.checkpoint.async_save:
-        copied = _most_saved(config, state)
     return RankPlan(
         rank=rank,
-        stages=tuple(kept),
+        stages=tuple(stage.index for stage in stages),
         parameters=sum(p.numel() for p in parameters),
         state=state,
         away={where: count for where, count in places.items() if where != "device"},
         buffers=buffers,
-        kept=most_kept(program, kept),
-        kept_each=sum(kept.values()),
-        at_work=max(stage.run.at_work for stage in stages),
         traffic=traffic,
         of_experts=sum(p.numel() for p in of_experts),
-        reserved=most_kept(program, reserved),
-        in_host=most_kept(program, in_host),
         in_update=bytes_of_update(plans, parameters, settings, groups, device),
-        gathered=whole * dtype.itemsize,
-        copied=copied,
+        gathered=gathered,
+        copied=_most_copied(config, state),
         is_host=device == "cpu",
+        **_activations(stages, program),
     )
 
 
-def _most_saved(config: RunConfig, state: ZeroMemory) -> int:
-    """Bytes of weights and optimizer state that a rank holds of a checkpoint. Masters are saved as the weights."""
+def _activations(stages: Sequence[FakeStage], program: Program) -> dict[str, int]:
+    """The fields of `RankPlan` about activations, of which the program keeps those of several micro-batches."""
+    runs = {stage.index: stage.run for stage in stages}
+    most = lambda name: most_kept(
+        program, {index: getattr(run, name) for index, run in runs.items()}
+    )
+    return {
+        "kept": most("kept"),
+        "kept_each": sum(run.kept for run in runs.values()),
+        "at_work": max(run.at_work for run in runs.values()),
+        "reserved": most("reserved"),
+        "in_host": most("in_host"),
+    }
+
+
+def _add_stages(
+    traffic: Traffic,
+    config: RunConfig,
+    stages: Sequence[FakeStage],
+    program: Program,
+    message: int,
+) -> None:
+    """Add what layers send, and the hidden states between stages. message: bytes of these, of a micro-batch."""
+    for stage in stages:
+        traffic.add_all(stage.run.traffic, program_length(program))
+    if sends := sum(i.op in SENDS for i in program):
+        size = config.parallel.pipeline_model_parallel_size
+        traffic.add("send", "pp", size, sends * message, sends)
+
+
+def _element_bytes(
+    config: RunConfig, settings: ZeroSettings, parameters: Sequence[nn.Parameter]
+) -> ElementBytes:
+    """Bytes of an element of each kind of state."""
+    specs = {p.spec.name: p.spec for p in parameters}
+    return ElementBytes(
+        DTYPES[config.optimizer.params_dtype].itemsize,
+        settings.grad_dtype.itemsize,
+        lambda name: _tried(group_of(specs[name], settings.param_groups).optimizer)[0],
+        settings.update_rule.keeps_masters,
+        settings.frozen_masters,
+    )
+
+
+def _bytes_received(config: RunConfig, settings: ZeroSettings, whole: int) -> int:
+    """Bytes of gathered layers as they are sent, if they are sent in another format. whole: their elements."""
+    sent = settings.weight_blocks
+    if config.zero.stage == 3:
+        sent = sent or settings.frozen_blocks
+    return sent.nbytes(whole) if sent else 0
+
+
+def _most_copied(config: RunConfig, state: ZeroMemory) -> int:
+    """Bytes of weights and optimizer state that a rank copies for --async-save. Masters are saved as the weights."""
+    if not config.checkpoint.async_save:
+        return 0
     weights = state.masters or state.parameters
     if config.checkpoint.no_save_optim:
         return weights

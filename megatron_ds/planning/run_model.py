@@ -18,7 +18,7 @@ from ..mpu.mesh import Mesh
 from ..plugins import plugged
 from .training_length import planned_steps
 
-# By their names in the configuration.
+# dtypes by their names in the configuration.
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -269,9 +269,8 @@ def cut_problems(config: RunConfig) -> list[str]:
     layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
-        _cut(
-            config, layers, [1.0] * len(layers), shape.num_stages
-        )  # any costs: is there a cut at all?
+        # Any costs show whether there is a cut at all.
+        _cut(config, layers, [1.0] * len(layers), shape.num_stages)
     except MegatronDSError as error:
         return [str(error)]
     return []
@@ -305,9 +304,8 @@ def optimizer_problems(config: RunConfig) -> list[str]:
 def _group_problems(config: RunConfig) -> Iterator[str]:
     """Parameter groups that do not fit the parameters of the model."""
     model = config.model
-    if (
-        model.vocab_size is None
-    ):  # the tokenizer is read later; names do not depend on it
+    # The tokenizer is read later; names do not depend on it.
+    if model.vocab_size is None:
         model = replace(model, vocab_size=1)
     ctx = ParallelContext(device=torch.device("meta"))
     layers = model_layers(model, config.adapters, ctx)

@@ -139,10 +139,7 @@ def build_engine(
 
     # The optimizer takes over the parameters. On all ranks, because one rank's disk may be full.
     groups = _data_groups(config, mesh)
-    settings = ZeroSettings.from_config(config)
-    if not trains:
-        settings = replace(settings, frozen_masters=False, frozen_blocks=None)
-    make = partial(_build_optimizer, config, settings, mesh, groups, built, parameters)
+    make = partial(_build_optimizer, config, mesh, groups, built, parameters, trains)
     optimizer = on_all_ranks(mesh.group("world"), make)
 
     stages = {
@@ -233,12 +230,15 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
 
 def _build_optimizer(
     config: RunConfig,
-    settings: ZeroSettings,
     mesh: Mesh,
     groups: DataGroups,
     stages: Mapping[int, nn.ModuleList],
     parameters: list[nn.Parameter],
+    trains: bool,
 ) -> ZeroOptimizer:
+    settings = ZeroSettings.from_config(config)
+    if not trains:
+        settings = replace(settings, frozen_masters=False, frozen_blocks=None)
     counts = {}
     for modules in stages.values():
         counts |= count_uses(modules)

@@ -81,9 +81,8 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
         path: value for path, value in values.items() if not config.is_default(path)
     }
     values |= {"model.activation": config.model.activation} | _rows(run, config)
-    if any(
-        given.get(f"data.{name}") is not None for name in TOKENIZER
-    ):  # another one: not half of each
+    # A run with a tokenizer of its own takes none of these values: not half of each.
+    if any(given.get(f"data.{name}") is not None for name in TOKENIZER):
         values = {
             path: value
             for path, value in values.items()

@@ -104,9 +104,8 @@ def pretrain(argv: Sequence[str] | None = None, **defaults: object) -> int:
 
     def run() -> int:
         stop = StopRequest()
-        if (
-            size_in(os.environ) > 1
-        ):  # if one rank exited alone, the others would wait for it
+        # If one rank exited alone, the others would wait for it.
+        if size_in(os.environ) > 1:
             stop.defer()
         with stop:
             return _pretrain(argv, defaults, stop)
@@ -238,10 +237,7 @@ def train(
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
-            on_one_rank(world, lambda: _stop_when_lost(lock, stop))
-            clear_save_folder(checkpoint, world)
-            _check_room(engine, progress)
-            description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
+            description |= _prepare_saves(engine, progress, lock, stop)
         # Train, then make sure that the folder was ours to the end.
         logs: list[Log] = []
         open_here = lambda: logs.append(open_log(config, progress, opened.start.run_id))
@@ -347,6 +343,21 @@ def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> No
         "the ranks of this job have different data",
         "They would train on samples of both. Copy the same files to all machines.",
     )
+
+
+def _prepare_saves(
+    engine: Replica, progress: Progress, lock: SaveLock, stop: StopRequest
+) -> dict:
+    """Check the save folder and its room, and keep the tokenizer there. Returns what run.json has of its files.
+
+    Collective over the world.
+    """
+    config = engine.config
+    world = engine.mesh.group("world")
+    on_one_rank(world, lambda: _stop_when_lost(lock, stop))
+    clear_save_folder(config.checkpoint, world)
+    _check_room(engine, progress)
+    return on_one_rank(world, lambda: keep_tokenizer_files(config))
 
 
 def _stop_when_lost(lock: SaveLock, stop: StopRequest) -> None:

@@ -540,9 +540,8 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     parts = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
     )
-    if (
-        "converted_from" in saved
-    ):  # other programs do not record the identity of their data
+    # Other programs do not record the identity of their data.
+    if "converted_from" in saved:
         parts = tuple(part for part in parts if part in saved["identity"])
     require(
         saved,
@@ -565,19 +564,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             {p: ours[p] for p in parts},
         )
     except CheckpointError as error:
-        only_data = all(theirs[p] == ours[p] for p in parts[:2])
-        advice = (
-            " Use --finetune to train its weights on other data, from step 0."
-            if only_data
-            else why_positions_differ(ours["model"], theirs["model"])
-        )
-        if any(ours["model"].get("experts", ())) and not any(
-            theirs["model"]["experts"]
-        ):
-            advice = (
-                f" To give the dense model experts, run megatron-ds upcycle --load {directory} "
-                "--save DIR --num-experts N, and load DIR with --finetune."
-            )
+        advice = _advice(theirs, ours, parts, directory)
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
     # The optimizer must be the same only where its state is loaded.
     before, now = (
@@ -589,3 +576,18 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             f"--optimizer {now} cannot use. Use --optimizer {before}, or give "
             f"--no-load-optim to start {now} without state."
         )
+
+
+def _advice(
+    theirs: Mapping, ours: Mapping, parts: Sequence[str], directory: str
+) -> str:
+    """What the user can do about an identity that differs in one of the parts, for the error."""
+    has_experts = any(ours["model"].get("experts", ()))
+    if has_experts and not any(theirs["model"]["experts"]):
+        return (
+            f" To give the dense model experts, run megatron-ds upcycle --load {directory} "
+            "--save DIR --num-experts N, and load DIR with --finetune."
+        )
+    if all(theirs[p] == ours[p] for p in parts[:2]):
+        return " Use --finetune to train its weights on other data, from step 0."
+    return why_positions_differ(ours["model"], theirs["model"])

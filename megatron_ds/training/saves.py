@@ -27,7 +27,7 @@ from .run_checkpoint import (
     saved_pieces,
 )
 
-# Of one processor, the share of a thread that writes beside a model on a CPU. The threads of a step wait for each
+# The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
 # other, so that a step slows by the share that is taken from one of them.
 WRITERS_SHARE = 0.02
 

@@ -21,6 +21,7 @@ from ..host import places
 from ..mpu.host_reads import read_numbers
 from ..pipeline.timeline import Timeline, write_trace
 from ..progress.ramps import Progress
+from ..zero.optimizer import StepResult
 from .batches import BatchSource
 from .build import Replica
 from .nan_locator import locate_nonfinite
@@ -80,10 +81,8 @@ def train_step(
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
-    optimizer = engine.optimizer
-    train = engine.config.train
-    microbatches = batch.split(train.micro_batch_size)
-    loss_scale = optimizer.loss_scale
+    microbatches = batch.split(engine.config.train.micro_batch_size)
+    loss_scale = engine.optimizer.loss_scale
     # A checkpoint that is written in the background learns in the metrics that other ranks are ready.
     saving = engine.saving
     votes = stop, saving is not None and saving.is_ready
@@ -99,25 +98,12 @@ def train_step(
         _report_nonfinite(engine, microbatches, report, progress)
 
     # The update. While it runs on the device, the host prepares the next step.
+    result = _update(engine, computed, learning_rate, weight_decay, beta1, times)
     rates = (
         learning_rate
         if isinstance(learning_rate, Mapping)
         else {MAIN_RATE: learning_rate}
     )
-    if beta1 is not None:
-        optimizer.set_beta1(beta1)
-    if saving is not None:
-        saving.before_update()
-    check = None if engine.spikes is None else engine.spikes.check
-    with times.phase("optimizer"):
-        result = optimizer.update(
-            computed.gradient,
-            learning_rate,
-            weight_decay,
-            _divisor(engine, report),
-            check,
-        )
-    engine.step_state.after_step(applied=not result.skipped)
     counts = engine.config.logging.log_num_zeros_in_grad
     return StepOutcome(
         **vars(report),
@@ -165,6 +151,32 @@ def _compute(
         numbers = read_numbers(torch.cat([sums, measured]), world)
     report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
     return Computed(report, numbers[len(sums) :])
+
+
+def _update(
+    engine: Replica,
+    computed: Computed,
+    learning_rate: float | Mapping[str, float],
+    weight_decay: float,
+    beta1: float | None,
+    times: PhaseTimes,
+) -> StepResult:
+    """Update the weights, unless the step is skipped. Collective over the world. beta1: as of `train_step`."""
+    optimizer = engine.optimizer
+    if beta1 is not None:
+        optimizer.set_beta1(beta1)
+    if engine.saving is not None:
+        engine.saving.before_update()
+    with times.phase("optimizer"):
+        result = optimizer.update(
+            computed.gradient,
+            learning_rate,
+            weight_decay,
+            _divisor(engine, computed.report),
+            None if engine.spikes is None else engine.spikes.check,
+        )
+    engine.step_state.after_step(applied=not result.skipped)
+    return result
 
 
 def _divisor(engine: Replica, report: StepReport) -> float:

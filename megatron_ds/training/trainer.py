@@ -41,7 +41,12 @@ from .observe.noise_scale import NoiseScale, first_square
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
 from .observe.run_facts import SaveRecord, process_record
-from .observe.state_statistics import memory_tags, optimizer_states, params_norm
+from .observe.state_statistics import (
+    memory_tags,
+    optimizer_states,
+    params_norm,
+    peak_memory_gib,
+)
 from .observe.stragglers import Stragglers
 from .observe.task_record import TaskRecord
 from .replica_check import check_replicas
@@ -277,15 +282,72 @@ class Trainer:
     def _step(self) -> StepOutcome:
         # Read
         begin = time.perf_counter()
-        mesh = self.engine.mesh
         before = self.progress
         size = self.batch_size(before)
         with places.phase(places.READING):
             batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
+        trained = self._size(batch, size)
         square, measuring = self._first_square(batch)
         # Train
         profile = self.profiler.times(before.step)
+        outcome = self._train(batch, profile or self.times)
+        outcome = replace(outcome, seconds=outcome.seconds + measuring)
+        self.times.wait(data_seconds)
+        # Count
+        self.progress = before.after(
+            size,
+            trained.tokens,
+            skipped=outcome.skipped,
+            nan=not outcome.is_finite,
+            layer_tokens=trained.samples
+            * self._layer_tokens(before.step, trained.length),
+        )
+        flops = model_flops(
+            self.config.model,
+            trained.samples,
+            trained.length,
+            self._vocab,
+            trained.dropping,
+            trained.kept,
+            self.config.adapters,
+        )
+        self._window.append(_Done(outcome, data_seconds, trained.tokens, flops))
+        if (watched := places.writer()) is not None:
+            watched.step(self.progress.step)
+        if outcome.spike is not None:
+            self._record_spike(outcome, before, size)
+        # Profile
+        seconds = outcome.seconds + data_seconds
+        if square is not None:
+            parts = self._microbatches(batch)
+            self.noise_scale.add(square, outcome.grad_norm**2, size / parts, size)
+        if profile is not None:
+            times = profile.take()
+            self.times.add(times)
+            self.profiler.report(times, before.step + 1, trained, seconds)
+        self._has_tuned = self.profiler.count(before.step + 1, seconds, flops)
+        # Log
+        self.log.advance(self.progress.step, outcome.loss, trained.tokens / seconds)
+        is_due = _due(self.config.logging.log_interval, self.progress.step)
+        if is_due or outcome.stop or self._is_finished():
+            self._write_record(size, trained)
+        if is_due:
+            self._window.clear()
+        return outcome
+
+    def _size(self, batch: Batch, size: int) -> StepSize:
+        """What the next step trains on, over all ranks. size: of the global batch, in samples."""
+        rows = size * batch.rows_per_sample
+        length = batch.whole_length
+        if not self.drop:
+            return StepSize(rows, length)
+        kept = self.drop.kept_at(self.progress.step, length)
+        return StepSize(rows, length, self.drop.blocks, kept)
+
+    def _train(self, batch: Batch, times: PhaseTimes) -> StepOutcome:
+        """Train on the batch, under the profilers of this step. Collective over the world."""
+        before = self.progress
         own = self.stragglers.take()
         self.engine.metrics.share(own)
         with (
@@ -303,72 +365,25 @@ class Trainer:
                 weight_decay=self.weight_decay(before),
                 beta1=self.beta1(before) if self.beta1 else None,
                 stop=self._wants_to_stop(),
-                times=profile or self.times,
+                times=times,
             )
         for record in memory:
             self.log.note(record)
         if own is not None:
             self.stragglers.report(before.step, outcome.of_ranks)
-        outcome = replace(outcome, seconds=outcome.seconds + measuring)
-        self.times.wait(data_seconds)
-        # Count samples, tokens of whole sequences, FLOPs
-        rows = size * batch.rows_per_sample
-        length = batch.whole_length
-        tokens = rows * length
-        kept = self.drop.kept_at(before.step, length) if self.drop else None
-        self.progress = before.after(
-            size,
-            tokens,
-            skipped=outcome.skipped,
-            nan=not outcome.is_finite,
-            layer_tokens=rows * self._layer_tokens(before.step, length),
-        )
-        dropping = (self.drop.blocks, kept) if self.drop else ()
-        flops = model_flops(
-            self.config.model,
-            rows,
-            length,
-            self._vocab,
-            *dropping,
-            adapters=self.config.adapters,
-        )
-        self._window.append(_Done(outcome, data_seconds, tokens, flops))
-        if (watched := places.writer()) is not None:
-            watched.step(self.progress.step)
-        if outcome.spike is not None:
-            self._record_spike(outcome, before, size)
-        # Profile
-        seconds = outcome.seconds + data_seconds
-        if square is not None:
-            parts = self._microbatches(batch)
-            self.noise_scale.add(square, outcome.grad_norm**2, size / parts, size)
-        if profile is not None:
-            times = profile.take()
-            self.times.add(times)
-            self.profiler.report(
-                times, before.step + 1, StepSize(rows, length, *dropping), seconds
-            )
-        self._has_tuned = self.profiler.count(before.step + 1, seconds, flops)
-        # Log
-        self.log.advance(self.progress.step, outcome.loss, tokens / seconds)
-        if (
-            _due(self.config.logging.log_interval, self.progress.step)
-            or outcome.stop
-            or self._is_finished()
-        ):
-            asked = self._asked_numbers()
-            if mesh.rank == 0:
-                record = replace(self._record(size, length, kept), **asked)
-                self.log.write(record)
-                if record.times:
-                    logger.info(
-                        "%s",
-                        times_text(record.times, self.config.logging.timing_log_option),
-                    )
-                self._warn_of_stall(record)
-        if _due(self.config.logging.log_interval, self.progress.step):
-            self._window.clear()
         return outcome
+
+    def _write_record(self, size: int, trained: StepSize) -> None:
+        """Write the line of the steps since the last one. Collective over the world for what options ask for."""
+        asked = self._asked_numbers()
+        if self.engine.mesh.rank:
+            return
+        record = replace(self._record(size, trained), **asked)
+        self.log.write(record)
+        if record.times:
+            text = times_text(record.times, self.config.logging.timing_log_option)
+            logger.info("%s", text)
+        self._warn_of_stall(record)
 
     def _record_spike(self, outcome: StepOutcome, before: Progress, size: int) -> None:
         """Log a step whose update was dropped, with its samples; raises SpikesError after too many."""
@@ -450,9 +465,7 @@ class Trainer:
             return self.drop.layer_tokens(step, seq_length)
         return self.config.model.num_layers * seq_length
 
-    def _record(
-        self, size: int, seq_length: int, kept_tokens: int | None
-    ) -> TrainRecord:
+    def _record(self, size: int, trained: StepSize) -> TrainRecord:
         outcomes = [done.outcome for done in self._window]
         last = outcomes[-1]
         p = self.progress
@@ -477,7 +490,7 @@ class Trainer:
             grad_norm=last.grad_norm,
             skipped_steps=p.skipped_steps,
             nan_steps=p.nan_steps,
-            seq_length=seq_length,
+            seq_length=trained.length,
             tokens_per_second=statistics.fmean(done.tokens for done in self._window)
             / seconds,
             tflops_per_rank=flops / 1e12,
@@ -485,10 +498,10 @@ class Trainer:
             eta_seconds=(self._total - p.step) * seconds,
             memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
-            kept_tokens=kept_tokens,
+            kept_tokens=trained.kept if self.drop else None,
             grad_noise_scale=self.noise_scale.samples,
             layer_tokens=p.layer_tokens,
-            actual_seq_length=self._layer_tokens(p.step - 1, seq_length)
+            actual_seq_length=self._layer_tokens(p.step - 1, trained.length)
             // self.config.model.num_layers,
             metrics={
                 name: statistics.fmean(
@@ -593,12 +606,3 @@ def stall_text(share: float, workers: int, mock: bool) -> str:
 
 def _due(interval: int | None, step: int) -> bool:
     return bool(interval) and step % interval == 0
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank ever held: allocated on its GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -38,9 +38,8 @@ from .gradient_checksum import GradientChecksum
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
-OWN_GRAD = (
-    torch.Tensor.grad
-)  # of a parameter, whatever a class of its own shows as `grad`
+# The gradient of a parameter, whatever a class of its own shows as `grad`.
+OWN_GRAD = torch.Tensor.grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,8 @@ class GradientStore:
         ]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
         self.contributions = 0
-        self.factor = (
-            1.0  # of what autograd accumulates, for backwards of an unscaled loss
-        )
+        # A factor of what autograd accumulates, for backwards of an unscaled loss.
+        self.factor = 1.0
         self.hooks: list = []  # handles of those on parameters
         self._is_new = [True] * len(holders)  # whose views nothing was written to yet
         # Layers write into the buffer through these attributes; autograd's sums are moved by a hook.
@@ -225,12 +223,12 @@ class GradientStore:
 
     def _restart_counting(self) -> None:
         self._next = 0  # the first bucket whose reduction has not begun
-        self._missing = [UNARMED] * len(
-            self.holders
-        )  # contributions still to come, per parameter
+        # Contributions still to come, per parameter.
+        self._missing = [UNARMED] * len(self.holders)
+        # The slots of each bucket that are not complete.
         self._open = [
             bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets
-        ]  # incomplete
+        ]
 
     def _contributed(self, i: int) -> None:
         self.received[i] = True

@@ -18,14 +18,14 @@ from torch import nn
 from .data_groups import Hierarchy
 from .layout import Layout, SlotPiece
 from .number_blocks import Blocks
-from .param_store import Draw, ParameterStore, fill, show_unit
-from .quantized_parameters import QuantizedUnit
+from .param_store import Draw, fill
+from .quantized_parameters import BlockParameters
 from .state_piece import StatePiece
 
 HOST = torch.device("cpu")
 
 
-class EncodedParameters(ParameterStore):
+class EncodedParameters(BlockParameters):
     """A `ParameterStore` of frozen parameters.
 
     unit_plans  (layer, first bucket, last bucket + 1), in the order of the buckets
@@ -42,28 +42,19 @@ class EncodedParameters(ParameterStore):
         blocks: Blocks,
         draw: Draw | None,
     ):
-        super().__init__(layout, ranks, sharded=ranks.data.size > 1)
-        self._blocks = blocks
-        self._device = device
-        self._dtype = parameters[0].dtype
+        is_sharded = ranks.data.size > 1
+        super().__init__(parameters, layout, ranks, is_sharded, device, blocks)
         self._opened: list[torch.Tensor] = []
         here = ranks.inner.rank, ranks.inner.size
         self._places = layout.shard_pieces(*here)
         self._held = layout.slot_intersections(*here)
         # Initial values, one bucket at a time.
-        self._parts = []
         for bucket, _ in enumerate(layout.buckets):
             wide = self._wide(bucket, device)
             for piece, values in self._values(bucket, wide):
                 fill(values, parameters[piece.slot], piece.start, draw)
             self._parts.append(blocks.encode(wide))
         self.units = [self._make_unit(*plan, parameters) for plan in unit_plans]
-
-    @property
-    def nbytes(self) -> int:
-        encoded = sum(part.nbytes for part in self._parts)
-        whole = sum(unit.nbytes for unit in self.units if not unit.is_free)
-        return encoded + whole
 
     def opened(self, parameters: Sequence[nn.Parameter]) -> list[StatePiece]:
         """The weights of this rank's parts in new memory of the host, which `refresh` encodes."""
@@ -84,9 +75,7 @@ class EncodedParameters(ParameterStore):
 
     def refresh(self) -> None:
         """Encode what was opened, and free all layers."""
-        for unit in self.units:
-            unit.claims.clear()
-            unit.free()
+        self._free_all()
         for part, wide in zip(self._parts, self._opened):
             near = wide.to(self._device)
             encoded = self._blocks.encode(near)
@@ -112,21 +101,3 @@ class EncodedParameters(ParameterStore):
             stop = first + piece.stop - piece.start
             found.append((piece, wide[first:stop]))
         return found
-
-    def _make_unit(
-        self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
-    ) -> QuantizedUnit:
-        buckets = self.layout.buckets[first:stop]
-        start = buckets[0].start
-        numel = buckets[-1].stop - start
-        flat = torch.empty(numel, dtype=self._dtype, device=self._device)
-        unit = QuantizedUnit(
-            layer, first, stop - 1, flat, self.ranks.gathering, self._blocks
-        )
-        for bucket, part in zip(buckets, self._parts[first:stop]):
-            begin = bucket.start - start
-            end = bucket.stop - start
-            whole = flat[begin:end]
-            unit.parts.append((whole, part))
-        show_unit(unit, self.layout, parameters)
-        return unit

@@ -34,9 +34,8 @@ from ..mpu.collectives import all_reduce_, is_read, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
 
-UNDER_WAY = (
-    2  # reductions under way before a buffer is waited for rather than allocated
-)
+# Reductions under way before a buffer is waited for rather than allocated.
+UNDER_WAY = 2
 PATIENCE = 0.02  # seconds that a late rank has to read a buffer before another one is allocated
 Sent = tuple[str, Group, int, int]  # operation, group, bytes of payload, calls
 

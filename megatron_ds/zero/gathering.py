@@ -97,9 +97,8 @@ class Unit(GatherUnit):
         self.group = group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self._works: list[Work] = []
-        self._near: list[tuple[torch.Tensor, Work]] | None = (
-            None  # shards on the device, or on their way
-        )
+        # Shards on the device, or on their way.
+        self._near: list[tuple[torch.Tensor, Work]] | None = None
 
     @property
     def gather_bytes(self) -> int:
@@ -342,9 +341,8 @@ class LayerGathering:
                 else under_way + numel > self.prefetch
             )
             if full:
-                for unit in needs[
-                    i
-                ]:  # not gathered yet, but offloaded shards are fetched
+                # Not gathered yet, but offloaded shards are fetched.
+                for unit in needs[i]:
                     unit.fetch()
                 return
             under_way += numel

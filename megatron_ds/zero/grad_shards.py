@@ -70,9 +70,8 @@ class GradShards(GradientStore):
                 self._pool.give_back(buffer)
                 self._buffers[b] = None
         self._is_new = [True] * len(self.holders)
-        self._is_empty = [True] * len(
-            self._buffers
-        )  # shards that nothing was added to yet
+        # Shards that nothing was added to yet.
+        self._is_empty = [True] * len(self._buffers)
         self.received = [False] * len(self.holders)
         self._is_armed = self._is_finished = False
         self._restart_counting()

@@ -254,9 +254,8 @@ class ParameterNorms:
 
     def _index(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         names = tuple(p.spec.name for p in parameters)
-        if (
-            names not in self._indices
-        ):  # copied to the device once, for the same come in every step
+        # Copied to the device once, since every step uses the same.
+        if names not in self._indices:
             self._indices[names] = self._tensor(
                 [self._position[name] for name in names], torch.int64
             )
@@ -322,9 +321,8 @@ class ScalerState:
         lives = self.lives
         last_overflow = self.last_overflow
         if not overflow:
-            stable = (
-                self.iteration - last_overflow - 1
-            )  # steps without overflow before this one
+            # Steps without overflow before this one.
+            stable = self.iteration - last_overflow - 1
             grows = stable > 0 and stable % rule.window == 0
             scale *= FACTOR if grows else 1.0
             lives = rule.hysteresis if grows or rule.consecutive else lives

@@ -32,9 +32,8 @@ HOST = torch.device("cpu")
 MASTER = "master"
 GRAD = "grad"
 LOW = "low"
-IN_FLIGHT = (
-    3  # sub-groups in buffers at a time: one being read, one updated, one written
-)
+# Sub-groups in buffers at a time: one being read, one updated, one written.
+IN_FLIGHT = 3
 PAGE_ELEMENTS = 2048  # of 16 bits in a page of 4096 bytes
 
 
@@ -264,6 +263,13 @@ class OffloadedUpdate:
         """Bytes of the buffers in which state is brought to the host."""
         return sum(buffers.nbytes for buffers in self._buffers)
 
+    def optimizers(self) -> dict[int, ShardOptimizer]:
+        """The optimizer of each leaf, by the `id` of the leaf's tensor."""
+        found = {}
+        for group in self.groups:
+            found |= {id(leaf.tensor): group.optimizer for leaf in group.leaves}
+        return found
+
     def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update all sub-groups in turn, with the numbers of `ShardOptimizer.step`."""
         for group, staged in self._in_turn():
@@ -329,9 +335,8 @@ class UpdateInHalves:
 
     def step(self, *numbers: Any) -> None:
         """Update all leaves, with the numbers of `ShardOptimizer.step`. Collective."""
-        squares = self._resident.begin(
-            *numbers, self._norms
-        )  # it has all optimizers that need norms
+        # The resident part has all optimizers that need norms.
+        squares = self._resident.begin(*numbers, self._norms)
         for found in self._offloaded.begin(numbers, self._host_norms):
             for maker, of_maker in found.items():
                 squares[maker] += of_maker.to(squares[maker].device)

@@ -39,7 +39,7 @@ from .offload import HOST, OffloadedUpdate, UpdateInHalves
 from .param_store import Draw
 from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
-from .set_plan import ParameterUse, norm_entries, plan_parameters
+from .set_plan import ParameterUse, SetPlan, norm_entries, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .state_piece import StatePiece
@@ -47,9 +47,8 @@ from .tiers import DEVICE, copy_each, open_tiers
 from .unused import PathCheck
 from .whole_matrices import whole_matrices
 
-CLIP_EPSILON = (
-    1e-6  # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
-)
+# As in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1.
+CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -107,19 +106,8 @@ class ZeroOptimizer:
             groups.ranks_of(DATA_AXES).inner if reads_in_place(self.exchange) else None
         )
         self._pool = BufferPool(settings.grad_dtype, self.device, readers)
-        maker = SetMaker(
-            settings,
-            groups,
-            use,
-            draw,
-            self._pool,
-            self.exchange,
-            self._tiers,
-            self.offloaded,
-            self.checksum,
-        )
         plans = plan_parameters(parameters, settings, groups, use)
-        self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]
+        self.sets = self._make_sets(plans, parameters, draw)
         self._gathering = {
             stage: make_gathering(use, stage, self.sets, settings.prefetch)
             for stage in use.layers
@@ -129,10 +117,11 @@ class ZeroOptimizer:
         self._check = PathCheck(settings.unused, groups.data, groups.model, paths)
         # The optimizers of what is on the device.
         leaves = [leaf for s in self.trained for leaf in s.resident]
-        norms = None  # of parameters, for optimizers that ask for them
-        if any(group.needs_norms for group in settings.param_groups):
-            entries = norm_entries(plans, parameters, settings, groups)
-            norms = ParameterNorms(entries, groups, self.device)
+        norms_on = lambda device: ParameterNorms(
+            norm_entries(plans, parameters, settings, groups), groups, device
+        )
+        asks = any(group.needs_norms for group in settings.param_groups)
+        norms = norms_on(self.device) if asks else None
         matrices = whole_matrices(
             plans, parameters, settings.param_groups, groups, self.device
         )
@@ -140,10 +129,7 @@ class ZeroOptimizer:
         self._in_halves = None
         if norms is not None and settings.offload.optimizer != DEVICE:
             self._in_halves = UpdateInHalves(
-                self.resident,
-                self.offloaded,
-                norms,
-                ParameterNorms(entries, groups, HOST),
+                self.resident, self.offloaded, norms, norms_on(HOST)
             )
         self._hook = settings.update_rule.make_hook(
             sets=self.trained,
@@ -152,10 +138,27 @@ class ZeroOptimizer:
             exchange=self.exchange,
             device=self.device,
         )
-        self._of_offloaded = {}
-        for group in self.offloaded.groups:
-            for leaf in group.leaves:
-                self._of_offloaded[id(leaf.tensor)] = group.optimizer
+        self._of_offloaded = self.offloaded.optimizers()
+
+    def _make_sets(
+        self,
+        plans: Sequence[SetPlan],
+        parameters: Sequence[nn.Parameter],
+        draw: Draw | None,
+    ) -> list[ParameterSet]:
+        """The sets of the plans, whose gradients fill buffers of one pool."""
+        maker = SetMaker(
+            self.settings,
+            self.groups,
+            self._use,
+            draw,
+            self._pool,
+            self.exchange,
+            self._tiers,
+            self.offloaded,
+            self.checksum,
+        )
+        return [maker.make(plan, parameters) for plan in plans]
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:

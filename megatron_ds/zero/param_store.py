@@ -119,9 +119,8 @@ class WholeParameters(ParameterStore):
             (layout.buckets, parts, ranks.inner),
         ):
             self.wait()
-            for bucket in reversed(
-                range(len(mine))
-            ):  # the first layers have the last ones
+            # The first layers have the last buckets.
+            for bucket in reversed(range(len(mine))):
                 whole = wholes[bucket]
                 own = mine[bucket]
                 self._under_way[bucket] = all_gather_into_(

@@ -104,7 +104,7 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
     for piece in _updated(plan, shard):
         masters += piece.padded_numel * master
         if not plan.frozen:
-            # Of a whole tensor the optimizer sees no padding.
+            # The optimizer sees no padding of a whole tensor.
             numel = piece.stop - piece.start if plan.whole else piece.padded_numel
             states += (
                 numel
@@ -114,7 +114,7 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
     parameters = held(plan.policy.parameter) * sizes.parameter
     if plan.blocks is not None:
         parameters = plan.blocks.nbytes(held(plan.policy.parameter))
-        # Of what is trained, the owner keeps the weights that are encoded after each update.
+        # The owner also keeps trained weights that are encoded after each update.
         if not plan.encoded:
             parameters += held("dp") * sizes.parameter
     return ZeroMemory(

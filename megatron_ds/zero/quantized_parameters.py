@@ -22,7 +22,7 @@ from ..host.side_streams import side_stream
 from ..mpu.group import DONE, AllOf, Group
 from .data_groups import Hierarchy
 from .gathering import Unit
-from .layout import Bucket, Layout, ShardPiece, SlotPiece
+from .layout import Layout, ShardPiece, SlotPiece
 from .number_blocks import Blocks, EncodedBlocks, gather_into
 from .param_store import Draw, ParameterStore, fill, show_unit
 from .tiers import Array
@@ -74,7 +74,56 @@ class QuantizedUnit(Unit):
         )
 
 
-class QuantizedParameters(ParameterStore):
+class BlockParameters(ParameterStore):
+    """A `ParameterStore` whose layers are decoded as they are gathered. A base class, which has the units.
+
+    _parts  this rank's part of each bucket, as codes and scales
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        ranks: Hierarchy,
+        sharded: bool,
+        device: torch.device,
+        blocks: Blocks,
+    ):
+        super().__init__(layout, ranks, sharded)
+        self._blocks = blocks
+        self._device = device
+        self._dtype = parameters[0].dtype
+        self._parts: list[EncodedBlocks] = []
+
+    @property
+    def nbytes(self) -> int:
+        encoded = sum(part.nbytes for part in self._parts)
+        return encoded + sum(unit.nbytes for unit in self.units if not unit.is_free)
+
+    def _free_all(self) -> None:
+        for unit in self.units:
+            unit.claims.clear()
+            unit.free()
+
+    def _make_unit(
+        self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
+    ) -> QuantizedUnit:
+        """The unit of a layer with the buckets from `first` to before `stop`."""
+        buckets = self.layout.buckets[first:stop]
+        start = buckets[0].start
+        numel = buckets[-1].stop - start
+        flat = torch.empty(numel, dtype=self._dtype, device=self._device)
+        unit = QuantizedUnit(
+            layer, first, stop - 1, flat, self.ranks.gathering, self._blocks
+        )
+        for bucket, part in zip(buckets, self._parts[first:stop]):
+            whole = flat[bucket.start - start : bucket.stop - start]
+            unit.parts.append((whole, part))
+        show_unit(unit, self.layout, parameters)
+        return unit
+
+
+class QuantizedParameters(BlockParameters):
     """A `ParameterStore` of parameters in shards, gathered by units in blocks of integers.
 
     unit_plans  (layer, first bucket, last bucket + 1), in the order of the buckets
@@ -91,11 +140,10 @@ class QuantizedParameters(ParameterStore):
         blocks: Blocks,
         draw: Draw | None,
     ):
-        super().__init__(layout, ranks, sharded=True)
-        self._blocks = blocks
-        self._device = device
-        dtype = parameters[0].dtype
-        self._flat = huge_page_zeros(layout.shard_numel, dtype=dtype, device=device)
+        super().__init__(parameters, layout, ranks, True, device, blocks)
+        self._flat = huge_page_zeros(
+            layout.shard_numel, dtype=self._dtype, device=device
+        )
         self._shards = layout.shard_pieces(ranks.shard)
         self._pieces = layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
         by_bucket: list[list[SlotPiece]] = [[] for _ in layout.buckets]
@@ -111,11 +159,7 @@ class QuantizedParameters(ParameterStore):
 
     @property
     def nbytes(self) -> int:
-        return (
-            self._flat.nbytes
-            + sum(part.nbytes for part in self._parts)
-            + sum(unit.nbytes for unit in self.units if not unit.is_free)
-        )
+        return self._flat.nbytes + super().nbytes
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The weights of a piece of this rank's shard, before they are encoded."""
@@ -126,9 +170,7 @@ class QuantizedParameters(ParameterStore):
 
     def refresh(self) -> None:
         """Encode this rank's shards, and gather those of the outer group. Collective over it."""
-        for unit in self.units:
-            unit.claims.clear()
-            unit.free()
+        self._free_all()
         works = []
         for encoded, part, shard in zip(self._parts, self._pieces, self._shards):
             numel = shard.stop - shard.start
@@ -150,9 +192,8 @@ class QuantizedParameters(ParameterStore):
         draw: Draw | None,
     ) -> EncodedBlocks:
         """The part of a bucket, from initial values: those of other ranks' shards are drawn here too."""
-        near = torch.zeros(
-            part.stop - part.start, dtype=self._flat.dtype, device=self._device
-        )
+        numel = part.stop - part.start
+        near = torch.zeros(numel, dtype=self._dtype, device=self._device)
         for piece in pieces:
             at = piece.flat - part.start
             fill(
@@ -165,21 +206,3 @@ class QuantizedParameters(ParameterStore):
         numel = shard.stop - shard.start
         self._flat[shard.offset : shard.offset + numel].copy_(near[at : at + numel])
         return self._blocks.encode(near)
-
-    def _make_unit(
-        self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
-    ) -> Unit:
-        buckets: Sequence[Bucket] = self.layout.buckets[first:stop]
-        start = buckets[0].start
-        flat = torch.empty(
-            buckets[-1].stop - start, dtype=self._flat.dtype, device=self._device
-        )
-        unit = QuantizedUnit(
-            layer, first, stop - 1, flat, self.ranks.gathering, self._blocks
-        )
-        unit.parts = [
-            (flat[bucket.start - start : bucket.stop - start], part)
-            for bucket, part in zip(buckets, self._parts[first:stop])
-        ]
-        show_unit(unit, self.layout, parameters)
-        return unit

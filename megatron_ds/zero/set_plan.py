@@ -34,9 +34,8 @@ from .settings import ShardPolicy, ZeroSettings
 from .tiers import DEVICE
 
 SHARED = -1  # the stage of a parameter that several stages of this rank use
-ALWAYS_WHOLE = (
-    1000  # by default the smallest parameters stay whole: one in this many elements
-)
+# By default the smallest parameters stay whole: one in this many elements.
+ALWAYS_WHOLE = 1000
 
 
 @dataclass(frozen=True)
@@ -227,9 +226,8 @@ def plan_sets(
     shards        number of ranks along the axes over which gradients are summed
     inner_shards  data-parallel ranks of an inner group, for the policy that has inner groups
     """
-    alone = (
-        settings.offload.parameters != DEVICE
-    )  # one rank gathers too, from an offload tier
+    # One rank gathers too, from an offload tier.
+    alone = settings.offload.parameters != DEVICE
     threshold = (
         smallest([fact.numel for fact in facts])
         if settings.persistence is None

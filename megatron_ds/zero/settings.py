@@ -25,9 +25,8 @@ from .tiers import DEVICE, OffloadSettings
 from .unused import Rule
 from .update_rule import SUMMED, UpdateRule
 
-Axis = Literal[
-    "dp", "inner"
-]  # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
+# All data-parallel ranks; or groups of consecutive ones (data_groups.py).
+Axis = Literal["dp", "inner"]
 # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
 WEIGHT_BITS = 8
 GRADIENT_BITS = 4
@@ -40,9 +39,8 @@ FROZEN_BLOCKS = {
 FIRST_HOP_BITS = 8  # of gradients inside an inner group, before they leave it
 # elements, unless the configuration gives a size
 LARGEST_BUCKET = 40_000_000
-RANK_PIECE = (
-    1_000_000  # of the largest bucket of many ranks, each of which sends pieces of it
-)
+# Elements, in the largest bucket, for each of many ranks, which send pieces of it.
+RANK_PIECE = 1_000_000
 SMALLEST_BUCKET = 1_000_000
 
 
@@ -61,9 +59,8 @@ STAGES = {
     2: ShardPolicy("dp", "dp", None),
     3: ShardPolicy("dp", "dp", "dp"),
 }
-HIERARCHICAL = ShardPolicy(
-    "dp", "dp", "inner"
-)  # stage 3 whose gathers stay inside a node
+# Stage 3 whose gathers stay inside a node.
+HIERARCHICAL = ShardPolicy("dp", "dp", "inner")
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,6 @@ class Leaf:
     tensor: nn.Parameter
     shape: tuple[int, ...] | None = None
 
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of this piece, padding included, as a view in the form of `tensor`."""
-        return _shaped(flat, self.piece, self.shape)
-
     def unpadded(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the form of `tensor` as a flat view without padding."""
         return tensor.view(-1)[: self.piece.stop - self.piece.start]

@@ -59,6 +59,7 @@ class PathCheck:
             return
         # Which ranks have no gradient of which parameter.
         of_ranks = all_gather_object(dict(received), self._data)
+        # In the order of forward, which is the reverse of that of the buckets.
         without = {
             name: [
                 rank
@@ -66,7 +67,7 @@ class PathCheck:
                 if not theirs[name]
             ]
             for name in reversed(received)
-        }  # as in forward: buckets are in the order of backward
+        }
         chosen = (
             _refused(without)
             if self.rule == "refused"

@@ -109,9 +109,8 @@ class SegmentExchange:
         return [name for name, owner in self.owners.items() if owner == self.group.rank]
 
     def _by_owner(self) -> list[str]:
-        return sorted(
-            self.owners, key=self.owners.__getitem__
-        )  # stable: names of one owner in order
+        # The sort is stable, so names of one owner stay in order.
+        return sorted(self.owners, key=self.owners.__getitem__)
 
     def _outward(self) -> list[int]:
         sizes = [0] * self.group.size

@@ -13,7 +13,6 @@ from megatron_ds.checkpoint.load import (
     check_same_model,
     latest,
     load,
-    load_weights,
     read_run,
 )
 from megatron_ds.checkpoint.pieces import key, written_here
@@ -33,6 +32,7 @@ from tests.harness.states import (
     tp_coordinates,
     world_group,
 )
+from tests.harness.stored_weights import load_weights
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 

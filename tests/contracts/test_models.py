@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.load import load_weights
 from megatron_ds.checkpoint.save import save
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError, LayoutError
@@ -25,6 +24,7 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.layout_comparison import merge, mock_samples, train_layout
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
+from tests.harness.stored_weights import load_weights
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE
 from tests.planning.test_activations import kept

@@ -13,6 +13,7 @@ from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
+from tests.harness.bubble_rate import rank_bubble
 from tests.harness.samples import ALL
 
 pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
@@ -124,7 +125,8 @@ IDS = [f"{row[0]}-{row[2]}" for row in ROWS]
 
 
 def rate(order, chunks, costs):
-    return simulate(add_transfers(order, len(order) * chunks), costs.of).rank_bubble
+    timeline = simulate(add_transfers(order, len(order) * chunks), costs.of)
+    return rank_bubble(timeline)
 
 
 @pytest.mark.parametrize("model, p, m, times, rates", ROWS, ids=IDS)

@@ -62,11 +62,12 @@ SCHEDULES = {
 
 ROUTING = "data_efficiency.data_routing"
 LTD = f"{ROUTING}.random_ltd"
+# All of them count, as in DeepSpeed.
 SWITCHES = (
     "data_efficiency.enabled",
     f"{ROUTING}.enabled",
     f"{LTD}.enabled",
-)  # all of them, as in DeepSpeed
+)
 RANDOM_LTD_KEYS: Mapping[str, Option] = {
     f"{ROUTING}.enabled": json_key(bool, "whether the block is used"),
     f"{LTD}.enabled": json_key(

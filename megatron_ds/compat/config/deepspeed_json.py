@@ -37,9 +37,8 @@ from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
 from .deepspeed_spellings import STAGE3_ONLY, loads, with_usual_names
 from .unsupported import KEYS, answer_to_key, asks_for_default
 
-MOST_PLACES = (
-    2  # a name in more blocks than these, such as "enabled", does not identify a place
-)
+# A name in more blocks than these, such as "enabled", does not identify a place.
+MOST_PLACES = 2
 TAG_VALIDATION = "checkpoint.tag_validation"
 MICS = "zero_optimization.mics_shard_size"
 HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -271,9 +270,10 @@ def _declared(document: JsonDocument) -> None:
 def _fp16(document: JsonDocument) -> None:
     if document.take("fp16.enabled") is False or "fp16.enabled" not in document.values:
         return
+    # 0 means a dynamic scale.
     document.copy(
         "fp16.loss_scale", "optimizer.loss_scale", lambda scale: scale or None
-    )  # 0 is dynamic
+    )
     document.copy(
         "fp16.initial_scale_power",
         "optimizer.initial_loss_scale",

@@ -42,11 +42,12 @@ TAKEN = (
     "train.checkpoint_in_cpu",
     "train.distribute_saved_activations",
 )
+# Sections whose defaults ask for nothing.
 QUIET = (
     "logging.",
     "profiler.",
     "parallel.",
-)  # sections whose defaults ask for nothing
+)
 SCRIPTED = "it is for pretrain_gpt.py, which has its own loop and log. Remove it."
 SPLIT = "give a module that is split over the ranks, and mpu=."
 ADVICE = dict.fromkeys(

@@ -60,116 +60,6 @@ FLAGS = {
 OF_VERIFY = {"vocab_size", "qkv_packing"}  # also used to read what was written
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The flags of the command."""
-    parser = Arguments(__doc__)
-    add = parser.add_argument
-    names = ", ".join((*FORMATS, *ALIASES))
-    # Folders and formats.
-    add("--load", type=Path, required=True, help="folder of the checkpoint")
-    add("--save", type=Path, required=True, help="new folder")
-    add(
-        "--from",
-        dest="source",
-        metavar="FORMAT",
-        help=f"format of --load: {names}. Default: detected",
-    )
-    add(
-        "--to",
-        dest="target",
-        metavar="FORMAT",
-        help="format of --save. Default: megatron_ds, or huggingface where --load is megatron_ds",
-    )
-    add(
-        "--iteration", type=int, help="which checkpoint of --load (default: the latest)"
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the written weights (default: as the source's)",
-    )
-    add(
-        "--family",
-        help="family of models to write, such as llama (default: the source's, or the first that "
-        "computes the same)",
-    )
-    # Sizes of what is written.
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="true number of tokens, where the files hold padded rows",
-    )
-    add(
-        "--max-shard-size",
-        type=size_of,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="longest file of a Hugging Face folder, such as 5GB (default)",
-    )
-    add(
-        "--target-tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tensor-parallel size of the written files, for formats whose files have one",
-    )
-    add(
-        "--target-pipeline-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pipeline-parallel size of the written files, for formats whose files have one",
-    )
-    add(
-        "--target-expert-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="expert-parallel size of the run that loads the written files, for formats whose optimizer "
-        "state depends on it",
-    )
-    add(
-        "--allow-missing",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="tensors that the source may lack; they get the values of a new model",
-    )
-    add(
-        "--allow-unused",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="tensors of the source that may be left out",
-    )
-    add(
-        "--qkv-packing",
-        choices=("heads", "thirds"),
-        help="order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record "
-        "it",
-    )
-    add(
-        "--base",
-        type=Path,
-        metavar="DIR",
-        help="the weights beside which the adapters of --load were trained (default: the folder that they name)",
-    )
-    add("--no-optim", action="store_true", help="convert weights only")
-    add(
-        "--verify",
-        action="store_true",
-        help="compare the outputs of both checkpoints; needs the memory of both models in float32",
-    )
-    add(
-        "--tolerance",
-        type=float,
-        default=1e-4,
-        help="largest difference that --verify accepts, relative to the largest output (default 1e-4)",
-    )
-    return parser
-
-
 def size_of(text: str) -> int:
     """Bytes of "5GB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
@@ -178,6 +68,124 @@ def size_of(text: str) -> int:
             f"{text!r} is no size: use a number of bytes, or 500MB, 5GB"
         )
     return size
+
+
+OPTIONS = {
+    # Folders and formats.
+    "--load": {
+        "type": Path,
+        "required": True,
+        "help": "folder of the checkpoint",
+    },
+    "--save": {
+        "type": Path,
+        "required": True,
+        "help": "new folder",
+    },
+    "--from": {
+        "dest": "source",
+        "metavar": "FORMAT",
+        "help": f"format of --load: {', '.join((*FORMATS, *ALIASES))}. Default: detected",
+    },
+    "--to": {
+        "dest": "target",
+        "metavar": "FORMAT",
+        "help": "format of --save. Default: megatron_ds, or huggingface where --load is megatron_ds",
+    },
+    "--iteration": {
+        "type": int,
+        "help": "which checkpoint of --load (default: the latest)",
+    },
+    "--dtype": {
+        "choices": ("float32", "bfloat16", "float16"),
+        "help": "of the written weights (default: as the source's)",
+    },
+    "--family": {
+        "help": (
+            "family of models to write, such as llama (default: the source's, or the first that "
+            "computes the same)"
+        ),
+    },
+    # Sizes of what is written.
+    "--vocab-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "true number of tokens, where the files hold padded rows",
+    },
+    "--max-shard-size": {
+        "type": size_of,
+        "default": 5 * 10**9,
+        "metavar": "SIZE",
+        "help": "longest file of a Hugging Face folder, such as 5GB (default)",
+    },
+    "--target-tensor-parallel-size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "tensor-parallel size of the written files, for formats whose files have one",
+    },
+    "--target-pipeline-parallel-size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "pipeline-parallel size of the written files, for formats whose files have one",
+    },
+    "--target-expert-parallel-size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": (
+            "expert-parallel size of the run that loads the written files, for formats whose optimizer "
+            "state depends on it"
+        ),
+    },
+    # What may differ.
+    "--allow-missing": {
+        "action": "append",
+        "default": [],
+        "metavar": "PATTERN",
+        "help": "tensors that the source may lack; they get the values of a new model",
+    },
+    "--allow-unused": {
+        "action": "append",
+        "default": [],
+        "metavar": "PATTERN",
+        "help": "tensors of the source that may be left out",
+    },
+    "--qkv-packing": {
+        "choices": ("heads", "thirds"),
+        "help": (
+            "order of the rows of query_key_value in checkpoints of Megatron-DeepSpeed, which do not record "
+            "it"
+        ),
+    },
+    "--base": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "the weights beside which the adapters of --load were trained (default: the folder that they name)",
+    },
+    "--no-optim": {
+        "action": "store_true",
+        "help": "convert weights only",
+    },
+    # The check.
+    "--verify": {
+        "action": "store_true",
+        "help": "compare the outputs of both checkpoints; needs the memory of both models in float32",
+    },
+    "--tolerance": {
+        "type": float,
+        "default": 1e-4,
+        "help": "largest difference that --verify accepts, relative to the largest output (default 1e-4)",
+    },
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of the command."""
+    parser = Arguments(__doc__)
+    parser.add_table(OPTIONS)
+    return parser
 
 
 def main(args: argparse.Namespace) -> int:
@@ -358,7 +366,6 @@ def progress(total: int):
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
-    os.environ.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # torch: huge pages, 3/4 of the system time
+    # Torch then uses huge pages, which take 3/4 of the system time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return main(make_parser().parse_args(argv))

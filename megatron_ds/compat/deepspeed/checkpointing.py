@@ -30,9 +30,8 @@ REFUSED = {
 }
 _state: dict[str, Any] = {"configured": False, "in_cpu": False, "mpu": None}
 _tracker = RandomStates()
-TENSOR_PARALLEL_OFFSET = (
-    2718  # between the seed and that of tensor-parallel rank 0, as Megatron's
-)
+# The distance from the seed to that of tensor-parallel rank 0, as in Megatron.
+TENSOR_PARALLEL_OFFSET = 2718
 _waiting = WaitingTensors()
 
 

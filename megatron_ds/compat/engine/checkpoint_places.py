@@ -76,9 +76,8 @@ def place_of(directory: str | os.PathLike, tag: str | None) -> tuple[Path, int |
 
 def step_in_directory(directory: str | os.PathLike, tag: str | None) -> int | None:
     """The step that a tag without a folder names; None for any other tag."""
-    match = DEFAULT_TAG.fullmatch(
-        tag or ""
-    )  # the whole tag: it has no separators of paths
+    # The whole tag: it has no separators of paths.
+    match = DEFAULT_TAG.fullmatch(tag or "")
     if match is None or steps_in(folder_of(directory, tag)):
         return None
     step = int(match[1])

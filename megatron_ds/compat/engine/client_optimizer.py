@@ -46,9 +46,8 @@ def client_optimizers(
             "lost. Give it to initialize before its first update; to continue a run, use "
             "engine.load_checkpoint."
         )
-    begun = {
-        id(p): dict(state) for p, state in client.state.items()
-    }  # of Adagrad, for instance
+    # State that exists before the first step, as Adagrad's does.
+    begun = {id(p): dict(state) for p, state in client.state.items()}
     client.state.clear()
     # A trial shows whether the optimizer can be sharded.
     needs_restart = _try(client, bool(begun)) or bool(begun)
@@ -80,9 +79,8 @@ def twin_of(
     restarts: bool = False,
 ) -> torch.optim.Optimizer:
     """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
-    twin = object.__new__(
-        type(client)
-    )  # the arguments of its class's `__init__` are not known here
+    # The arguments of its class's `__init__` are not known here.
+    twin = object.__new__(type(client))
     attributes = client.__dict__.items()
     twin.__dict__.update(
         {

@@ -313,9 +313,8 @@ class Engine(EngineStatus):
     gathered_parameters = module_values.gathered_parameters
     full_state_dict = collective(module_values.full_state_dict)
     save_safetensors = collective(module_values.save_safetensors)
-    save_16bit_model = save_fp16_model = collective(
-        module_values.save_16bit_model
-    )  # its former name
+    # `save_fp16_model` is its former name.
+    save_16bit_model = save_fp16_model = collective(module_values.save_16bit_model)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

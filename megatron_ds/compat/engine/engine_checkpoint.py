@@ -71,16 +71,7 @@ def save_checkpoint(
     Raises ConfigError, before anything is written, with the key of a value that cannot be saved, or if ranks
     give different tags (agreed_tag.py).
     """
-    if engine.has_gradients:
-        raise ConfigError(
-            "a checkpoint holds no gradients, and those of the current update would be lost. "
-            "Save at a boundary of accumulation, right after engine.step()."
-        )
-    if not save_dir:
-        raise ConfigError(
-            f"save_checkpoint(save_dir={save_dir!r}): a checkpoint needs a folder of its own. "
-            "Give its path."
-        )
+    _check_can_save(engine, save_dir)
     # The place. Without a tag and without `latest` it must not be the last one in `save_dir`.
     world = engine.world.world
     tag = agreed_tag(tag, engine.config, world)
@@ -118,6 +109,20 @@ def save_checkpoint(
     return path
 
 
+def _check_can_save(engine: EngineStatus, save_dir: str | os.PathLike) -> None:
+    """Raises ConfigError in the middle of an update, or without a folder."""
+    if engine.has_gradients:
+        raise ConfigError(
+            "a checkpoint holds no gradients, and those of the current update would be lost. "
+            "Save at a boundary of accumulation, right after engine.step()."
+        )
+    if not save_dir:
+        raise ConfigError(
+            f"save_checkpoint(save_dir={save_dir!r}): a checkpoint needs a folder of its own. "
+            "Give its path."
+        )
+
+
 def _saved_pieces(engine: EngineStatus, left_out: Sequence[str]) -> list[Piece]:
     """The optimizer's pieces, buffers, and what routers remember. left_out: names of parameters"""
     pieces = [
@@ -151,8 +156,7 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: CustomLoad | None = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective over all
-    ranks.
+    """Load a checkpoint saved at any stage on any number of ranks, also by DeepSpeed. Collective.
 
     Returns (path, client_state); (None, None), as DeepSpeed, where the directory holds none yet. At the
     layout that saved it, training continues with the same bits.
@@ -166,45 +170,24 @@ def load_checkpoint(
     """
     world = engine.world.world
     with_optimizer = load_optimizer_states and not load_module_only
-    if custom_load_fn is not None and (
-        engine.world.expert_parts > 1 or engine.world.model.size > 1
-    ):
-        raise ConfigError(
-            "custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
-            "or parts of tensors. Leave it out."
-        )
+    _check_loader(engine, custom_load_fn)
     # A folder of DeepSpeed.
     tag = None if tag is None else str(tag)
     foreign = on_one_rank(world, lambda: deepspeed_folder(load_dir, tag))
     if foreign is not None:
         _check_foreign(foreign, load_module_strict, custom_load_fn)
         return _load_foreign(engine, foreign, with_optimizer, load_lr_scheduler_states)
-
     # A checkpoint of this package, or none.
     is_whole = load_module_strict and custom_load_fn is None
-
-    def look() -> tuple[Path, int, dict] | None:
-        folder, step = place_of(load_dir, tag)
-        if step is None:
-            return None
-        run = read_run(folder, step)
-        _check(engine, folder, run, with_optimizer, is_whole)
-        known_tags.look(engine, Path(load_dir), last_folder(load_dir))
-        return folder, step, run
-
-    found = on_one_rank(world, look)
+    found = on_one_rank(
+        world, lambda: _found(engine, load_dir, tag, with_optimizer, is_whole)
+    )
     if found is None:
         return None, None
     folder, step, run = found
     client = run[CLIENT] | restored(run.get(TYPED, {"dict": []}))
     # The pieces that are filled, all or those that the checkpoint has.
-    pieces = [
-        *engine.optimizer.pieces(saved=run["optimizer"]),
-        *_buffers(engine),
-        *engine.step_state.pieces(),
-    ]
-    if custom_load_fn is not None:
-        pieces = [piece for piece in pieces if piece.kind not in (WEIGHT, BUFFER)]
+    pieces = _loaded_pieces(engine, run, without_weights=custom_load_fn is not None)
     if not is_whole:
         pieces = _present(engine, pieces, folder, step)
     load(
@@ -217,14 +200,60 @@ def load_checkpoint(
     )
     # What is no tensor, and what the program loads by itself.
     if with_optimizer:
-        engine.optimizer.load_extra_state(run["optimizer"])
-        engine.progress = progress_of(run)
-        load_loop_state(engine, run.get("loop", {}), load_lr_scheduler_states)
+        _restore_progress(engine, run, load_lr_scheduler_states)
     engine.optimizer.after_load()
     engine.discard_gradients()
     if custom_load_fn is not None:
         _load_by(engine, custom_load_fn, folder, step)
     return os.path.join(folder, f"iter_{step:07d}"), client
+
+
+def _check_loader(engine: EngineStatus, custom_load_fn: CustomLoad | None) -> None:
+    """Raises ConfigError for a program's own function where the ranks hold different tensors."""
+    if custom_load_fn is not None and (
+        engine.world.expert_parts > 1 or engine.world.model.size > 1
+    ):
+        raise ConfigError(
+            "custom_load_fn gets whole tensors, but this engine's ranks hold different experts "
+            "or parts of tensors. Leave it out."
+        )
+
+
+def _found(
+    engine: EngineStatus,
+    load_dir: str | os.PathLike,
+    tag: str | None,
+    with_optimizer: bool,
+    is_whole: bool,
+) -> tuple[Path, int, dict] | None:
+    """(folder, step, values of run.json) of the checkpoint to load, which is checked; None if there is none."""
+    folder, step = place_of(load_dir, tag)
+    if step is None:
+        return None
+    run = read_run(folder, step)
+    _check(engine, folder, run, with_optimizer, is_whole)
+    known_tags.look(engine, Path(load_dir), last_folder(load_dir))
+    return folder, step, run
+
+
+def _loaded_pieces(
+    engine: EngineStatus, run: Mapping[str, Any], without_weights: bool
+) -> list[Piece]:
+    """The pieces of this engine that a checkpoint with the values `run` fills. without_weights: nor buffers"""
+    state = engine.optimizer.pieces(saved=run["optimizer"])
+    pieces = [*state, *_buffers(engine), *engine.step_state.pieces()]
+    if without_weights:
+        return [piece for piece in pieces if piece.kind not in (WEIGHT, BUFFER)]
+    return pieces
+
+
+def _restore_progress(
+    engine: EngineStatus, run: Mapping[str, Any], with_scheduler: bool
+) -> None:
+    """Restore what is no tensor: the optimizer's numbers, the progress and the state of the loop."""
+    engine.optimizer.load_extra_state(run["optimizer"])
+    engine.progress = progress_of(run)
+    load_loop_state(engine, run.get("loop", {}), with_scheduler)
 
 
 def _client_values(state: Mapping[str, Any]) -> dict[str, Any]:

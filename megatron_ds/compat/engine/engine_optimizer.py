@@ -161,9 +161,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         result = self.zero.step(None)
         self.overflow = result.skipped
         for optimizer in filter(None, (self, self.inner.client)):
-            optimizer._opt_called = (
-                True  # else torch's schedulers warn of steps in the wrong order
-            )
+            # Otherwise torch's schedulers warn of steps in the wrong order.
+            optimizer._opt_called = True
         return result
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,10 +44,11 @@ Part = tuple[SlotPiece, torch.Tensor]
 """Elements of a parameter, and what a rank holds of them: a flat tensor."""
 OWN = torch.Tensor.grad  # the attribute in which autograd accumulates
 WEIGHT = "weight"
+# The modules with zero_grad().
 TORCH = (
     "torch.nn.modules.module",
     "torch.optim.optimizer",
-)  # the modules with zero_grad()
+)
 
 
 class EngineParameter(ShardedNames, nn.Parameter):

@@ -76,16 +76,16 @@ RATES = {
     "onebitlamb": 1e-3,
     "adagrad": 1e-2,
 }
-DROP_LAST = (
-    "dataloader_drop_last"  # of the loader that `initialize` makes of training_data
-)
+# The key for the loader that `initialize` makes of training_data.
+DROP_LAST = "dataloader_drop_last"
 # of "zero_optimization"
 UNUSED = "ignore_unused_parameters"
 LEAVES = "leaf_module"
+# The default, as accelerate writes it; an engine by itself never prints.
 NEVER_PRINTS = (
     "steps_per_print",
     math.inf,
-)  # as accelerate writes it; an engine's default is never
+)
 # Keys of the JSON for options that have none of their own.
 KEYS = {
     "optimizer.optimizer": "optimizer.type",
@@ -99,10 +99,11 @@ KEYS = {
     "optimizer.min_lr": "scheduler.params.cos_min_ratio",
     "optimizer.lr_warmup_init": "scheduler.params.warmup_min_lr",
 }
+# Schedulers that must know where the decay ends.
 ENDS = (
     "WarmupDecayLR",
     "WarmupCosineLR",
-)  # schedulers that must know where the decay ends
+)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -436,9 +437,8 @@ def _betas(block: Mapping[str, Any], sources: Sources) -> list[float] | None:
 def _total_steps(block: Mapping[str, Any], sources: Sources) -> int | None:
     steps = sources.argument(*STEPS)
     epochs = sources.argument(*EPOCHS)
-    if (
-        steps is not None and steps > 0
-    ):  # TrainingArguments has -1 where the epochs count
+    # TrainingArguments has -1 where the epochs count.
+    if steps is not None and steps > 0:
         return steps
     batch = _train_batch(block, sources)
     if epochs is None or sources.samples is None or not batch:

@@ -66,15 +66,13 @@ class _Call:
 
     layer: int
     began: int
-    recorded_in: (
-        int  # the graph task that recomputes it, -1 for a forward outside of backward
-    )
+    # The graph task that recomputes it, -1 for a forward outside of backward.
+    recorded_in: int
     ended: int = 0
     reached_in: int = 0  # the number of the last backward that reached its output
     task: int = 0  # the graph task in which it did
-    repeats: "_Call | None" = (
-        None  # the call without gradients of which this is the recomputation
-    )
+    # The call without gradients of which this is the recomputation.
+    repeats: "_Call | None" = None
 
     def is_before(self, other: "_Call") -> bool:
         """Whether the other call is over in backward when this one's output is reached."""
@@ -105,20 +103,17 @@ class ModuleGathering:
         gathering.close = self._closing.left
         # Calls of layers, which nest, repeat and are recomputed.
         self._active: list[_Call] = []  # running forwards, the innermost last
-        self._waiting: Counter[int] = (
-            Counter()
-        )  # calls whose backward has not begun, per layer
+        # Calls whose backward has not begun, per layer.
+        self._waiting: Counter[int] = Counter()
         self._unannounced: set[int] = set()  # layers with calls that were not counted
         self._without_grad: dict[
             int, list[_Call]
         ] = {}  # calls that may be recomputed, per layer
         self._open: list[_Call] = []  # running backwards
-        self._tasks: set[int] = (
-            set()
-        )  # running graph tasks, each with a callback at its end
-        self._recomputed: int | None = (
-            None  # a layer that is whole after its recomputation
-        )
+        # Running graph tasks, each with a callback at its end.
+        self._tasks: set[int] = set()
+        # A layer that is whole after its recomputation.
+        self._recomputed: int | None = None
         self._route: list[int] = []  # layers in the order of the running forward
         # Positions in the running pass.
         self._clock = self._depth = self._backwards = 0
@@ -331,9 +326,8 @@ class ModuleGathering:
             tensors = [t for t in tensors_in(output) if t.requires_grad]
             for tensor in tensors:
                 tensor.register_hook(partial(self._backward_reaches, call))
-        elif (
-            self._in_backward or self._depth and self._root_has_grad
-        ):  # of a re-entrant checkpoint?
+        elif self._in_backward or self._depth and self._root_has_grad:
+            # The call may be that of a re-entrant checkpoint.
             self._without_grad.setdefault(layer, []).append(call)
             is_to_come = True
         if not self._in_backward:
@@ -341,9 +335,8 @@ class ModuleGathering:
         return bool(tensors)
 
     def _backward_reaches(self, call: _Call, _) -> None:
-        if (
-            not self._in_backward
-        ):  # of another engine, whose loss was computed with this module, too
+        # The backward may be that of another engine, whose loss was computed with this module, too.
+        if not self._in_backward:
             backward = ExitStack()
             backward.enter_context(self.backward())
             torch.autograd.Variable._execution_engine.queue_callback(backward.close)
@@ -352,9 +345,8 @@ class ModuleGathering:
         call.reached_in = self._backwards
         self._enter_task(call)
         self._leave_all([other for other in self._open if call.is_before(other)])
-        if not self._waiting[
-            call.layer
-        ]:  # its graph was retained, or has had a backward
+        # Its graph was retained, or has had a backward.
+        if not self._waiting[call.layer]:
             self._unannounced.add(call.layer)
         self._waiting[call.layer] -= self._waiting[call.layer] > 0
         self._open.append(call)

@@ -96,9 +96,8 @@ def agree(module: nn.Module, world: DataParallelWorld) -> None:
             continue
         if not torch.equal(before, whole):
             changed.append(name)
-        elif (
-            whole.numel() > 1 and (whole != whole.view(-1)[0]).any()
-        ):  # random, from the same seed
+        elif whole.numel() > 1 and (whole != whole.view(-1)[0]).any():
+            # Random values, from the same seed.
             kept += 1
     _report_changes(changed, kept, world.data)
 

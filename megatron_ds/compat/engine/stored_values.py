@@ -25,13 +25,11 @@ import torch
 
 from ...errors import CheckpointError, ConfigError
 
-MOST_BYTES = (
-    2**28
-)  # of tensors and arrays in one state; run.json is read whole, and by every rank
+# Bytes of tensors and arrays in one state; every rank reads run.json, and all of it.
+MOST_BYTES = 2**28
 DEEPEST = 100  # containers inside one another
-FACTORIES = {
-    kind.__name__: kind for kind in (int, float, str, list, dict, set)
-}  # of a defaultdict
+# Factories of a defaultdict that can be stored.
+FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
 
 
 def plain(value: Any, name: str = "the state") -> Any:

@@ -221,9 +221,8 @@ class Init:
     def _wrapped(self, original: Callable) -> Callable:
         @wraps(original)
         def made(module: nn.Module, *args, **kwargs) -> None:
-            if any(
-                other is module for other, _ in self._making
-            ):  # the __init__ of a base class
+            # This call is the `__init__` of a base class.
+            if any(other is module for other, _ in self._making):
                 return original(module, *args, **kwargs)
             gathered: list[nn.Parameter] = []
             self._making.append((module, gathered))

@@ -68,6 +68,5 @@ def text_of_file(path: Path, most: int = LARGEST_FILE, errors: str = "strict") -
         .decode("utf-8-sig", errors)
         .replace("\r\n", "\n")
     )
-    return text.replace(OPEN, "").replace(
-        CLOSE, ""
-    )  # only the reader marks values as open
+    # Only the reader marks values as open.
+    return text.replace(OPEN, "").replace(CLOSE, "")

@@ -106,10 +106,11 @@ def tokens_of(text: str) -> Iterator[Token]:
         else:
             # A word; a number before a redirection is none, as in 2>&1.
             word, after = scan_word(text, at, line)
+            # Part of a redirection, as in 2>&1.
             if word.isdecimal() and text[after : after + 1] in (
                 "<",
                 ">",
-            ):  # of a redirection: 2>&1
+            ):
                 at = after
                 continue
             yield Token(word, line)

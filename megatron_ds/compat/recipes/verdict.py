@@ -305,10 +305,11 @@ def _read_file(name: str, text: str, is_copy: bool) -> SourceReading:
         return _read_json(name, text, is_copy)
     reading = read_neox(name.rpartition("/")[2], [root])
     if not any(setting.path in PATHS_OF_DATA for setting in reading.settings):
+        # They are in another file of the run.
         reading.unread |= {
             *PATHS_OF_DATA,
             "data.tokenizer_type",
-        }  # they are in another file of the run
+        }
     return reading
 
 

@@ -18,10 +18,11 @@ BALANCING = (
     "expert_choice",
     "none",
 )
+# Values of the option above that replace the choice of the best experts of a token.
 CHOICES = (
     "sinkhorn",
     "expert_choice",
-)  # values above that replace the choice of the best experts of a token
+)
 
 EXPERTS = need("model.num_experts")
 CAPACITY = need("model.moe_expert_capacity_factor")

@@ -29,11 +29,12 @@ from ...plugins import plugged
 from ...registry import did_you_mean
 from .need import Need
 
+# Name in options → name in torch.
 DTYPE_NAMES = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
-}  # name in options → name in torch
+}
 # of a whole number: torch and numpy hold no larger one
 LARGEST = 2**63 - 1
 MOST_DIGITS = 40
@@ -149,9 +150,8 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
 
 
 def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
-    if isinstance(
-        hint, types.UnionType
-    ):  # `int | None` → int, `tuple[…] | None` → tuple
+    # `int | None` → int, `tuple[…] | None` → tuple.
+    if isinstance(hint, types.UnionType):
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     is_list = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if is_list else hint
@@ -196,13 +196,11 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
 
 
 def _one(option: Option, raw: Any, where: str) -> Any:
-    if (
-        isinstance(raw, bool) and shown(raw) in option.values
-    ):  # YAML reads the choice `on` as true
+    # YAML reads the choice `on` as true.
+    if isinstance(raw, bool) and shown(raw) in option.values:
         raw = shown(raw)
-    if (
-        option.kind is not str and isinstance(raw, str) and raw in option.values
-    ):  # "optim" for stage 1
+    # Such as "optim" for stage 1.
+    if option.kind is not str and isinstance(raw, str) and raw in option.values:
         return option.values[raw]
     value = _CONVERT[option.kind](raw)
     if value is None:
@@ -254,14 +252,12 @@ def _int(raw: Any) -> int | None:
     if isinstance(raw, bool):
         return None
     if isinstance(raw, str) and re.fullmatch(r"[+-]?[\d_]+", raw):
-        digits = raw.replace("_", "").lstrip("0")[
-            :MOST_DIGITS
-        ]  # int() itself refuses 5,000
+        # int() itself refuses numbers of 5,000 digits.
+        digits = raw.replace("_", "").lstrip("0")[:MOST_DIGITS]
         return int(digits or "0") if raw.strip("+-_") else None
     number = _float(raw)
-    return (
-        int(number) if number is not None and number.is_integer() else None
-    )  # 5e8, 1e6
+    # Such as 5e8 and 1e6.
+    return int(number) if number is not None and number.is_integer() else None
 
 
 def _float(raw: Any) -> float | None:

@@ -32,9 +32,8 @@ def windows(config: RunConfig) -> Iterator[str]:
             "that a token attends to, such as --window-size 127,0."
         )
     # A layer has it.
-    if model.num_layers and not any(
-        model.windowed_layers(model.num_layers)
-    ):  # raises if it does not fit
+    # `windowed_layers` raises if the frequency does not fit.
+    if model.num_layers and not any(model.windowed_layers(model.num_layers)):
         yield (
             "[window_attn_skip_freq] leaves no layer with the window. Remove --window-size, or use "
             f"{flag('model.window_attn_skip_freq')} 2 or more."

@@ -115,9 +115,8 @@ def context_parallel(config: RunConfig) -> Iterator[str]:
 def _two_levels(config: RunConfig) -> str:
     c = config.parallel.context_parallel_size
     path = "parallel.hierarchical_context_parallel_sizes"
-    inner = [d for d in divisors(c) if 1 < d < c] or divisors(
-        c
-    )  # 1 is p2p alone, c is a2a
+    # A size of 1 would be p2p alone, and c would be a2a.
+    inner = [d for d in divisors(c) if 1 < d < c] or divisors(c)
     use = f"{flag(path)} {either([f'{d} {c // d}' for d in inner])}"
     if config.is_default(path):
         return (
@@ -300,9 +299,8 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
                 f"{either(fits)}."
             )
     # Tokens.
-    alone = (
-        config.parallel.context_parallel_size == 1
-    )  # `context_parallel` reports others
+    # `context_parallel` reports others.
+    alone = config.parallel.context_parallel_size == 1
     if (
         config.parallel.sequence_parallel
         and alone

@@ -59,9 +59,8 @@ def distribution(config: RunConfig) -> Iterator[str]:
     numbers = _numbers(config)
     parallel = config.parallel
     ranks = config.data_parallel_size * parallel.context_parallel_size
-    if (
-        ep == 1 or not numbers or config.world_size % parallel.model_parallel_size
-    ):  # `world` reports the last
+    # `world` reports the last.
+    if ep == 1 or not numbers or config.world_size % parallel.model_parallel_size:
         return
     # Sizes that divide both are the advice.
     even = divisors(gcd(*numbers))

@@ -10,12 +10,13 @@ from .cycle_rules import cycles
 from .optimizer_rules import optimizer_options
 
 WARMUP_STYLES = tuple(style for style in DEEPSPEED_STYLES if style.startswith("Warmup"))
+# Styles that do not decay to an end.
 WITHOUT_END = (
     "constant",
     "WarmupLR",
     "OneCycle",
     "LRRangeTest",
-)  # styles that do not decay to an end
+)
 
 
 def batch(config: RunConfig) -> Iterator[str]:
@@ -195,9 +196,8 @@ def _units(config: RunConfig) -> Iterator[str]:
     # The unit, and why it is that.
     train = config.train
     rate = config.optimizer
-    if (
-        rate.lr_decay_style in DEEPSPEED_STYLES and train.train_iters is None
-    ):  # reported by `learning_rate`
+    # `learning_rate` reports this case.
+    if rate.lr_decay_style in DEEPSPEED_STYLES and train.train_iters is None:
         return
     if counts_tokens(config):
         unit = "tokens"

@@ -29,9 +29,8 @@ class BoundedLoader(yaml.SafeLoader):
                 value.value if isinstance(value, yaml.SequenceNode) else [value]
             ):
                 if isinstance(inner, yaml.MappingNode):
-                    self.flatten_mapping(
-                        inner
-                    )  # the second time, it has nothing to merge
+                    # The second time, it has nothing to merge.
+                    self.flatten_mapping(inner)
                     count += len(inner.value)
                 if count > MOST_VALUES:
                     raise ConfigError(TOO_MANY)

@@ -29,10 +29,11 @@ from .reading import Setting, SourceReading
 from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"
+# Keys of a run.json that describe the run which wrote it.
 RECORDS = (
     "world_size",
     "sources",
-)  # of a run.json: they describe the run that wrote it
+)
 
 
 def read_yaml(path: str) -> SourceReading:
@@ -70,9 +71,8 @@ def _compose(path: str) -> Any:
 def text_of(path: str, flag: str) -> str:
     """The text of a file that a flag gave. Raises ConfigError."""
     try:
-        return Path(path).read_text(
-            encoding="utf-8-sig"
-        )  # with or without a byte-order mark
+        # The text may begin with a byte-order mark.
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:

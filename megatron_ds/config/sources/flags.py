@@ -21,9 +21,8 @@ from .suggest import near_flag
 CONFIG_FLAG = "--config"
 DEEPSPEED_FLAG = "--deepspeed-config"
 STRICT_FLAG = "--strict-flags"  # what changes nothing is an error
-LOCAL_RANK_FLAG = (
-    "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
-)
+# Appended by torch.distributed.launch and DeepSpeed's launcher.
+LOCAL_RANK_FLAG = "--local-rank"
 # Flags that print a text and exit → the text.
 ASKING = {
     "--help": "help",

@@ -73,7 +73,8 @@ class ConfigProblems(ConfigError):
 
     def __reduce__(
         self,
-    ):  # pickled with its problems, not with the message made of them
+    ):
+        # Pickled with its problems, not with the message made of them.
         return ConfigProblems, (self.problems,)
 
 

@@ -40,9 +40,8 @@ BYTES_PER_THREAD = 60  # and dataset, besides the result: see csrc/data/blend_in
 SPARE = 1 / 2000  # of the result, for that
 COUNTED_AT_ONCE = 1 << 22
 MOST_ROWS = 24  # of the table of draws
-RANGE = re.compile(
-    r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)"
-)  # of documents, before a prefix
+# A range of documents, before a prefix.
+RANGE = re.compile(r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)")
 
 
 class DataPath(NamedTuple):
@@ -360,9 +359,8 @@ def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
     """
     affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
     threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
-    return threads, size if threads == 1 else size // (
-        2 * threads
-    )  # two turns each, to balance the threads
+    # Two turns each, to balance the threads.
+    return threads, size if threads == 1 else size // (2 * threads)
 
 
 def plain_draw(
@@ -414,9 +412,8 @@ class Draw:
 def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
     """Samples drawn from each dataset; int64 [num_datasets]."""
     counts = np.zeros(num_datasets, np.int64)
-    for first in range(
-        0, len(dataset_index), COUNTED_AT_ONCE
-    ):  # bincount converts its input to int64
+    # bincount converts its input to int64, so a part at a time.
+    for first in range(0, len(dataset_index), COUNTED_AT_ONCE):
         counts += np.bincount(
             dataset_index[first : first + COUNTED_AT_ONCE], minlength=num_datasets
         )

@@ -47,9 +47,8 @@ BLOCK_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 20  # read at a time, by each of THREADS
 THREADS = 8  # zlib releases the interpreter lock
 ALWAYS_BYTES = 1 << 26  # a twentieth of a second
-_warned: set[Path] = (
-    set()
-)  # folders that cannot be written, each reported once a process
+# Folders that cannot be written, each reported once a process.
+_warned: set[Path] = set()
 
 
 def default_cache(prefix: str) -> Path:
@@ -257,9 +256,8 @@ class CacheEntry:
         for name, recorded in sums.items():
             _check(self._path(name), recorded)
         if is_large:
-            with contextlib.suppress(
-                OSError
-            ):  # in a read-only folder each process verifies
+            # In a read-only folder each process verifies.
+            with contextlib.suppress(OSError):
                 self._write_stamp(sums)
         return True
 

@@ -38,9 +38,8 @@ from .cache import cached_arrays, default_cache
 
 logger = logging.getLogger(__name__)
 SETS = {"train": "training", "valid": "validation", "test": "test"}
-CHECKED_SAMPLES = (
-    8  # of each part, whose ids are compared with the vocabulary at the start
-)
+# Samples of each part whose ids are compared with the vocabulary at the start.
+CHECKED_SAMPLES = 8
 
 
 class Datasets(NamedTuple):

@@ -23,9 +23,8 @@ from ...batch.batch import Batch
 from ...errors import ConfigError, DataError
 from ..kind import Collator, Dataset
 
-Order = Callable[
-    [np.ndarray, int], np.ndarray
-]  # (stream positions, size of the dataset) → sample indices
+# (stream positions, size of the dataset) → sample indices.
+Order = Callable[[np.ndarray, int], np.ndarray]
 
 
 class Loader:

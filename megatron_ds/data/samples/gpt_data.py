@@ -72,6 +72,7 @@ def open_gpt_dataset(
     title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` next
     to the corpus.
     """
+    # The key has everything that decides the maps, so that other maps have other files.
     directory = Path(cache) if cache else default_cache(corpus.prefix)
     key = {
         "class": "GPTDataset",
@@ -82,7 +83,8 @@ def open_gpt_dataset(
     }
 
     def build() -> dict[str, np.ndarray]:
-        corpus.check()  # only the process that builds reads every row anyway
+        # The process that builds reads every row anyway; the others trust its check.
+        corpus.check()
         numbers = np.arange(
             documents.start,
             documents.stop,
@@ -92,6 +94,7 @@ def open_gpt_dataset(
             corpus.lengths, numbers, seq_length, num_samples, seed
         )._asdict()
 
+    # One process builds, and all map the files into memory.
     arrays = cached_arrays(directory, title, key, IndexMaps._fields, build)
     return GPTDataset(corpus, IndexMaps(**arrays), seq_length)
 

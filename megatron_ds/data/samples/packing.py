@@ -65,9 +65,8 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
         left = histogram[length]
         while left:
             at = bisect.bisect_left(rooms, length)
-            if at == len(
-                rooms
-            ):  # no room: new samples, each with as many of this length as fit
+            # No room: new samples, each with as many of this length as fit.
+            if at == len(rooms):
                 each = min(capacity // length, left)
                 samples = left // each
                 put(Pattern((length,) * each, samples), capacity - each * length)
@@ -92,9 +91,8 @@ def build_packs(
     """The samples of one epoch over these sequences of a corpus. `seed` assigns the pieces to samples."""
     # Cut each sequence into pieces of s + 1 tokens, which share a token with the next one.
     tokens = lengths[documents.start : documents.stop].astype(np.int64)
-    pieces = np.maximum(
-        0, -(-(tokens - 1) // seq_length)
-    )  # a sequence of one token predicts nothing
+    # A sequence of one token predicts nothing.
+    pieces = np.maximum(0, -(-(tokens - 1) // seq_length))
     document = np.repeat(np.arange(documents.start, documents.stop), pieces)
     start = (
         np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -103,9 +101,8 @@ def build_packs(
 
     # Group the pieces by length; the seed orders the pieces of one length.
     drawn = np.random.RandomState(seed).permutation(len(document))
-    by_length = drawn[
-        np.argsort(length[drawn], kind="stable")
-    ]  # pieces of equal length, in random order
+    # Pieces of equal length, in random order.
+    by_length = drawn[np.argsort(length[drawn], kind="stable")]
     found, first, counts = np.unique(
         length[by_length], return_index=True, return_counts=True
     )

@@ -149,9 +149,8 @@ class CheckedBackend:
         for text, length in zip(texts, lengths.tolist()):
             mine = ids[start : start + length].tolist()
             start = start + length
-            if (
-                len(text) > self._unchecked
-            ):  # the library takes 150 bytes for each byte of a text
+            # The library takes 150 bytes for each byte of a text.
+            if len(text) > self._unchecked:
                 text = text[: self._unchecked]
                 mine = self._fast([text])[0].tolist()
             theirs = self._library([text])[0]

@@ -11,9 +11,8 @@ import numpy as np
 from ...errors import ConfigError, DataError
 from ...registry import Registry
 
-Arrays = tuple[
-    np.ndarray, np.ndarray
-]  # ids of several texts back to back, and the length of each
+# Ids of several texts back to back, and the length of each.
+Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class Tokenizer(Protocol):

@@ -218,9 +218,8 @@ def _shuffled(
 ) -> np.ndarray:
     """The rows in random order, by Fisher and Yates' shuffle from the back."""
     order = list(range(len(rows)))
-    sizes = np.arange(
-        len(rows), 1, -1, dtype=np.uint64
-    )  # of the part that is not shuffled yet
+    # Sizes of the part that is not shuffled yet.
+    sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)
     drawn = (mt19937_64(seed + 1, len(sizes)) % sizes).tolist()
     for i, j in zip(range(len(rows) - 1, 0, -1), drawn):
         order[i], order[j] = order[j], order[i]

@@ -33,9 +33,8 @@ LEFT_OUT = {
     "__pycache__",
     "turtledemo",
 }
-SHORTEST = (
-    80  # characters of a paragraph; shorter ones are captions and summaries, much alike
-)
+# Characters of a paragraph; shorter ones are captions and summaries, which are much alike.
+SHORTEST = 80
 LETTERS = 0.85  # share of letters and blanks in running text; tables, signatures and examples have less
 
 

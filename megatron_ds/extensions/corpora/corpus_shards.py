@@ -36,9 +36,8 @@ from .text_records import missing_package
 
 COPY_BYTES = 1 << 26  # copied by one task
 Task = Callable[..., Written]  # task(shard=(i, n)); is pickled
-Run = Callable[
-    [Task, int], Iterator[Written]
-]  # runs the task for each of n shards, in any order
+# Runs the task for each of n shards, in any order.
+Run = Callable[[Task, int], Iterator[Written]]
 
 
 def run_here(task: Task, count: int) -> Iterator[Written]:
@@ -159,21 +158,10 @@ def merge(
         _join([corpus.bin_path for corpus in corpora], partial[0], workers)
         if masks:
             _join(masks, partial[2], workers)
-        with create_again(partial[1]) as f:
-            dtype = corpora[0].dtype.newbyteorder("=")
-            write_index(
-                f,
-                CODES[dtype],
-                dtype.itemsize,
-                [(corpus.lengths, corpus.document_indices) for corpus in corpora],
-            )
-            f.flush()
-            os.fsync(f.fileno())
-        # Both files are complete: they replace the old ones.
+        _write_index(corpora, partial[1])
+        # Both files are complete: they replace the old ones. An old index must never be next to new tokens.
         remove_record(output)
-        idx_path.unlink(
-            missing_ok=True
-        )  # an old index must never be next to new tokens
+        idx_path.unlink(missing_ok=True)
         mask_path(output).unlink(missing_ok=True)
         if masks:
             partial[2].replace(mask_path(output))
@@ -204,6 +192,16 @@ def merge(
     return record
 
 
+def _write_index(corpora: Sequence[IndexedDataset], path: Path) -> None:
+    """Write the .idx file of the merged corpus, and wait until it is on the disk."""
+    dtype = corpora[0].dtype.newbyteorder("=")
+    parts = [(corpus.lengths, corpus.document_indices) for corpus in corpora]
+    with create_again(path) as f:
+        write_index(f, CODES[dtype], dtype.itemsize, parts)
+        f.flush()
+        os.fsync(f.fileno())
+
+
 def _check(
     prefixes: Sequence[str],
     corpora: Sequence[IndexedDataset],
@@ -227,7 +225,7 @@ def _check(
                 "one of them again."
             )
         corpus.check()
-    # Those with a record must have been made with one tokenizer.
+    # Corpora with a record must have been made with one tokenizer.
     known = [
         (prefix, record)
         for prefix, record in zip(prefixes, records)

@@ -199,7 +199,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}."
         )
-    # Its sequences, and how they are shown.
+    # The sequences of the document, and how they are shown.
     number %= count
     first, last = corpus.document_indices[number : number + 2].tolist()
     left = args.tokens

@@ -20,7 +20,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
 
 import numpy as np
 
@@ -51,9 +50,8 @@ from .text_records import BadLine, TextBlock, place_of
 
 MakeTokenizer = Callable[[], Tokenizer]  # is sent to the workers, so it is pickled
 Shard = tuple[int, int]  # (index, number of shards)
-Column = tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]  # tokens, sequence lengths, sequences of each document
+# Tokens, sequence lengths, sequences of each document.
+Column = tuple[np.ndarray, np.ndarray, np.ndarray]
 PARENT_CHECK_SECONDS = 1.0
 _tokenizer: Tokenizer | None = None  # of a worker process, made when the worker starts
 
@@ -142,78 +140,92 @@ def preprocess(
     """
     # Check the files before the tokenizer is loaded, which takes longer.
     keys = options.json_keys
-    split = options.sentences is not None
     check_files(paths, keys)
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # `workers` sets the number of cores
+    # `workers` sets the number of cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = make_tokenizer()
-    names = [
-        output_prefix(shard_prefix(prefix, shard) if shard else prefix, key, split)
-        for key in keys
-    ]
+    names = _names(prefix, options, shard)
     made_from = _made_from(paths, options, shard, tokenizer)
     # A shard that is complete is not made again.
-    if shard:
-        records = [
-            done_before(name, {**made_from, "key": key})
-            for name, key in zip(names, keys)
-        ]
-        if all(records):
-            return Written(
-                records[0].documents,
-                sum(r.tokens for r in records),
-                records[0].skipped,
-                done_before=True,
-            )
+    if shard and (done := _done_before(names, keys, made_from)):
+        return done
     # Read, encode and write the documents block by block.
     dtype = dtype_for(tokenizer.vocab_size)
     eod = tokenizer.eod if options.append_eod else None
     encode = partial(encode_block, options=options, eod=eod, dtype=dtype)
-    pieces_of_input = slices_of_shard(paths, keys, *(shard or (0, 1)), cut=options.cut)
-    blocks = chain.from_iterable(
-        read_blocks(
-            piece.path, keys=keys, start=piece.start, stop=piece.stop, cut=options.cut
-        )
-        for piece in pieces_of_input
-    )
+    blocks = _blocks(paths, options, shard or (0, 1))
     written = Written()
     sums = [PieceSums() for _ in names]
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
-        masks = None
-        if options.chat is not None:  # is complete before the index that vouches for it
-            masks = stack.enter_context(MaskWriter(names[0]))
+        # The masks are complete before the index that vouches for them.
+        masks = stack.enter_context(MaskWriter(names[0])) if options.chat else None
         for encoded in _encoded(blocks, encode, make_tokenizer, tokenizer, workers):
             _write(encoded, writers, sums, written, options.skip_bad_lines)
             if masks is not None:
                 masks.add(encoded.mask)
             progress(encoded.path, encoded.position, written)
-        # A corpus without documents is an error.
         if not written.documents and not shard:
-            named = ", ".join(paths[:8]) + (
-                f" and {len(paths) - 8} others" if len(paths) > 8 else ""
-            )
-            only_bad = ", only bad lines" if written.num_bad else ""
-            raise DataError(
-                f"{named}: the input has no documents{only_bad}. Nothing was written."
-            )
+            raise DataError(_nothing_found(paths, written))
         for name in names:
             remove_record(name)
     # Records come last: they vouch for complete files.
-    for name, key, pieces in zip(names, keys, (each.finish() for each in sums)):
-        tokens = sum(piece.bytes for piece in pieces) // dtype.itemsize
-        CorpusRecord(
-            written.documents,
-            tokens,
-            tokenizer.fingerprint,
-            pieces,
-            sha256_of(corpus_paths(name)[1]),
-            written.num_bad,
-            {**made_from, "key": key},
-            None if options.chat is None else sha256_of(mask_path(name)),
-        ).write(name)
+    for name, key, each in zip(names, keys, sums):
+        _record(name, each, written, tokenizer, options, made_from | {"key": key})
     return written
+
+
+def _record(
+    name: str,
+    sums: PieceSums,
+    written: Written,
+    tokenizer: Tokenizer,
+    options: PreprocessOptions,
+    made_from: dict,
+) -> None:
+    """Write the record of a complete corpus."""
+    pieces = sums.finish()
+    CorpusRecord(
+        written.documents,
+        sum(piece.bytes for piece in pieces)
+        // dtype_for(tokenizer.vocab_size).itemsize,
+        tokenizer.fingerprint,
+        pieces,
+        sha256_of(corpus_paths(name)[1]),
+        written.num_bad,
+        made_from,
+        None if options.chat is None else sha256_of(mask_path(name)),
+    ).write(name)
+
+
+def _names(prefix: str, options: PreprocessOptions, shard: Shard | None) -> list[str]:
+    """The prefixes of the corpora, one for each key."""
+    prefix = shard_prefix(prefix, shard) if shard else prefix
+    split = options.sentences is not None
+    return [output_prefix(prefix, key, split) for key in options.json_keys]
+
+
+def _done_before(
+    names: Sequence[str], keys: Sequence[str], made_from: dict
+) -> Written | None:
+    """The counts of a shard that is complete; None if a corpus is missing or was made in another way."""
+    records = [
+        done_before(name, {**made_from, "key": key}) for name, key in zip(names, keys)
+    ]
+    if not all(records):
+        return None
+    tokens = sum(record.tokens for record in records)
+    first = records[0]
+    return Written(first.documents, tokens, first.skipped, done_before=True)
+
+
+def _nothing_found(paths: Sequence[str], written: Written) -> str:
+    """The error of an input without documents."""
+    named = ", ".join(paths[:8])
+    if len(paths) > 8:
+        named += f" and {len(paths) - 8} others"
+    only_bad = ", only bad lines" if written.num_bad else ""
+    return f"{named}: the input has no documents{only_bad}. Nothing was written."
 
 
 def _made_from(
@@ -238,6 +250,17 @@ def _made_from(
         **({"text": asdict(options.cut)} if any(map(is_plain_text, paths)) else {}),
         **({"chat": options.chat.fingerprint} if options.chat else {}),
     }
+
+
+def _blocks(
+    paths: Sequence[str], options: PreprocessOptions, shard: Shard
+) -> Iterator[TextBlock]:
+    """The blocks of text of a shard, in the order of the input."""
+    keys = options.json_keys
+    for piece in slices_of_shard(paths, keys, *shard, cut=options.cut):
+        yield from read_blocks(
+            piece.path, keys=keys, start=piece.start, stop=piece.stop, cut=options.cut
+        )
 
 
 def _write(
@@ -318,14 +341,12 @@ def _column(
         counts = np.array([len(row) for row in rows], np.int64)
         texts = [sentence for row in rows for sentence in row]
     ids, lengths = arrays_of(tokenizer, texts)
-    document = np.repeat(np.arange(len(counts)), counts)[
-        lengths > 0
-    ]  # of each sequence
+    # The document of each sequence.
+    document = np.repeat(np.arange(len(counts)), counts)[lengths > 0]
     lengths = lengths[lengths > 0]
     if eod is not None:
-        last = np.flatnonzero(
-            np.diff(document, append=len(counts))
-        )  # the last sequence of each document
+        # The last sequence of each document.
+        last = np.flatnonzero(np.diff(document, append=len(counts)))
         ids = np.insert(ids, np.cumsum(lengths)[last], eod)
         lengths[last] += 1
     if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(dtype).max:

@@ -30,8 +30,7 @@ from itertools import accumulate
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
-from megatron_ds.data.tokenizers.backend import BACKENDS
+from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.chat.template import ChatTemplate, load_template
 from megatron_ds.extensions.corpora.corpus_shards import (
@@ -39,7 +38,7 @@ from megatron_ds.extensions.corpora.corpus_shards import (
     run_here,
     run_on_ray,
 )
-from megatron_ds.extensions.corpora.plain_text import WHERE, TextCut
+from megatron_ds.extensions.corpora.plain_text import TextCut
 from megatron_ds.extensions.corpora.preprocess import (
     PreprocessOptions,
     Shard,
@@ -48,14 +47,9 @@ from megatron_ds.extensions.corpora.preprocess import (
     preprocess,
     shard_prefix,
 )
-from megatron_ds.extensions.corpora.sentences import (
-    ABBREVIATIONS,
-    TRAINING_BYTES,
-    Splitter,
-    learn_splitter,
-)
+from megatron_ds.extensions.corpora.preprocess_flags import GROUPS
+from megatron_ds.extensions.corpora.sentences import Splitter, learn_splitter
 from megatron_ds.extensions.corpora.text_files import (
-    INPUT_HELP,
     STDIN,
     TABLES,
     check_files,
@@ -76,167 +70,8 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
-    # What a document is.
-    add = parser.add_argument_group("text").add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
-    add(
-        "--text-documents",
-        choices=WHERE,
-        default="file",
-        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a "
-        "line. Do not use paragraph or line if consecutive ones belong together, as in a novel: "
-        "training shuffles documents. Other inputs are not affected",
-    )
-    add(
-        "--text-separator",
-        metavar="LINE",
-        help="in plain text, documents are separated by lines that are equal to this, such as "
-        "'<|endoftext|>'. Do not use it if such a line may be part of a document",
-    )
-    add(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a "
-        "corpus",
-    )
-    add(
-        "--skip-bad-lines",
-        action="store_true",
-        help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and "
-        "documents of plain text that are not UTF-8, and report how many; without it the first one is "
-        "an error. Look at the corpus first: a wrong key leaves out everything",
-    )
-    add(
-        "--split-sentences",
-        action="store_true",
-        help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are "
-        f"learned from the first {TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents "
-        "are one sequence",
-    )
-    add(
-        "--keep-newlines",
-        action="store_true",
-        help="keep the white space between two sentences with the first of them",
-    )
-    add(
-        "--lang",
-        choices=ABBREVIATIONS,
-        help="language whose common abbreviations are given in advance (default english)",
-    )
-    # Conversations.
-    add = parser.add_argument_group("conversations").add_argument
-    add(
-        "--chat",
-        action="store_true",
-        help="each JSON line is a conversation: messages (OpenAI), conversations (ShareGPT), instruction and "
-        "output (Alpaca), or prompt and completion. Writes PREFIX_chat_document, with a mask of the answers "
-        "in PREFIX_chat_document.mask.bin, for training with --sft",
-    )
-    add(
-        "--preference",
-        action="store_true",
-        help="each JSON line is a pair of answers: prompt, chosen and rejected, texts or lists of messages; or chosen "
-        "and rejected alone, two conversations that begin alike. Writes PREFIX_preference_document with masks, for "
-        "training with --dpo",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja template that makes a conversation a text; default: that of --tokenizer-model",
-    )
-    add(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help="""values that the template takes, such as '{"enable_thinking": false}'""",
-    )
-    # What its tokens are.
-    add = parser.add_argument_group("tokenizer").add_argument
-    add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
-    add(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="tokenizer.json, its folder, or a sentencepiece .model",
-    )
-    add(
-        "--vocab-file",
-        metavar="FILE",
-        help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece…",
-    )
-    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="number of ids, for NullTokenizer only",
-    )
-    add(
-        "--tokenizer-backend",
-        default="auto",
-        choices=BACKENDS,
-        help="which encoder to use; the ids are the same. auto takes the compiled encoder if it supports the "
-        "tokenizer. gigatoken needs the package of that name, and is not faster where native works",
-    )
-    add(
-        "--append-eod",
-        action="store_true",
-        help="end each document with the end-of-document token; almost always right: without it a model "
-        "cannot learn where a document ends",
-    )
-    # Where they go.
-    add = parser.add_argument_group("output").add_argument
-    add(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="files are named {prefix}_{key}_document.bin and .idx",
-    )
-    # Which processes and machines do it.
-    add = parser.add_argument_group("work").add_argument
-    add(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of processes that tokenize, over all partitions (default 1); the output does not depend "
-        "on it",
-    )
-    add(
-        "--partitions",
-        type=int,
-        default=1,
-        metavar="N",
-        help="make N shards at the same time and merge them; useful above about 16 workers, the most that "
-        "one process can feed",
-    )
-    add(
-        "--num-shards",
-        type=int,
-        metavar="N",
-        help="cut the input into N shards; this command makes one of them",
-    )
-    add(
-        "--shard-index",
-        type=int,
-        metavar="I",
-        help="the shard to make, from 0; default: SLURM_ARRAY_TASK_ID minus SLURM_ARRAY_TASK_MIN, or RANK",
-    )
-    add(
-        "--ray",
-        nargs="?",
-        const="auto",
-        metavar="ADDRESS",
-        help="make the --num-shards shards as tasks of a Ray cluster and merge them; all machines must share "
-        "the disk",
-    )
-    add(
-        "--log-interval",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="without a terminal for a progress bar: documents between two log lines (default 1000)",
-    )
+    for title, options in GROUPS.items():
+        parser.add_table(options, title)
     return parser
 
 

@@ -223,9 +223,8 @@ def _walk(folder: str) -> Iterator[str]:
 
     for place, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if (
-            "tokenizer.json" in files and place != folder
-        ):  # vocab.txt and merges.txt are not text to train on
+        # vocab.txt and merges.txt are not text to train on.
+        if "tokenizer.json" in files and place != folder:
             folders.clear()
             continue
         yield from (
@@ -280,9 +279,8 @@ def _read_bytes(
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, ValueError) as e:
         raise damaged(e) from None
     except OSError as e:
-        if (
-            path.endswith(".bz2") and not e.strerror
-        ):  # bz2 raises OSError for data that are not bz2
+        # bz2 raises OSError for data that are not bz2.
+        if path.endswith(".bz2") and not e.strerror:
             raise damaged(e) from None
         raise DataError(f"cannot read {path}: {e.strerror or e}.") from None
 

@@ -59,9 +59,8 @@ class BadLine:
         return f"{self.path}, {self.unit} {self.line + lines_before(self.path, self.start)}: {self.reason}"
 
 
-Texts = tuple[
-    list[list[Text]], list[BadLine]
-]  # the texts of each key, and the lines that have none
+# The texts of each key, and the lines that have none.
+Texts = tuple[list[list[Text]], list[BadLine]]
 
 
 @lru_cache(maxsize=64)

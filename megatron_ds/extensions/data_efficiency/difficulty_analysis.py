@@ -90,9 +90,8 @@ def map_shard(
 
     Raises DataError for a metric that fails, naming it and the samples, and for a full disk.
     """
-    bounds = np.linspace(
-        0, dataset_id["samples"], num_shards + 1, dtype=int
-    )  # as in DeepSpeed
+    # The same shards as DeepSpeed's.
+    bounds = np.linspace(0, dataset_id["samples"], num_shards + 1, dtype=int)
     first, last = bounds[shard : shard + 2].tolist()
     # Finished metrics of an earlier run are kept.
     todo = [

@@ -24,7 +24,7 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
         or data.data_cache_path
         or default_cache(metrics[0].index_to_sample_path)
     )
-    # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
+    # The batch size as configured, not as rounded down: the order is the same on any number of ranks.
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
         metrics,

@@ -17,9 +17,8 @@ from ...batch.batch import Batch
 from ...batch.documents import cut_boundaries
 from .data_efficiency_options import LengthCurriculum
 
-MOST_SAMPLES = (
-    1 << 40
-)  # the later rows of a sample have larger ids, so that their dropout differs
+# The later rows of a sample have larger ids, so that their dropout differs.
+MOST_SAMPLES = 1 << 40
 
 
 def shortening(lengths: LengthCurriculum) -> Callable[[Batch, int], Batch]:
@@ -31,9 +30,9 @@ def truncate(batch: Batch, length: int) -> Batch:
     """The first `length` positions of each sample; the batch itself if it is no longer."""
     if length >= batch.seq_length:
         return batch
-    return _cut(
-        batch, length, 1, lambda t: t[:, :length], lambda m: m[..., :length, :length]
-    )
+    first = lambda rows: rows[:, :length]
+    corner = lambda mask: mask[..., :length, :length]
+    return _cut(batch, length, 1, first, corner)
 
 
 def fold(batch: Batch, length: int) -> Batch:
@@ -66,16 +65,18 @@ def fold(batch: Batch, length: int) -> Batch:
 def _cut(
     batch: Batch, length: int, count: int, rows: Callable, mask: Callable
 ) -> Batch:
-    """Applies `rows`, which makes `count` rows of each, to the fields [b, s], and `mask` to those
-    [b, 1, s, s]."""
+    """The batch with shorter fields.
+
+    rows  makes `count` rows of each row of a field [b, s]
+    mask  does the same with a field [b, 1, s, s]
+    """
     cut = {}
     if batch.boundaries is not None:
         cut["boundaries"] = cut_boundaries(batch.boundaries, length, count)
     for name, value in batch.tensors().items():
         if value.dim() == 2:
-            alike = (
-                value.stride(0) == 0
-            )  # a row that is expanded over all samples stays expanded
+            # A row that is expanded over all samples stays expanded.
+            alike = value.stride(0) == 0
             cut[name] = rows(value) if alike else rows(value).contiguous()
         elif value.dim() == 4:
             cut[name] = mask(value).contiguous()
@@ -85,9 +86,10 @@ def _cut(
 def _from_zero(positions: torch.Tensor) -> torch.Tensor:
     """Positions [b, c] of rows cut from longer ones, from the start of the row or document."""
     counted = torch.arange(positions.shape[1], device=positions.device)
-    within = (
-        positions - positions[:, :1] == counted
-    )  # up to the first document that begins inside the row
+    # Up to the first document that begins inside the row.
+    within = positions - positions[:, :1] == counted
     within = within.long().cumprod(1).bool()
     started = torch.where(within, counted, positions)
-    return counted.expand_as(started) if bool((started == counted).all()) else started
+    if bool((started == counted).all()):
+        return counted.expand_as(started)
+    return started

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from ...config.options.distillation_choice import Distillation
 from ...config.options.need import need
+from ...config.options.objective_choice import ObjectiveChoice
 from ...config.options.option import option
 
 TEACHER = need("distillation.distill_from")
 
 
 @dataclass(frozen=True)
-class DistillationConfig(Distillation):
+class DistillationConfig(ObjectiveChoice):
     """Off unless --distill-from is given."""
 
     distill_from: str | None = option(

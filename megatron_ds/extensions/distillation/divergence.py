@@ -97,7 +97,7 @@ class DistilledTokens:
                 found.append(
                     torch.cat([own, teacher.facts(columns.scaled(logits), rows)])
                 )
-        # Of all ranks.
+        # The facts of all ranks.
         facts = torch.cat(found, dim=1).unsqueeze(0)
         facts = collectives.all_gather(facts, columns.group)  # [t, 5, n]
         self.lse = facts[:, 0].logsumexp(0)

@@ -15,7 +15,6 @@ from typing import Any
 
 from ...batch.batch import Batch
 from ...config import RunConfig
-from ...config.options.distillation_choice import Distillation
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.group import Group
@@ -28,6 +27,7 @@ from ...training.objective import Prepare
 from ...training.run_checkpoint import Start, find_start
 from ...training.trainer import Loaders
 from ..evaluation.checkpoint_model import built_and_loaded
+from .distillation_options import DistillationConfig
 from .distilled_loss import Logits
 from .divergence import Columns, TeacherTokens
 from .likeliest_tokens import LikeliestTokens, likeliest_tokens
@@ -80,7 +80,7 @@ def teach(student: Replica, engine: Replica) -> None:
 
 
 def keeper(
-    options: Distillation, vocab_size: int, tp: Group
+    options: DistillationConfig, vocab_size: int, tp: Group
 ) -> Callable[[Logits, Batch], TeacherTokens]:
     """What is kept of the output of a teacher's last layer."""
     count = options.distill_top_k

@@ -84,9 +84,8 @@ def _bytes_of_core(
             .data.blank(config.train.micro_batch_size, tokens, where)
             .cut(ctx.slice)
         )
-        core = make_core(
-            model, "attention", ctx, comm_type=comm_type
-        )  # bytes depend on no pattern
+        # Bytes depend on no pattern.
+        core = make_core(model, "attention", ctx, comm_type=comm_type)
         q, k, v = (
             torch.empty(
                 batch.seq_length,
@@ -180,9 +179,8 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
     divisions = sorted(
         (name for name in sent if name.startswith("a2a+p2p ")), key=sent.__getitem__
     )
-    sent = {
-        name: count for name, count in sent.items() if name not in divisions[1:]
-    }  # the best alone
+    # Of the divisions, only the best one counts.
+    sent = {name: count for name, count in sent.items() if name not in divisions[1:]}
     if not sent[chosen]:
         return
     # One line for all of them, and one for the least.

@@ -82,7 +82,7 @@ def numbers_of_experts(config: RunConfig) -> list[int]:
 
 def flops_of_rank(plan: WorldPlan, layers: Sequence[Layer]) -> float:
     """Model FLOPs of these layers in a step on one rank."""
-    # Of all sequences of the rank, divided among the ranks that share each of them.
+    # Tokens of all sequences of the rank, divided among the ranks that share each of them.
     config = plan.config
     samples = plan.microbatches * config.train.micro_batch_size
     s = config.model.seq_length

@@ -72,9 +72,8 @@ def longest(
         middle = (low + high) // 2
         if low > below and turn % 3 and peak(high) > peak(low):
             aim = low + (memory - peak(low)) * (high - low) // (peak(high) - peak(low))
-            middle = min(
-                max(aim + turn % 2, low + 1), high - 1
-            )  # from both sides in turns
+            # The guess approaches the limit from both sides in turns.
+            middle = min(max(aim + turn % 2, low + 1), high - 1)
         low, high = (middle, high) if peak(middle) <= memory else (low, middle)
     return Fit(low * unit, peak(low), peak(high)) if low > below else None
 

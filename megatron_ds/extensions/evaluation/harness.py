@@ -21,9 +21,8 @@ from .scorer import Scorer
 Results = dict[str, dict[str, Any]]
 PACKAGE = "lm_eval"
 NAMES_SHOWN = 8
-FEWSHOT_SEED = (
-    1234  # the harness's own, so that examples are the same as those of its command
-)
+# The seed of the harness's command, so that examples are the same.
+FEWSHOT_SEED = 1234
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from .detokenizers import DETOKENIZERS, Detokenizer
 from .leading_rank import Score
 from .score_plan import ScoreRequest
 
-MOST = (
-    20.0  # a larger mean of losses counts as this one in a perplexity, as in Megatron
-)
+# A larger mean of losses counts as this one in a perplexity, as in Megatron.
+MOST = 20.0
 AT_ONCE = 4096  # requests of a call, which bounds the memory of their tokens
 
 

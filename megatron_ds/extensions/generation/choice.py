@@ -60,7 +60,7 @@ def choose(logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
     if all(pick.alternatives is None for pick in picks):
         nothing = tokens.new_zeros(len(picks), 1 + 2 * most)
         return torch.cat([tokens, nothing], dim=1).double()
-    # Of the model's own distribution.
+    # Log-probabilities of the model's own distribution.
     log_probs = logits.double().log_softmax(-1)
     likeliest = log_probs.topk(most)
     own = log_probs.gather(1, tokens.clamp(min=0))

@@ -76,7 +76,7 @@ class _Limit(NamedTuple):
     apply: Callable[[Tensor, Sequence[float]], Tensor]
 
 
-# By the names of `Sampling`, in their order.
+# Limits by the names of the fields of `Sampling`, in the order in which they apply.
 LIMITS = {
     "top_k": _Limit(0, limit_top_k),
     "top_p": _Limit(1, limit_top_p),

@@ -109,7 +109,7 @@ class CompressedMean:
         all_reduce_(rows, self.group, "max")
         live = units.live_elements(rows)
 
-        # As a worker.
+        # This rank as a worker compresses its own values.
         scales, roots = self._scales(y, rows)
         packed = pack_signs(y)
         y.sub_(decoded(packed, scales[units.block_unit], live))
@@ -117,7 +117,7 @@ class CompressedMean:
         all_to_all_(received, to_shards(packed, layout).view(-1), self.group)
         of_ranks = all_gather(scales, self.group).view(ranks, -1)
 
-        # As the server of a shard.
+        # This rank as the server of a shard compresses the mean.
         live_here = to_shards(live, layout)[self.group.rank]
         total = torch.zeros_like(self.server_error)
         for signs, of_rank in zip(received.view(ranks, -1), of_ranks):

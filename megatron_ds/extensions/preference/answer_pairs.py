@@ -128,11 +128,13 @@ def _open(
     config: "RunConfig",
     tokenizer: Tokenizer,
 ) -> PairDataset:
+    # A corpus of texts or of conversations has no pairs.
     if (np.diff(corpus.document_indices) != ANSWERS).any():
         raise DataError(
             f"{corpus.prefix} has documents that are no pairs of answers. Make the corpus with megatron-ds preprocess "
             "--preference, or train on it without --dpo."
         )
+    # A row is one pair, so that no maps of samples are needed.
     masks = LossMasks(corpus)
     corpus.check()
     length = config.model.seq_length

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from ...config.options.need import need
+from ...config.options.objective_choice import ObjectiveChoice
 from ...config.options.option import option
-from ...config.options.preference_choice import Preference
 
 DPO = need("preference.dpo")
 
 
 @dataclass(frozen=True)
-class PreferenceConfig(Preference):
+class PreferenceConfig(ObjectiveChoice):
     """Off unless --dpo is given."""
 
     dpo: bool = option(

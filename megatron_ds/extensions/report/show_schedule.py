@@ -41,6 +41,95 @@ DRAW = {
     ".png": save_png,
 }
 
+# The schedules to plan.
+PLAN = {
+    "--schedule": {
+        "nargs": "+",
+        "default": ["1f1b"],
+        "metavar": "NAME",
+        "help": f"one or more of {', '.join(SCHEDULES)}",
+    },
+    "--pipeline-size": {
+        "type": int,
+        "metavar": "P",
+        "help": "pipeline ranks (default 4, or as --measured)",
+    },
+    "--microbatches": {
+        "type": int,
+        "metavar": "M",
+        "help": "micro-batches of a step (default 8, or as --measured)",
+    },
+    "--chunks": {
+        "type": int,
+        "metavar": "V",
+        "help": (
+            "stages per rank (default: the fewest the "
+            "schedule takes; 2 for interleaved)"
+        ),
+    },
+    "--costs": {
+        "nargs": 3,
+        "type": float,
+        "metavar": ("F", "I", "W"),
+        "help": (
+            "time of a rank's share of the model for one micro-batch: forward, backward of "
+            "the input, of the weights; B takes I + W, and each of V stages takes 1/V of it "
+            "(default 1 1 1; with --measured the measured times of each stage)"
+        ),
+    },
+    "--transfer": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "T",
+        "help": "time to send a tensor between two ranks (default 0)",
+    },
+    "--memory-limit": {
+        "type": float,
+        "metavar": "A",
+        "help": "zb-auto: maximum number of micro-batches alive on a rank (default: P)",
+    },
+    "--group-size": {
+        "type": int,
+        "metavar": "G",
+        "help": "interleaved: minimum number of consecutive micro-batches of a stage (default: P)",
+    },
+}
+
+# What a run did, and the files to write.
+OPTIONS = {
+    "--measured": {
+        "nargs": "+",
+        "type": Path,
+        "metavar": "PATH",
+        "help": (
+            "timelines written by a run with --trace: a folder, or the files of one "
+            "pipeline"
+        ),
+    },
+    "--step": {
+        "type": int,
+        "default": -1,
+        "metavar": "N",
+        "help": "step of --measured to show, from 0 (default: the last)",
+    },
+    "--output": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "picture to write, .svg or .png",
+    },
+    "--width": {
+        "type": int,
+        "default": 1100,
+        "metavar": "PIXELS",
+        "help": "width of the picture (default 1100)",
+    },
+    "--chrome-trace": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "JSON file to write, with the first schedule",
+    },
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
@@ -67,94 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
-    # The schedules to plan.
-    plan = parser.add_argument_group("plan")
-    plan.add_argument(
-        "--schedule",
-        nargs="+",
-        default=["1f1b"],
-        metavar="NAME",
-        help=f"one or more of {', '.join(SCHEDULES)}",
-    )
-    plan.add_argument(
-        "--pipeline-size",
-        type=int,
-        metavar="P",
-        help="pipeline ranks (default 4, or as --measured)",
-    )
-    plan.add_argument(
-        "--microbatches",
-        type=int,
-        metavar="M",
-        help="micro-batches of a step (default 8, or as --measured)",
-    )
-    plan.add_argument(
-        "--chunks",
-        type=int,
-        metavar="V",
-        help="stages per rank (default: the fewest the "
-        "schedule takes; 2 for interleaved)",
-    )
-    plan.add_argument(
-        "--costs",
-        nargs=3,
-        type=float,
-        metavar=("F", "I", "W"),
-        help="time of a rank's share of the model for one micro-batch: forward, backward of "
-        "the input, of the weights; B takes I + W, and each of V stages takes 1/V of it "
-        "(default 1 1 1; with --measured the measured times of each stage)",
-    )
-    plan.add_argument(
-        "--transfer",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="time to send a tensor between two ranks (default 0)",
-    )
-    plan.add_argument(
-        "--memory-limit",
-        type=float,
-        metavar="A",
-        help="zb-auto: maximum number of micro-batches alive on a rank (default: P)",
-    )
-    plan.add_argument(
-        "--group-size",
-        type=int,
-        metavar="G",
-        help="interleaved: minimum number of consecutive micro-batches of a stage (default: P)",
-    )
-    # What a run did.
-    parser.add_argument(
-        "--measured",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help="timelines written by a run with --trace: a folder, or the files of one "
-        "pipeline",
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        default=-1,
-        metavar="N",
-        help="step of --measured to show, from 0 (default: the last)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="picture to write, .svg or .png"
-    )
-    parser.add_argument(
-        "--width",
-        type=int,
-        default=1100,
-        metavar="PIXELS",
-        help="width of the picture (default 1100)",
-    )
-    parser.add_argument(
-        "--chrome-trace",
-        type=Path,
-        metavar="FILE",
-        help="JSON file to write, with the first schedule",
-    )
+    parser.add_table(PLAN, "plan")
+    parser.add_table(OPTIONS)
     return parser
 
 

@@ -37,10 +37,11 @@ from ...mpu.param_spec import ParamSpec
 from ...tensor_parallel.init import initialize_interval
 
 FEED_FORWARD = ".mlp."
+# Routers whose weights do not follow from scores alone.
 CHOOSING_OTHERWISE = (
     "sinkhorn",
     "expert_choice",
-)  # routers whose weights do not follow from scores alone
+)
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,8 @@ class Upcycling:
         entries = {
             entry.name: replace(entry, dtype=torch.float32) for entry in dense.entries
         }
-        read = lru_cache(maxsize=1)(
-            lambda name: dense.read(entries[name])
-        )  # by all experts of a layer
+        # All experts of a layer read the same tensor.
+        read = lru_cache(maxsize=1)(lambda name: dense.read(entries[name]))
         plans = [(spec, *self._made_of(spec)) for spec in specs_of(self.model)]
         used = {name for _, name, _ in plans if name}
         if differing := sorted(used ^ entries.keys()):

@@ -17,12 +17,10 @@ from ...errors import ScheduleError
 from ...registry import Registry
 from ..instruction import Schedule, stage_ranks
 
-MakeSchedule = Callable[
-    ..., Schedule
-]  # (pipeline_size, num_microbatches, chunks, **options)
-Peak = Callable[
-    [int, int, int, int], int
-]  # (pipeline_size, num_microbatches, chunks, rank) → activations
+# (pipeline_size, num_microbatches, chunks, **options).
+MakeSchedule = Callable[..., Schedule]
+# (pipeline_size, num_microbatches, chunks, rank) → activations.
+Peak = Callable[[int, int, int, int], int]
 REMEMBERED = 8  # orders of a family: those of training and of evaluation
 
 

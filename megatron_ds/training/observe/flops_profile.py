@@ -47,6 +47,11 @@ class StepSize:
     dropping: tuple[int, ...] = ()
     kept: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of whole sequences."""
+        return self.samples * self.length
+
 
 class FlopsProfiler:
     """Times and reports the steps that the options ask for. peak: of a rank's device, FLOP/s, if known."""

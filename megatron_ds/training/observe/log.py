@@ -154,9 +154,8 @@ class Log:
     def _remove_bar(self) -> None:
         """Remove the bar; log lines are written directly to the stream again."""
         for handler in self._redirected:
-            handler.stream = (
-                self._stream
-            )  # `setStream` would flush, which fails on a closed terminal
+            # `setStream` would flush, which fails on a closed terminal.
+            handler.stream = self._stream
         self._redirected.clear()
         bar = self._bar
         self._bar = None

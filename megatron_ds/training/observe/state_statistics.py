@@ -24,6 +24,8 @@ TAG_ORDER = (
     "momentum",
     "weight",
 )
+# Tag of the most memory that this rank has held.
+PEAK = "mem-max-allocated-bytes"
 
 
 def params_norm(optimizer: ZeroOptimizer, mesh: Mesh) -> float:
@@ -85,14 +87,21 @@ def memory_tags(device: torch.device) -> dict[str, float]:
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return {"mem-max-allocated-bytes": usage.ru_maxrss * 2**10}
+        return {PEAK: usage.ru_maxrss * 2**10}
     stats = torch.cuda.memory_stats(device)
     return {
         "mem-reserved-bytes": stats["reserved_bytes.all.current"],
         "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        PEAK: stats["allocated_bytes.all.peak"],
         "mem-allocated-count": stats["allocation.all.current"],
     }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this rank ever held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return memory_tags(device)[PEAK] / 2**30
 
 
 def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:

@@ -238,14 +238,7 @@ def _state_of_rank(
     # Without optimizer files only the weights remain, except at stage 3.
     if not files.optimizers:
         if stage3 or not weights_only:
-            raise CheckpointError(
-                f"{files.folder} has no optim_states files. "
-                + (
-                    "At ZeRO stage 3 they hold the weights: copy them."
-                    if stage3
-                    else "Copy them, or load the weights alone."
-                )
-            )
+            raise CheckpointError(_no_optimizer_files(files, stage3))
         return RankState({WEIGHT: weights}, shared, {})
     # The fp32 masters replace the rounded weights of the module.
     tensors, common = zero_state(
@@ -263,6 +256,14 @@ def _state_of_rank(
         shared,
         common,
     )
+
+
+def _no_optimizer_files(files: EngineFiles, stage3: bool) -> str:
+    """The error of a folder without optim_states files."""
+    advice = "Copy them, or load the weights alone."
+    if stage3:
+        advice = "At ZeRO stage 3 they hold the weights: copy them."
+    return f"{files.folder} has no optim_states files. {advice}"
 
 
 def _buffers(content: Mapping[str, Any], place: Path) -> dict[str, StoredTensor]:

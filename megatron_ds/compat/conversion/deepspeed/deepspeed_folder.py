@@ -140,9 +140,8 @@ def files_of(folder: Path) -> EngineFiles:
             f"model-parallel ranks, and model_states of {len({r for r, _ in models})}. "
             "Copy the missing files, or load the weights alone."
         )
-    number = 1 + max(
-        expert_optimizers, default=-1
-    )  # of a name: no list of this length is made
+    # The number comes from a name of a file, so no list of this length is made.
+    number = 1 + max(expert_optimizers, default=-1)
     if number > len(expert_optimizers):
         first = next(rank for rank in range(number) if rank not in expert_optimizers)
         raise CheckpointError(

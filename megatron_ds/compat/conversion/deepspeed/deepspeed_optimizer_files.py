@@ -323,9 +323,8 @@ def _check_ranks(
 def _unnamed(optimizer: Mapping, place: object) -> tuple[Mapping, Any]:
     """({"state", "param_groups"} of torch's optimizer, fp32 weights of each group or None)."""
     masters = optimizer.get("fp32_groups")
-    if (
-        masters is None and "fp32_groups_flat" in optimizer
-    ):  # of a fused optimizer: one vector a group
+    # A fused optimizer has one vector for each group.
+    if masters is None and "fp32_groups_flat" in optimizer:
         masters = [[flat] for flat in entry(optimizer, "fp32_groups_flat", list, place)]
     return optimizer.get("optimizer_state_dict", optimizer), masters
 

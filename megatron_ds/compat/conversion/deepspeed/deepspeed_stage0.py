@@ -31,20 +31,7 @@ def stage0_state(
     masters  [[fp32 tensor of a parameter, …] for each group] of fp16 training; None
     weights  of the module, in the order of registration
     """
-    # The groups must have the structure of torch's optimizers.
-    state = inner.get("state") or {}
-    groups = inner.get("param_groups")
-    if (
-        not isinstance(state, Mapping)
-        or not isinstance(groups, list)
-        or not all(
-            isinstance(group, Mapping) and isinstance(group.get("params"), list)
-            for group in groups
-        )
-    ):
-        raise CheckpointError(
-            f"{place}: the optimizer's state has no groups of parameters. {ALONE}."
-        )
+    state, groups = _state_and_groups(inner, place)
     # Each group lists the states of its parameters by number; scalars are no state of elements.
     found: dict[str, dict[str, StoredTensor]] = {}
     taken: set[str] = set()
@@ -59,18 +46,7 @@ def stage0_state(
         ]
         # fp16 training keeps the fp32 weights beside the state.
         if masters is not None:
-            if (
-                not isinstance(masters, list)
-                or g >= len(masters)
-                or len(masters[g]) != len(states)
-            ):
-                raise CheckpointError(
-                    f"{place}: group {g} of the optimizer has {len(states)} parameters, "
-                    "and its fp32 weights are others. The file is damaged."
-                )
-            states = [
-                {MASTER: master, **one} for master, one in zip(masters[g], states)
-            ]
+            states = _with_masters(states, masters, g, place)
         if not any(states):
             continue
         # A group may be one flat vector, which is cut into its parameters.
@@ -92,6 +68,45 @@ def stage0_state(
             for kind, tensor in one.items():
                 found.setdefault(kind, {})[name] = tensor
     return found
+
+
+def _state_and_groups(
+    inner: Mapping[str, Any], place: object
+) -> tuple[Mapping, list[Mapping]]:
+    """The states by number and the groups. Raises CheckpointError unless they are those of a torch optimizer."""
+    state = inner.get("state") or {}
+    groups = inner.get("param_groups")
+    if (
+        not isinstance(state, Mapping)
+        or not isinstance(groups, list)
+        or not all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), list)
+            for group in groups
+        )
+    ):
+        raise CheckpointError(
+            f"{place}: the optimizer's state has no groups of parameters. {ALONE}."
+        )
+    return state, groups
+
+
+def _with_masters(
+    states: Sequence[Mapping[str, StoredTensor]],
+    masters: Any,
+    group: int,
+    place: object,
+) -> list[dict[str, StoredTensor]]:
+    """The states of a group, each with its fp32 weight. Raises CheckpointError if their numbers differ."""
+    if (
+        not isinstance(masters, list)
+        or group >= len(masters)
+        or len(masters[group]) != len(states)
+    ):
+        raise CheckpointError(
+            f"{place}: group {group} of the optimizer has {len(states)} parameters, "
+            "and its fp32 weights are others. The file is damaged."
+        )
+    return [{MASTER: master, **one} for master, one in zip(masters[group], states)]
 
 
 def _flat(

@@ -14,7 +14,7 @@ A folder written here has both model files, so that DeepSpeed loads it at any st
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,8 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
     # The model files describe the parameters; their tensors are in a folder each.
-    models = {
-        name: open_file(folder / name)
-        for name in sorted(os.listdir(folder))
-        if _MODEL_FILE.fullmatch(name)
-    }
+    names = filter(_MODEL_FILE.fullmatch, sorted(os.listdir(folder)))
+    models = {name: open_file(folder / name) for name in names}
     if not models:
         raise CheckpointError(
             f"{folder} has no model_states file, which DeepSpeed copies there. Copy one "
@@ -100,17 +97,10 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
         buffers |= buffer_names(content, place)
     # Buffers are in the tensor folders or, if not, in the model files.
     tensors, steps = _tensors(folder / ZERO, shapes, set(shared), weights_only)
-    tensors[BUFFER] = {
-        name: tensors[WEIGHT].pop(name) for name in buffers if name in tensors[WEIGHT]
-    }
-    if not tensors[BUFFER]:
-        for content in contents:
-            module = entry(content, "module", Mapping, place, {})
-            tensors[BUFFER] |= {
-                name: tensor
-                for name, tensor in module.items()
-                if name in buffers and isinstance(tensor, StoredTensor)
-            }
+    in_folders = buffers & tensors[WEIGHT].keys()
+    tensors[BUFFER] = {name: tensors[WEIGHT].pop(name) for name in in_folders}
+    if not in_folders:
+        tensors[BUFFER] = _buffers_in_models(contents, buffers, place)
     # Frozen parameters without a folder are merged from the parts in the model files.
     frozen = shapes_in(first.get("frozen_param_shapes") or {}, place)
     if absent := {
@@ -121,11 +111,8 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     # All parameters must have made the same number of steps.
     state = _optimizer_state(folder / ZERO / OPTIMIZER, ignored)
     inner = state.get("optimizer_state_dict")
-    steps |= (
-        optimizer_steps(inner, folder / ZERO / OPTIMIZER)
-        if isinstance(inner, Mapping)
-        else set()
-    )
+    if isinstance(inner, Mapping):
+        steps |= optimizer_steps(inner, folder / ZERO / OPTIMIZER)
     if len(steps) > 1:
         raise CheckpointError(
             f"{folder / ZERO}: parameters have made {sorted(steps)} steps. Files of "
@@ -144,6 +131,21 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     return RawCheckpoint(
         folder, tensors, settings, progress, tuple(sorted(ignored - READ))
     )
+
+
+def _buffers_in_models(
+    contents: Sequence[Mapping[str, Any]], buffers: Collection[str], place: Path
+) -> dict[str, StoredTensor]:
+    """The buffers of these names in the model files."""
+    found = {}
+    for content in contents:
+        module = entry(content, "module", Mapping, place, {})
+        found |= {
+            name: tensor
+            for name, tensor in module.items()
+            if name in buffers and isinstance(tensor, StoredTensor)
+        }
+    return found
 
 
 def _optimizer_state(path: Path, ignored: set[str]) -> Mapping[str, Any]:

@@ -14,9 +14,8 @@ from ....host.reused_pages import reused_pages
 from .stored_tensor import StoredTensor, in_dtype
 
 THREADS = 2
-MOST_BYTES = (
-    500_000_000  # read and not yet used, with packed copies; one tensor may be larger
-)
+# Bytes that are read and not yet used, with packed copies; one tensor may be larger.
+MOST_BYTES = 500_000_000
 
 
 class ReadAhead:

@@ -26,10 +26,11 @@ from ....errors import CheckpointError
 from ....models.attention import rotary_scalings, scaled_rotary_base
 
 Settings = Mapping[str, Any]
+# The values that are computed.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-}  # the values that are computed
+}
 LLAMA3_LENGTH = 8192
 LENGTH = "original_max_position_embeddings"
 THETA = "rope_theta"
@@ -114,9 +115,8 @@ def _dynamic(rope: Settings, settings: Settings) -> dict[str, Any]:
 def _yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
     longest = settings["max_position_embeddings"]
     original = settings.get(LENGTH) or rope.get(LENGTH) or longest
-    is_given = (
-        rope.get("factor", "absent") is not None
-    )  # null is the ratio of the two lengths
+    # null means the ratio of the two lengths.
+    is_given = rope.get("factor", "absent") is not None
     factor = (
         _positive(rope, "factor", "rope_type yarn") if is_given else longest / original
     )

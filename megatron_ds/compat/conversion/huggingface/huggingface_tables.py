@@ -17,10 +17,11 @@ from .huggingface_windows import (
     listed_layers,
 )
 
+# tie_word_embeddings → untie_embeddings_and_output_weights.
 TIED = {
     True: False,
     False: True,
-}  # tie_word_embeddings → untie_embeddings_and_output_weights
+}
 GELUS = {
     "gelu": "gelu_exact",
     "gelu_new": "gelu",

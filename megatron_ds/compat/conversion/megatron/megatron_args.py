@@ -171,13 +171,7 @@ def model_options(
 
     Raises CheckpointError naming arguments that are not computed here, or that the tensors contradict.
     """
-    # Arguments that change the model and are not computed here are refused.
-    for name, (admitted, noun) in REFUSED.items():
-        if args.get(name) not in admitted:
-            raise CheckpointError(
-                f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
-                "this package does not compute."
-            )
+    _refuse(args)
     # Names that both programs share are copied.
     known = {field.name: field for field in fields(ModelConfig)}
     found = {name: args[name] for name in SAME_NAME if args.get(name) is not None}
@@ -207,16 +201,7 @@ def model_options(
         }
     # Options of experts apply only to models that have them.
     if args.get("num_experts"):
-        found |= {name: args[name] for name in OF_EXPERTS if args.get(name) is not None}
-        frequency = args.get("moe_layer_freq", 1)
-        found |= {
-            "num_experts": (int(args["num_experts"]),),
-            "moe_layer_freq": str(frequency),
-        }
-        balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
-        names = (balancing,) if isinstance(balancing, str) else tuple(balancing)
-        found["moe_router_load_balancing_type"] = names
-        found |= capacity_of(args)
+        found |= experts_of(args)
     # Values take the types of our options, and defaults are left out.
     found = {
         name: _plain(value, known[name].default)
@@ -225,6 +210,29 @@ def model_options(
     }
     return {
         name: value for name, value in found.items() if value != known[name].default
+    }
+
+
+def _refuse(args: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for an argument that changes the model and is not computed here."""
+    for name, (admitted, noun) in REFUSED.items():
+        if args.get(name) not in admitted:
+            raise CheckpointError(
+                f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
+                "this package does not compute."
+            )
+
+
+def experts_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Our options of experts, for a model that has them."""
+    found = {name: args[name] for name in OF_EXPERTS if args.get(name) is not None}
+    balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
+    names = (balancing,) if isinstance(balancing, str) else tuple(balancing)
+    return found | {
+        "num_experts": (int(args["num_experts"]),),
+        "moe_layer_freq": str(args.get("moe_layer_freq", 1)),
+        "moe_router_load_balancing_type": names,
+        **capacity_of(args),
     }
 
 
@@ -320,8 +328,8 @@ def true_vocabulary(
 
 def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
     """Values of the Namespace that --use-checkpoint-args reads. The inverse of `model_options`."""
-    if model.model not in ("gpt", "bert"):
-        raise CheckpointError(f"Megatron-LM has no model {model.model!r}.")
+    # What Megatron-LM does not compute cannot be written for it.
+    _check_computed_by_megatron(model)
     # Names that both programs share are copied; the rest is derived.
     values = {name: getattr(model, name) for name in SAME_NAME if hasattr(model, name)}
     grouped = model.query_groups != model.num_attention_heads
@@ -342,27 +350,6 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "padded_vocab_size": math.ceil(model.vocab_size / multiple) * multiple,
     }
-    # What Megatron-LM does not compute cannot be written for it.
-    if (
-        model.activation == "relu"
-        or model.activation == "gelu"
-        and not model.add_bias_linear
-    ):
-        how = (
-            " as its tanh approximation, without biases"
-            if model.activation == "gelu"
-            else ""
-        )
-        raise CheckpointError(
-            f"Megatron-LM does not compute {model.activation}{how}, so its numbers would "
-            "be others. Choose another format."
-        )
-    check_known_to_megatron(model, "Megatron-LM")
-    if model.softmax_type == "learnable":
-        raise CheckpointError(
-            "weights of the softmax (--softmax-type learnable) are not written in this "
-            "format. Choose another format."
-        )
     # Positions, windows and experts have several arguments each.
     values |= _positions_of(model)
     if model.window_size is not None:
@@ -383,6 +370,25 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
             "moe_router_load_balancing_type": model.moe_router_load_balancing_type[0],
         }
     return values
+
+
+def _check_computed_by_megatron(model: ModelConfig) -> None:
+    """Raises CheckpointError for a model that Megatron-LM does not have, or whose numbers would be others there."""
+    if model.model not in ("gpt", "bert"):
+        raise CheckpointError(f"Megatron-LM has no model {model.model!r}.")
+    is_gelu = model.activation == "gelu"
+    if model.activation == "relu" or is_gelu and not model.add_bias_linear:
+        how = " as its tanh approximation, without biases" if is_gelu else ""
+        raise CheckpointError(
+            f"Megatron-LM does not compute {model.activation}{how}, so its numbers would "
+            "be others. Choose another format."
+        )
+    check_known_to_megatron(model, "Megatron-LM")
+    if model.softmax_type == "learnable":
+        raise CheckpointError(
+            "weights of the softmax (--softmax-type learnable) are not written in this "
+            "format. Choose another format."
+        )
 
 
 def _positions_of(model: ModelConfig) -> dict[str, Any]:

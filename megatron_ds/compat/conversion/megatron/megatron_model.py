@@ -29,6 +29,7 @@ from .megatron_args import model_options
 from .megatron_names import EMBEDDING, HEAD, VOCABULARY
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ARGUMENTS = "argparse.Namespace"  # the class of the run's arguments, which are read
 # Flat buffers name no parameters, so a master is compared with its weight.
 WRONG_MASTER = (
     "The optimizer state is of another save or rank, or in another order, or of tied embeddings "
@@ -67,24 +68,30 @@ def logical(
         },
     }
     moments = {kind: tensors[kind] for kind in MOMENTS if tensors.get(kind)}
-    source = {"format": format_name, "iteration": raw.progress.iteration}
-    ignored = tuple(
-        name for name in raw.ignored if name != "argparse.Namespace"
-    )  # the arguments
-    # Without moments the checkpoint holds weights alone.
+    # Without moments the checkpoint holds weights alone; otherwise moments must be complete.
     if wishes.weights_only or not moments:
-        return LogicalCheckpoint(
-            raw.folder,
-            options,
-            {WEIGHT: weights},
-            raw.progress,
-            None,
-            training_options(raw.settings),
-            source=source,
-            ignored=ignored,
-            unused=unused,
-        )
-    # Moments must be complete.
+        moments = {}
+    else:
+        _check_moments(weights, moments, raw)
+    return LogicalCheckpoint(
+        raw.folder,
+        options,
+        {WEIGHT: weights, **moments},
+        raw.progress,
+        "adam" if moments else None,
+        training_options(raw.settings),
+        source={"format": format_name, "iteration": raw.progress.iteration},
+        ignored=tuple(name for name in raw.ignored if name != ARGUMENTS),
+        unused=unused,
+    )
+
+
+def _check_moments(
+    weights: Mapping[str, StoredTensor],
+    moments: Mapping[str, Mapping[str, StoredTensor]],
+    raw: RawCheckpoint,
+) -> None:
+    """Raises CheckpointError if a weight has no moment of one of the kinds."""
     for kind in MOMENTS:
         if absent := sorted(weights.keys() - moments.get(kind, {}).keys()):
             raise CheckpointError(
@@ -92,17 +99,6 @@ def logical(
                 "Their optimizer would start from zero. To load the weights alone, give "
                 "--no-optim (in training, --no-load-optim)."
             )
-    return LogicalCheckpoint(
-        raw.folder,
-        options,
-        {WEIGHT: weights, **moments},
-        raw.progress,
-        "adam",
-        training_options(raw.settings),
-        source=source,
-        ignored=ignored,
-        unused=unused,
-    )
 
 
 def _tied_once(

@@ -52,9 +52,8 @@ from .rank_files import OPTIMIZER_FILE, RankFile, rank_folders, read_rank_files
 
 NAME = "megatron_torch"
 _JOINED_EXPERTS = re.compile(r".*\.mlp\.experts\.weight[12]")
-Chunk = list[
-    tuple[TensorPart, StoredTensor]
-]  # of one rank, in the order of registration
+# The parameters of one rank, in the order of registration.
+Chunk = list[tuple[TensorPart, StoredTensor]]
 
 
 def detect(folder: Path) -> bool:
@@ -168,10 +167,11 @@ def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> N
     for part, tensor in pairs:
         by_rank = found.setdefault(part, {})
         at = (file.at[0], file.at[2])
+        # Those may be on two stages.
         if at in by_rank and part.name not in (
             EMBEDDING,
             HEAD,
-        ):  # those may be on two stages
+        ):
             raise CheckpointError(
                 f"{file.folder}: {part.name} is in the files of two pipeline stages, also "
                 f"{by_rank[at].place}. The files are mixed up."

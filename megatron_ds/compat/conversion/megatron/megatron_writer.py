@@ -11,7 +11,7 @@ arguments are a Namespace that --use-checkpoint-args reads.
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -35,6 +35,12 @@ from .megatron_args import arguments_of
 from .megatron_model import CHOICES, MOMENTS, TRAINING
 from .megatron_names import VOCABULARY
 
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 DEFAULTS = {
     "lr": 1e-4,
     "min_lr": 0.0,
@@ -86,37 +92,49 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         path = hidden / name_of(step)
         path.mkdir()
         pairs = list(_chunks(checkpoint, model, args, dtype, with_state))
-        chunks = [chunk for chunk, _ in pairs]
-        # Tensors are read ahead while earlier ones are written.
-        sources = [
-            StoredTensor(chunk.sizes, chunk.dtype, chunk.read, chunk.key)
-            for chunk in chunks
-        ]
-
-        def take(index: int) -> torch.Tensor:
-            wishes.done(pairs[index][1])
-            return ahead.take(index)
-
-        with ReadAhead(sources, [chunk.dtype for chunk in chunks]) as ahead:
-            taken = (
-                replace(chunk, read=partial(take, index))
-                for index, chunk in enumerate(chunks)
-            )
-            write_dcp_folder(path, taken, _objects(model), wishes.shard_bytes)
+        _write_tensors(path, pairs, _objects(model), wishes)
         # The common values and the description of the format complete the folder.
         torch.save(_common(checkpoint, args, with_state), path / COMMON_FILE)
-        (path / METADATA_FILE).write_text(
-            json.dumps(
-                {
-                    "sharded_backend": "torch_dist",
-                    "sharded_backend_version": 1,
-                    "common_backend": "torch",
-                    "common_backend_version": 1,
-                }
-            )
-        )
+        (path / METADATA_FILE).write_text(json.dumps(FORMAT))
         (hidden / TRACKER).write_text(str(step))
-    # The lines for the user state what was written and how Megatron-LM loads it.
+    path = folder / name_of(step)
+    return _report(folder, path, model, args, wishes, with_state)
+
+
+def _write_tensors(
+    path: Path,
+    pairs: Sequence[tuple[DcpChunk, int]],
+    objects: Mapping[str, object],
+    wishes: Wishes,
+) -> None:
+    """Write the chunks; tensors are read ahead while earlier ones are written. pairs: as of `_chunks`"""
+    chunks = [chunk for chunk, _ in pairs]
+    sources = [
+        StoredTensor(chunk.sizes, chunk.dtype, chunk.read, chunk.key)
+        for chunk in chunks
+    ]
+
+    def take(index: int) -> torch.Tensor:
+        wishes.done(pairs[index][1])
+        return ahead.take(index)
+
+    with ReadAhead(sources, [chunk.dtype for chunk in chunks]) as ahead:
+        taken = (
+            replace(chunk, read=partial(take, index))
+            for index, chunk in enumerate(chunks)
+        )
+        write_dcp_folder(path, taken, objects, wishes.shard_bytes)
+
+
+def _report(
+    folder: Path,
+    path: Path,
+    model: ModelConfig,
+    args: Mapping[str, Any],
+    wishes: Wishes,
+    with_state: bool,
+) -> list[str]:
+    """Lines that state what was written to `path` and how Megatron-LM loads it."""
     flags = [
         "--load",
         str(folder),
@@ -127,14 +145,13 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         *(OF_STATE if with_state else ("--no-load-optim",)),
     ]
     if model.activation == "gelu_exact":
-        flags.append(
-            "--no-bias-gelu-fusion"
-        )  # the fused kernel computes the tanh approximation
+        # The fused kernel computes the tanh approximation.
+        flags.append("--no-bias-gelu-fusion")
     kept = "weights and state of Adam" if with_state else "weights only"
     if with_state and any(model.experts):
         flags += ["--expert-model-parallel-size", str(wishes.expert_parallel)]
     lines = [
-        f"wrote {folder / name_of(step)}: {kept}",
+        f"wrote {path}: {kept}",
         f"to train it in Megatron-LM: {' '.join(flags)}",
     ]
     if with_state and any(model.experts):
@@ -227,9 +244,8 @@ def _common(
     # The optimizer's parameter groups are stored apart from its tensors.
     content["distrib_optim_sharding_type"] = "fully_reshardable"
     state: Any = _optimizer(checkpoint, args, is_of_experts=False)
-    if (
-        args["expert_model_parallel_size"] > 1
-    ):  # there the experts have an optimizer of their own
+    # There experts have an optimizer of their own.
+    if args["expert_model_parallel_size"] > 1:
         state = {0: state, 1: _optimizer(checkpoint, args, is_of_experts=True)}
     # The scheduler is stored as a constant rate, at the number of samples that were trained.
     samples = checkpoint.progress.samples or 0
