@@ -68,7 +68,7 @@ CHECKED = "PYTHON benchmarks/kernels.py --rehearse --no-compile"
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 PARTS = (
-    Part("environment", ENVIRONMENT, 20),
+    Part("environment", ENVIRONMENT, 30),
     Part("training", TRAIN, 130, figures=True),
     Part("tests", TESTS, 100),
     Part("kernels", f"{KERNELS} --budget 90", 105, figures=True),
@@ -82,14 +82,14 @@ PARTS = (
     Part(
         "memcheck",
         f"{SANITIZER} memcheck {CHECKED}",
-        35,
+        30,
         tool="compute-sanitizer",
         environment=NO_CACHE,
     ),
     Part(
         "racecheck",
         f"{SANITIZER} racecheck {CHECKED}",
-        25,
+        20,
         tool="compute-sanitizer",
     ),
 )
