@@ -5,8 +5,10 @@
 
 It needs no network and no installation: torch, transformers, pytest and hypothesis, and this checkout. Parts run
 one after the other, the most valuable first, each with a limit of time, so that one that hangs or fails costs
-its own results only. The file `gpu-results.json` is written after each part, into the folder that the
-environment variable OUT names, or into the checkout (--output chooses another place): the device, versions, and
+its own results only. A part may take what those before it have left of their time. One that reaches its limit is
+interrupted first, so that pytest prints its failures and Python the line where it was, then aborted, which prints
+the lines of all threads, then killed. The file `gpu-results.json` is written after each part, into the folder that
+the environment variable OUT names, or into the checkout (--output chooses another place): the device, versions, and
 of each part its exit code, seconds, last lines and figures. Exit code 1 if a part failed.
 """
 
@@ -28,14 +30,16 @@ from typing import IO
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 60  # of the output of a part that are kept
+LINES = 300  # of the output of a part that are kept
+LAST_WORDS = 5  # seconds between the limit of a part and its end
+SPEAKING = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)
 class Part:
     """A command.
 
-    seconds: after which it is stopped
+    seconds: after which it is stopped, unless parts before it have left some of theirs
     figures: it writes a JSON file to the path that stands for FILE
     tool: a program that it needs
     environment: variables that it needs
@@ -49,7 +53,12 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-TESTS = "PYTHON -m pytest -vv --tb=short -p no:cacheprovider tests/gpu"
+# FlexAttention last: its kernels are compiled for minutes.
+FILES = "kernel_launches one_gpu ranks_as_threads nccl_alone two_gpus flex_attention"
+TESTS = "PYTHON -m pytest -vv --tb=short -p no:cacheprovider " + " ".join(
+    f"tests/gpu/test_{name}.py" for name in FILES.split()
+)
+ENVIRONMENT = "PYTHON -m megatron_ds env --json"
 TRAIN = "PYTHON benchmarks/gpu_train.py --json FILE"
 PEER = "PYTHON benchmarks/gpu_peer.py --json FILE"
 KERNELS = "PYTHON benchmarks/kernels.py --json FILE"
@@ -59,31 +68,33 @@ CHECKED = "PYTHON benchmarks/kernels.py --rehearse --no-compile"
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 PARTS = (
-    Part("training", TRAIN, 140, figures=True),
-    Part("tests", TESTS, 110),
-    Part("kernels", f"{KERNELS} --budget 100", 120, figures=True),
-    Part("torch-compile", PEER, 60, figures=True),
+    Part("environment", ENVIRONMENT, 30),
+    Part("training", TRAIN, 130, figures=True),
+    Part("tests", TESTS, 100),
+    Part("kernels", f"{KERNELS} --budget 90", 105, figures=True),
+    Part("torch-compile", PEER, 50, figures=True),
     Part(
         "training-torch-kernels",
         f"{TRAIN} --only gpt-1.3b --steps 8 -- --kernels torch",
-        40,
+        35,
         figures=True,
     ),
     Part(
         "memcheck",
         f"{SANITIZER} memcheck {CHECKED}",
-        40,
+        30,
         tool="compute-sanitizer",
         environment=NO_CACHE,
     ),
     Part(
         "racecheck",
         f"{SANITIZER} racecheck {CHECKED}",
-        30,
+        20,
         tool="compute-sanitizer",
     ),
 )
 REHEARSED = (
+    Part("environment", ENVIRONMENT, 60),
     Part("training", f"{TRAIN} --rehearse --steps 2", 120, figures=True),
     Part("tests", TESTS, 120),
     Part(
@@ -102,16 +113,16 @@ REHEARSED = (
 )
 
 
-def run(part: Part, folder: Path) -> dict:
-    """Run a part; its entry in the file."""
+def run(part: Part, folder: Path, spare: float = 0.0) -> dict:
+    """Run a part; its entry in the file. spare: seconds beyond its own."""
     if part.tool and not shutil.which(part.tool):
-        return {"skipped": f"{part.tool} is not installed"}
+        return {"skipped": f"{part.tool} is not installed", "seconds": 0.0}
     file = folder / f"{part.name}.json"
     meant = {"PYTHON": sys.executable, "FILE": str(file)}
     words = [meant.get(word, word) for word in part.command.split()]
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        code = exit_code(words, part, output)
+        code = exit_code(words, part, part.seconds + spare, output)
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
     entry = {
@@ -119,13 +130,17 @@ def run(part: Part, folder: Path) -> dict:
         "seconds": round(time.monotonic() - start, 1),
         "output": lines[-LINES:],
     }
+    # A part that was killed may have written a half of its figures.
     if part.figures and file.exists():
-        entry["figures"] = json.loads(file.read_text())
+        with contextlib.suppress(ValueError):
+            entry["figures"] = json.loads(file.read_text())
     return entry
 
 
-def exit_code(words: list[str], part: Part, output: IO[bytes]) -> int | str:
-    """Run the words of a part's command with all that it starts, for at most its seconds.
+def exit_code(
+    words: list[str], part: Part, seconds: float, output: IO[bytes]
+) -> int | str:
+    """Run the words of a part's command with all that it starts, for at most these seconds and LAST_WORDS.
 
     The output goes to a file: a pipe would be waited for until the compilers that torch.compile has started
     close it, too.
@@ -133,35 +148,57 @@ def exit_code(words: list[str], part: Part, output: IO[bytes]) -> int | str:
     process = subprocess.Popen(
         words,
         cwd=ROOT,
-        env={**os.environ, **part.environment},
+        env={**os.environ, **SPEAKING, **part.environment},
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     try:
-        return process.wait(part.seconds)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        return f"stopped after {part.seconds} s"
+        ask_for_last_words(process)
+        return f"stopped after {seconds:.0f} s"
     finally:  # also after Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
+def ask_for_last_words(process: subprocess.Popen) -> None:
+    """Interrupt a process, which a call into the driver may not notice, then abort it."""
+    for number, seconds in ((signal.SIGINT, LAST_WORDS - 1), (signal.SIGABRT, 1)):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+
+
+FACTS = """
+import json, torch
+gpu = torch.cuda.is_available() and torch.cuda.get_device_properties(0)
+facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": "CPU"}
+if gpu:
+    free, total = torch.cuda.mem_get_info()
+    facts |= {"device": gpu.name, "memory_gib": total / 2**30, "free_gib": free / 2**30}
+    facts |= {"processors": gpu.multi_processor_count}
+print(json.dumps(facts))
+"""
+
+
 def machine() -> dict:
-    """What the figures were measured on."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": "CPU"}
-    if torch.cuda.is_available():
-        of = torch.cuda.get_device_properties(0)
-        found |= {
-            "device": of.name,
-            "memory_gib": of.total_memory / 2**30,
-            "processors": of.multi_processor_count,
-        }
+    """What the figures were measured on.
+
+    Asked in a process of its own: a context of this one would hold memory, and the GPU if it takes one process.
+    """
+    asked = subprocess.run(
+        [sys.executable, "-c", FACTS], capture_output=True, text=True
+    )
+    found = json.loads(asked.stdout) if asked.returncode == 0 else {}
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
-    return found | {"commit": commit.stdout.strip()}
+    failed = {"error": asked.stderr} if asked.returncode else {}
+    return found | failed | {"commit": commit.stdout.strip()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,16 +215,20 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(
             "no GPU: torch.cuda.is_available() is False. --rehearse runs tiny sizes on the CPU."
         )
+    # Parts inherit an interrupt that is ignored, as in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     results = {"machine": machine(), "parts": {}}
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    spare = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for part in REHEARSED if args.rehearse else PARTS:
             if args.only and part.name not in args.only:
                 continue
-            results["parts"][part.name] = entry = run(part, Path(folder))
+            results["parts"][part.name] = entry = run(part, Path(folder), spare)
+            spare = max(0.0, part.seconds + spare - entry["seconds"])
             args.output.write_text(json.dumps(results, indent=1) + "\n")
             print(
-                f"{part.name}: {entry.get('skipped') or entry['code']}, {entry.get('seconds', 0)} s",
+                f"{part.name}: {entry.get('skipped') or entry['code']}, {entry['seconds']} s",
                 flush=True,
             )
             print(

@@ -13,10 +13,13 @@ waited for the norm; what is left of the step is the update and what it gathers.
 """
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import sys
 import time
+import traceback
 from contextlib import closing
 from pathlib import Path
 
@@ -142,7 +145,7 @@ def measure(
     measured = statistics.median(seconds[len(seconds) // 3 :])
     flops = model_flops(config.model, size, length, config.padded_vocab_size) / measured
     parameters = sum(p.numel() for p in engine.parameters)
-    result = {
+    return {
         "model": name,
         "layers": count,
         "kernels": prepared,
@@ -160,10 +163,6 @@ def measure(
         else None,
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if gpu else None,
     }
-    del engine
-    if gpu:
-        torch.cuda.empty_cache()
-    return result
 
 
 def text_of(result: dict) -> str:
@@ -202,19 +201,38 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-if __name__ == "__main__":
-    options = parse_arguments()
+def main(options: argparse.Namespace) -> int:
+    """Measure all models; the exit code. One that fails costs its own figures only; what a lack of memory leaves
+    out is no failure."""
     found = []
-    for model, (its_flags, its_layers) in (
-        REHEARSED if options.rehearse else MODELS
-    ).items():
-        if options.only and model not in options.only:
+    code = 0
+    models = REHEARSED if options.rehearse else MODELS
+    for name, (flags, layers) in models.items():
+        if options.only and name not in options.only:
             continue
         try:
-            found.append(measure(model, its_flags, its_layers, options))
+            found.append(measure(name, flags, layers, options))
             print(text_of(found[-1]), flush=True)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            found.append({"model": model, "error": f"{type(error).__name__}: {error}"})
-            print(found[-1]["error"], flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+        except Exception as error:  # noqa: BLE001  the other models are still measured
+            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            code = code if is_memory else 1
+            why = f"{type(error).__name__}: {error}"
+            found.append({"model": name, "error": why})
+            print(f"{name}: {why}" if is_memory else traceback.format_exc(), flush=True)
+        write(found, options.json)
+        gc.collect()  # engines hold tensors in cycles
+        if options.device != "cpu":
+            torch.cuda.empty_cache()
+    return code
+
+
+def write(found: list[dict], file: Path | None) -> None:
+    """The file is always whole: the program may be stopped at any time."""
+    if file:
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(found, indent=1))
+        os.replace(part, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_arguments()))

@@ -8,9 +8,9 @@
 The operations, arguments for them and their sizes come from ops/kernel_table.py: a new operation with an
 example needs no edit here. Each row is one operation, dtype, size and contestant (kernel_contestants.py).
 Operations with a goal are first, those without a kernel of ours last; torch.compile, whose compilations take
-most of the time, comes after all other rows. The example is made once for all contestants. After each row the
-file is written again, with the rows to come as "not run": so figures remain if the program is stopped, and
-after --budget it names what is missing and ends.
+most of the time, comes after all other rows. The example is made once for all contestants. The file is written
+again every few seconds and when the program is interrupted, with the rows to come as "not run": so figures remain
+if it is stopped, and after --budget it names what is missing and ends.
 
 The percentage is that of the bytes which the operation moves (kernel_clock.py) to what a copy of 1 GiB moves
 in the same time on the same device. Softmax need not read the half of the scores that causality hides, so it
@@ -45,6 +45,7 @@ COPY_BYTES = 1 << 30
 MOST_ON_CPU = 1 << 29  # numbers of a size; larger ones are for GPUs
 COMPILED = "torch.compile"
 NOT_RUN = "not run"
+SECONDS = 3  # between two writings of the file, which take longer than many a row
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _traffic(
 
 
 def run(args: argparse.Namespace) -> dict:
-    """All rows, and what they were measured on. Written to args.json after each row."""
+    """All rows, and what they were measured on, also in args.json."""
     start = time.monotonic()
     device = torch.device(args.device)
     clock = Clock(device, args.repeats)
@@ -258,17 +259,24 @@ def run(args: argparse.Namespace) -> dict:
     }
     results = lambda: head | {"rows": [asdict(row) for row in rows]}
 
-    def done(row: Row) -> None:
-        print(text_of(row), flush=True)
-        write(results(), args.json)
+    written = time.monotonic()
 
-    write(results(), args.json)
-    for _, of_case in itertools.groupby(
-        rows, key=lambda row: (row.case, row.contestant == COMPILED)
-    ):
-        measure_case(list(of_case), copies, start + args.budget, done)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    def done(row: Row) -> None:
+        nonlocal written
+        print(text_of(row), flush=True)
+        if time.monotonic() - written > SECONDS:
+            write(results(), args.json)
+            written = time.monotonic()
+
+    try:
+        for _, of_case in itertools.groupby(
+            rows, key=lambda row: (row.case, row.contestant == COMPILED)
+        ):
+            measure_case(list(of_case), copies, start + args.budget, done)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    finally:  # also after an interrupt
+        write(results(), args.json)
     print(*summary(rows, device.type == "cuda"), sep="\n", flush=True)
     return results()
 

@@ -132,6 +132,8 @@ def test_the_host_must_not_touch_it_before(gpu):
         lambda x: x.sum().item(),
         lambda x: x.tolist(),
         lambda x: x.cpu(),
+        lambda x: torch.empty(8).copy_(x),
+        lambda x: torch.empty(8).copy_(x, non_blocking=True),
         lambda x: bool((x > 1).any()),
         lambda x: x[x > 1],
         lambda x: x.nonzero(),

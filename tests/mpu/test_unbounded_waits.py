@@ -2,7 +2,8 @@
 
 A plain `.item()`, `.cpu()` or `synchronize()` behind a collective of NCCL never returns if a peer does not come, and
 nothing then names the rank. Sources do not tell where a tensor is, so every plain read is either one of
-host_reads.py or in the table below, with the reason why it waits for no other rank.
+host_reads.py or in the table below, with the reason why it waits for no other rank. A `copy_` is a read where the
+function itself has made the target on the host.
 """
 
 import ast
@@ -19,6 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_ds"
 READS = set("item cpu tolist synchronize nonzero masked_select".split())
 REDUCTIONS = set("all any sum max min amax amin isfinite isnan argmax".split())
 CASTS = {"bool", "int", "float"}
+MAKERS = set("empty zeros ones full from_numpy frombuffer".split())
 
 HOST = "arrays of numpy or tensors of the host"
 WAITED = "the caller has waited for the work of the device (wait_for_work)"
@@ -45,6 +47,7 @@ ALLOWED = {
     "extensions/kernels/gpu/cuda_backend.py:_backend": FIRST,
     "extensions/kernels/gpu/fp32_sums.py:_error": ONE_RANK,
     "extensions/preference/answer_": HOST,
+    "host/direct_file.py:BlockFile.write_tensor": HOST,
     "mpu/channels.py": HOST,
     "mpu/host_reads.py": THE_WAIT,
     "ops/attention_tiles.py": HOST,
@@ -62,6 +65,9 @@ def plain_reads(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, int, str
         name = inside
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = f"{inside}.{node.name}".lstrip(".")
+        if isinstance(node, ast.FunctionDef):
+            for copy in copies_to_host(node):
+                yield name, copy.lineno, ast.unparse(copy)
         if is_plain_read(node):
             yield inside, node.lineno, ast.unparse(node)
         for condition in conditions_of(node):
@@ -79,6 +85,31 @@ def is_plain_read(node: ast.AST) -> bool:
         return any(isinstance(a, ast.Constant) and a.value == "cpu" for a in given)
     is_cast = isinstance(node, ast.Call) and getattr(node.func, "id", "") in CASTS
     return is_cast and any(method_of(a) in REDUCTIONS for a in node.args)
+
+
+def copies_to_host(function: ast.FunctionDef) -> Iterator[ast.Call]:
+    """Copies that the host waits for, into tensors that the function has made on the host."""
+    names = {
+        ast.unparse(target)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and is_made_on_host(node.value)
+        for target in node.targets
+    }
+    for node in ast.walk(function):
+        if method_of(node) != "copy_":
+            continue
+        target = node.func.value
+        while isinstance(target, ast.Subscript):  # a part of it
+            target = target.value
+        waits = not any(keyword.arg == "non_blocking" for keyword in node.keywords)
+        if waits and (is_made_on_host(target) or ast.unparse(target) in names):
+            yield node
+
+
+def is_made_on_host(node: ast.AST) -> bool:
+    """Whether a node is a call such as torch.empty without a device."""
+    is_maker = method_of(node) in MAKERS and ast.unparse(node.func.value) == "torch"
+    return is_maker and not any(keyword.arg == "device" for keyword in node.keywords)
 
 
 def method_of(node: ast.AST) -> str:
@@ -106,11 +137,20 @@ def f(x, event):
     bool((x > 1).any()), int(x.max())
     if not x.any() or x.all():
         return [y for y in x if y.any()]
+    near = torch.empty(8, dtype=x.dtype)
+    near.copy_(x), near[2:4].copy_(x), torch.zeros(3).copy_(x)
 """
     found = list(plain_reads(ast.parse(text)))
-    assert len(found) == 13 and {name for name, *_ in found} == {"f"}
+    assert len(found) == 16 and {name for name, *_ in found} == {"f"}
     free = "x.to(device), any(x), bool(x), math.isfinite(y) and z, read_number(x.any())"
     assert not list(plain_reads(ast.parse(free)))
+    copies = """
+def f(x, given):
+    far, near = torch.empty(8, device=x.device), torch.empty(8, pin_memory=True)
+    there = torch.zeros(8, device="cuda")
+    there.copy_(x), given.copy_(x), near.copy_(x, non_blocking=True)
+"""
+    assert not list(plain_reads(ast.parse(copies)))
 
 
 def test_each_plain_read_has_a_reason_why_it_waits_for_no_other_rank():
