@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,6 +180,20 @@ def test_the_lock_of_a_machine_that_does_not_renew_it_is_taken_over(memory):
 def test_a_store_without_its_library_is_an_error_with_advice():
     with pytest.raises(CheckpointError, match=r"nowhere://.*megatron_ds\[stores\]"):
         place_of("nowhere://bucket/run")
+
+
+@pytest.mark.parametrize("text", ["gs://", "s3:///run"])
+def test_a_place_without_a_bucket_is_an_error(text):
+    with pytest.raises(CheckpointError, match=f"{text} names no bucket"):
+        place_of(text)
+
+
+def test_an_error_of_the_network_is_named_with_its_place(memory, monkeypatch):
+    """gcsfs raises an error of the system where no server answers."""
+    refused = ConnectionRefusedError(111, "Connect call failed")
+    monkeypatch.setattr(MemoryFileSystem, "exists", Mock(side_effect=refused))
+    with pytest.raises(CheckpointError, match="store/run cannot be reached .*failed"):
+        latest(memory)
 
 
 def test_a_bucket_that_is_missing_is_found_before_training(bucket):

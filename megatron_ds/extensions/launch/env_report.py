@@ -150,6 +150,7 @@ def kernels() -> Section:
             f"{each.name}: {reason}"
             for each in operation.implementations
             if (each.devices is None or device in each.devices)
+            and (each.dtypes is None or dtype in each.dtypes)
             and (reason := each.available())
         ]
         rows[name] = (
