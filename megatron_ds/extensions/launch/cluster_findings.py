@@ -94,7 +94,8 @@ def _unseen(found: Ranks) -> Iterator[str]:
     for one in found:
         if one.write_error:
             yield f"{one.name} cannot write into the folder: {one.write_error}"
-        if missed := sorted(wrote.intersection(one.unseen)):
+        missed = sorted(wrote.intersection(one.unseen))
+        if missed:
             yield f"{one.name} does not see the files that ranks {missed} wrote into the folder"
 
 
