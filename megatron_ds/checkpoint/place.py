@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
+NAMELESS = ("s3:///", "gs:///")
+
 
 def is_store(directory: str | os.PathLike) -> bool:
     """Whether the text names a place in a store: "s3://bucket/run"."""
@@ -23,11 +25,15 @@ def absolute(directory: str | os.PathLike) -> str:
 def place_of(directory: str | os.PathLike) -> Path:
     """The folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
 
-    Raises CheckpointError when the libraries of the store are not installed.
+    Raises CheckpointError for a store without a bucket, and when its libraries are not installed.
     """
     if not is_store(directory):
         return Path(directory)
     text = str(directory)
+    if text.startswith(NAMELESS) or text.endswith("://"):
+        raise CheckpointError(
+            f"{text} names no bucket. Write a place as s3://bucket/run."
+        )
     try:
         from . import store_lock_file  # noqa: F401  registers itself
         from .store_folder import open_store

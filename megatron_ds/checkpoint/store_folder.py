@@ -50,7 +50,7 @@ def _errors_of(place: UPath) -> Iterator[None]:
     """Raises CheckpointError for an error of the store's library: errors of these have no common base."""
     try:
         yield
-    except (OSError, CheckpointError):
+    except (FileNotFoundError, PermissionError, CheckpointError):
         raise
     except Exception as error:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """Checkpoints in stores: complete or invisible at every operation and after every kill, equal to those of a folder,
 loaded at another layout, one writer at a time.
 
-Without a server the store is fsspec's memory; with one it is moto's S3.
+Without a server the store is fsspec's memory; with one it is moto's S3, and a stand-in for Google's store where
+its packages are installed.
 """
 
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.host.direct_file import BLOCK, read_range
 from megatron_ds.mpu.group import solo
+from tests.harness.gcs_server import GCS, gcs_server
 from tests.harness.pretraining import MOCK, losses, train
 from tests.harness.s3_server import S3, in_environment, s3_server
 from tests.harness.states import Layout, pieces_of
@@ -40,11 +43,12 @@ def memory():
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server() as bucket:
-        place_of(f"{bucket}/x").fs.mkdir("bucket")
-        yield bucket
+@pytest.fixture(scope="module", params=[s3_server, gcs_server], ids=["s3", "gs"])
+def bucket(request):
+    """The address of a bucket of a server."""
+    with request.param() as made:
+        place_of(f"{made}/x").fs.mkdir("bucket")
+        yield made
 
 
 def save_step(store, step, seed=None, limit=None):
@@ -178,18 +182,32 @@ def test_a_store_without_its_library_is_an_error_with_advice():
         place_of("nowhere://bucket/run")
 
 
-def test_a_bucket_that_is_missing_is_found_before_training(s3):
+@pytest.mark.parametrize("text", ["gs://", "s3:///run"])
+def test_a_place_without_a_bucket_is_an_error(text):
+    with pytest.raises(CheckpointError, match=f"{text} names no bucket"):
+        place_of(text)
+
+
+def test_an_error_of_the_network_is_named_with_its_place(memory, monkeypatch):
+    """gcsfs raises an error of the system where no server answers."""
+    refused = ConnectionRefusedError(111, "Connect call failed")
+    monkeypatch.setattr(MemoryFileSystem, "exists", Mock(side_effect=refused))
+    with pytest.raises(CheckpointError, match="store/run cannot be reached .*failed"):
+        latest(memory)
+
+
+def test_a_bucket_that_is_missing_is_found_before_training(bucket):
     with pytest.raises(CheckpointError, match="no checkpoint can be written there"):
-        check_writable(place_of("s3://another-bucket/run"))
+        check_writable(place_of(f"{bucket[:2]}://another-bucket/run"))
 
 
 def test_a_long_name_is_no_error(memory):
     check_writable(place_of(memory) / ("x" * LONGEST_PATH))
 
 
-def test_large_files_are_sent_and_read_in_parts(s3):
+def test_large_files_are_sent_and_read_in_parts(bucket):
     """More blocks than are read at once, from bytes in the middle of blocks."""
-    path = place_of(f"{s3}/large/file")
+    path = place_of(f"{bucket}/large/file")
     content = torch.arange((9 * BLOCK + 1000) // 4, dtype=torch.int32)
     with new_file(path) as file:
         file.write(b"1234")
@@ -203,8 +221,8 @@ def test_large_files_are_sent_and_read_in_parts(s3):
     assert torch.equal(beyond, expected[-4:])
 
 
-def test_a_file_that_is_not_complete_is_no_object(s3):
-    path = place_of(f"{s3}/cut/file")
+def test_a_file_that_is_not_complete_is_no_object(bucket):
+    path = place_of(f"{bucket}/cut/file")
     with pytest.raises(ZeroDivisionError), new_file(path) as file:
         file.write(bytes(3 * BLOCK))
         raise ZeroDivisionError
@@ -212,10 +230,10 @@ def test_a_file_that_is_not_complete_is_no_object(s3):
 
 
 @pytest.mark.timeout(300 + 100 * KILLS)
-def test_kills_at_random_moments_lose_nothing(s3):
+def test_kills_at_random_moments_lose_nothing(bucket):
     command = "-m tests.checkpoint.killed_store_saves".split()
     ended = subprocess.run(
-        [sys.executable, *command, f"{s3}/killed", str(KILLS), "1"],
+        [sys.executable, *command, f"{bucket}/killed", str(KILLS), "1"],
         capture_output=True,
         text=True,
         timeout=250 + 100 * KILLS,
@@ -224,13 +242,14 @@ def test_kills_at_random_moments_lose_nothing(s3):
     assert f"{KILLS} kills" in ended.stdout
 
 
-def test_a_run_goes_on_from_a_store_at_another_layout(s3, tmp_path):
+def test_a_run_goes_on_from_a_store_at_another_layout(bucket, tmp_path):
     """The files are those of a folder; the second half trains on other ranks, and saves behind training."""
     half = ["--exit-interval", "3", "--save-interval", "3"]
     folder = tmp_path / "folder"
-    store = f"{s3}/run"
+    store = f"{bucket}/run"
     train(2, [*MOCK, *half, "--zero-stage", "1", "--save", folder])
-    reach = partial(in_environment, values={name: os.environ[name] for name in S3})
+    values = {name: os.environ[name] for name in (*S3, *GCS) if name in os.environ}
+    reach = partial(in_environment, values=values)
     train(2, [*MOCK, *half, "--zero-stage", "1", "--save", store], spoil=reach)
     saved = place_of(store) / (place_of(store) / "iter_0000003.commit").read_text()
     for file in (folder / "iter_0000003").glob("*.distcp"):

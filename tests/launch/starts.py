@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("programs.py"))
-SECONDS = 60
+SECONDS = 200  # of patience with a busy machine
 LEAST = 1.0  # grace period of ranks that do not end
 
 
@@ -103,7 +103,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def all_end(folder: Path, seconds: float = 20) -> bool:
+def all_end(folder: Path, seconds: float = 100) -> bool:
     """Whether the processes that work in a folder end in time."""
     end = time.monotonic() + seconds
     while processes_of(folder):

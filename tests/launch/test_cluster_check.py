@@ -43,6 +43,10 @@ def healthy(rank: int) -> Measured:
         ),
         ({"clock": -3.0}, "the clock of rank 2 on n1 is -3.0 s from that of rank 0"),
         (
+            {"write_error": "No such file or directory", "unseen": [2]},
+            "rank 2 on n1 cannot write into the folder: No such file or directory",
+        ),
+        (
             {"unseen": [0, 1]},
             "rank 2 on n1 does not see the files that ranks [0, 1] wrote",
         ),

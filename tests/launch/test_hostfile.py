@@ -153,3 +153,17 @@ def test_a_line_that_is_wrong_is_named_with_its_number():
         parse_hostfile(["n1 slots=4", "n2 4"])
     with pytest.raises(ConfigError, match="line 3: n1 is listed twice"):
         parse_hostfile(["n1 slots=4", "", "n1 slots=2"])
+    with pytest.raises(ConfigError, match="line 1: slots=99999999 are more"):
+        parse_hostfile(["n1 slots=99999999"])
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "n[1-2]", "n1,n2"])
+def test_names_that_ssh_or_pdsh_would_take_for_something_else_are_refused(name):
+    """Theirs passes them on: an option of ssh, or hosts whose numbers are wrong."""
+    with pytest.raises(ConfigError, match="not the name of one host"):
+        parse_hostfile([f"{name} slots=2"])
+
+
+def test_hosts_without_slots_are_an_error():
+    with pytest.raises(ConfigError, match="none of n1, n2 has a slot"):
+        chosen_slots({"n1": 0, "n2": 0})

@@ -2,14 +2,16 @@
 
 import argparse
 import os
+from dataclasses import replace
 
 import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.launch import command
-from megatron_ds.extensions.launch.agent import host_of
-from megatron_ds.extensions.launch.job import Job, RankProgram, core_list
+from megatron_ds.extensions.launch.agent import _cores, host_of
+from megatron_ds.extensions.launch.flag_values import core_list
+from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.variables import exported_variables
 
 pytestmark = pytest.mark.plan
@@ -116,8 +118,29 @@ def test_cores_are_shared_out_equally():
         "0", {"h": (0, 1)}, JOB.program, {}, "/", "a", 1, bound_cores=core_list("1,4-7")
     )
     assert [bound.cores("h", rank) for rank in bound.ranks("h")] == [[1, 4], [5, 6]]
-    with pytest.raises(ConfigError, match="no core or range"):
-        core_list("1-x")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("1-x", "'1-x' is no core"),
+        ("²", "is no core"),
+        ("", "is no core"),
+        ("0-99999999", "is no core"),
+        ("5-2", "ends before it begins"),
+        ("3,1", "not above core 3"),
+    ],
+)
+def test_texts_that_list_no_cores_are_refused(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        core_list(text)
+
+
+def test_cores_that_a_host_does_not_have_are_refused():
+    job = replace(JOB, bound_cores=[999_998, 999_999])
+    host = job.hosts[0]
+    with pytest.raises(ConfigError, match="on cores 99999[89].* of n1, which has"):
+        _cores(job, host, next(iter(job.ranks(host))))
 
 
 # ------------------------------------------------------------------------------------------ command lines
@@ -210,7 +233,15 @@ def test_devices_that_are_visible_by_name_are_refused():
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--num_gpus 0 train.py", "must be at least 1"),
+        ("--num_gpus 0 train.py", "must be a whole number from 1 to .*, got 0"),
+        ("--num_gpus 1.5 train.py", "must be a whole number"),
+        ("--num_gpus 99999999999 train.py", "must be a whole number"),
+        ("--master_port 70000 train.py", "from 1 to 65535, got 70000"),
+        ("--grace-seconds nan train.py", "must be a number from 0 on, got nan"),
+        ("--launcher_args 'x train.py", "launcher_args 'x: No closing quotation"),
+        ("--module --no_python train", "give one of them"),
+        ("--node_rank 1 train.py", "Add --no_ssh"),
+        ("--min-nodes 1 train.py", "add --max-restarts N"),
         ("--num_nodes 2 train.py", "without a hostfile"),
         ("--num_gpus 1 --include localhost:0 train.py", "give one pair"),
         ("--autotuning tune train.py", "add --deepspeed_config FILE"),
@@ -224,6 +255,12 @@ def test_what_cannot_be_started_is_refused_with_a_reason(line, message, monkeypa
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises((ConfigError, argparse.ArgumentTypeError), match=message):
         command.main(["--dry-run", *line.split()])
+
+
+def test_an_allocation_that_scontrol_cannot_list_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"SLURM_JOB_NODELIST=n\[1-2\]: .*scontrol"):
+        command.slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, None)
 
 
 # ---------------------------------------------------------------------------------------------- variables
@@ -256,7 +293,20 @@ def test_variables_come_from_the_environment_and_from_three_places_of_the_file(
     assert named == {"A": "other", "PYTHONPATH": str(folder)}
 
 
-def test_a_line_that_sets_no_variable_is_refused(tmp_path):
-    (tmp_path / ".deepspeed_env").write_text("A=1\nnot one\n")
-    with pytest.raises(ConfigError, match="line 2: 'not one' is not NAME=VALUE"):
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (b"A=1\nnot one\n", "line 2: 'not one' is not NAME=VALUE"),
+        (b"A=1\n\nB=\0\n", "line 3: .* is not NAME=VALUE"),
+        (b"A=\xff\n", ".deepspeed_env cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_file_that_sets_no_variables_is_refused(tmp_path, text, reason):
+    (tmp_path / ".deepspeed_env").write_bytes(text)
+    with pytest.raises(ConfigError, match=reason):
         exported_variables({}, tmp_path, tmp_path / "absent")
+
+
+def test_a_file_that_is_named_and_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="DS_ENV_FILE=cluster.env: there is no such"):
+        exported_variables({"DS_ENV_FILE": "cluster.env"}, tmp_path, tmp_path)

@@ -14,12 +14,12 @@ from tests.launch.starts import ROOT, environment
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(3600),
     pytest.mark.parts(2, together=True),
 ]
 
 STEPS = 40
-PATIENCE = 200  # seconds for a busy machine
+PATIENCE = 600  # seconds for a busy machine
 WORDS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 8 --lr 1e-3 --mock-data --vocab-size 61 --eval-iters 0 --log-interval 1 "
@@ -86,10 +86,18 @@ class Submitted:
         path = self.folder / f"launch-{self.job}.log"
         return path.read_text() if path.exists() else ""
 
+    def wait_until(self, is_so, what: str) -> None:
+        """Wait until a function returns something true; else say what Slurm says of the job."""
+        try:
+            wait_until(is_so, what, PATIENCE)
+        except AssertionError as error:
+            shown = self.slurm.run("scontrol", "show", "job", self.job).stdout
+            raise AssertionError(f"{error}\n{shown}\n{self.log}") from None
+
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is done."""
         is_done = lambda: step in losses(self.metrics) or self.has_failed()
-        wait_until(is_done, f"step {step}", PATIENCE)
+        self.wait_until(is_done, f"step {step}")
         assert not self.has_failed(), self.log
 
     def has_failed(self) -> bool:
@@ -98,7 +106,7 @@ class Submitted:
     def start_again(self) -> None:
         """Wait until the job is queued again, and spare it Slurm's two minutes of waiting."""
         is_queued = lambda: self.slurm.state(self.job) in ("PENDING", "COMPLETED")
-        wait_until(is_queued, "the job is queued again", PATIENCE)
+        self.wait_until(is_queued, "the job is queued again")
         assert self.slurm.state(self.job) == "PENDING", self.log
         self.start_now()
 
@@ -114,7 +122,7 @@ class Submitted:
     def wait(self) -> None:
         """Wait until it is completed."""
         is_done = lambda: self.slurm.state(self.job) in ("COMPLETED", "FAILED", "")
-        wait_until(is_done, "the job ends", PATIENCE)
+        self.wait_until(is_done, "the job ends")
         assert self.slurm.state(self.job) in ("COMPLETED", ""), self.log
 
 

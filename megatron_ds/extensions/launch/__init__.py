@@ -15,5 +15,6 @@ layout_check whether a training is right for another number of ranks
 output       the output of a process, in pieces
 failures     what the launcher prints last
 env_report   what this machine offers; cluster_check and cluster_findings measure its ranks
+flag_values  texts of flags → numbers, cores and words
 command      the command line; DeepSpeed's flags with their meaning
 """

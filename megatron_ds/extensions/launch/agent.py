@@ -65,6 +65,7 @@ class RankProcess:
         self._mark = b""  # before each line
         words = job.program.command(rank.local_rank)
         variables = {**os.environ, **job.environment(host, rank)}
+        cores = _cores(job, host, rank)
         try:
             self.log = _log_file(job, rank)
             self.process = subprocess.Popen(
@@ -86,7 +87,7 @@ class RankProcess:
             raise ConfigError(
                 f"rank {rank.rank} cannot be started on {host} by {words[0]} in {job.folder}: {error}."
             ) from error
-        if cores := job.cores(host, rank):
+        if cores:
             os.sched_setaffinity(self.process.pid, cores)
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
 
@@ -317,6 +318,18 @@ def _listen() -> None:
         if line.strip() in SIGNAL_WORDS:
             os.kill(os.getpid(), int(line))
     os.kill(os.getpid(), END)
+
+
+def _cores(job: Job, host: str, rank: Rank) -> list[int]:
+    """The cores that a rank is bound to. Raises ConfigError if the host has none of them."""
+    cores = job.cores(host, rank)
+    number = os.cpu_count() or 1
+    if cores and min(cores) >= number:
+        raise ConfigError(
+            f"rank {rank.rank} is to run on cores {', '.join(map(str, cores))} of {host}, which has {number}, "
+            "numbered from 0. Change --bind_core_list."
+        )
+    return cores
 
 
 def _log_file(job: Job, rank: Rank) -> BinaryIO | None:

@@ -74,7 +74,7 @@ class ClusterMeter:
             found.clock = self.clock()
         # The folder.
         if folder is not None:
-            found.unseen = self.unseen_files(folder)
+            self.look_into(folder, found)
         return collectives.all_gather_object(found, self.group)
 
     def work_seconds(self) -> float:
@@ -167,21 +167,23 @@ class ClusterMeter:
         self.group.transport.irecv(tensor, other, 0).wait()
         return float(tensor)
 
-    def unseen_files(self, folder: Path) -> list[int]:
-        """Ranks whose file in the folder is not seen here.
+    def look_into(self, folder: Path, found: Measured) -> None:
+        """Find out whose files in the folder are not seen here, and whether this rank can write there.
 
-        Each rank writes one and removes it. A rank that cannot write is one that the others do not see.
+        Each rank writes one and removes it.
         """
         own = f".check-{uuid.uuid4().hex}"
         names = collectives.all_gather_object(own, self.group)
-        with suppress(OSError):  # others then do not see it
+        try:
             (folder / own).write_text("")
+        except OSError as error:
+            found.write_error = error.strerror or str(error)
         collectives.barrier(self.group)
         seen = [(folder / name).exists() for name in names]
         collectives.barrier(self.group)
         with suppress(OSError):
             (folder / own).unlink()
-        return [rank for rank, is_seen in enumerate(seen) if not is_seen]
+        found.unseen = [rank for rank, is_seen in enumerate(seen) if not is_seen]
 
     def exchange(self, to: int, source: int) -> float:
         """GB/s received from a position of the group while as much is sent to one.

@@ -24,6 +24,7 @@ class Measured:
     ring          GB/s received from the rank before, while all send
     links         other rank → GB/s in both directions, while other pairs exchange, too
     clock         seconds that this rank's clock is ahead of rank 0's
+    write_error   why this rank cannot write into the folder
     unseen        ranks whose files in the folder this rank does not see
     """
 
@@ -34,6 +35,7 @@ class Measured:
     ring: float = 0.0
     links: dict[int, float] = field(default_factory=dict)
     clock: float = 0.0
+    write_error: str = ""
     unseen: list[int] = field(default_factory=list)
 
     @property
@@ -87,10 +89,14 @@ def _clocks(found: Ranks) -> Iterator[str]:
 
 
 def _unseen(found: Ranks) -> Iterator[str]:
-    """Ranks that see another folder, such as one of their host: a checkpoint would be in pieces."""
+    """Ranks that cannot write, or see another folder, such as one of their host: a checkpoint would be in pieces."""
+    wrote = {one.rank for one in found if not one.write_error}
     for one in found:
-        if one.unseen:
-            yield f"{one.name} does not see the files that ranks {one.unseen} wrote into the folder"
+        if one.write_error:
+            yield f"{one.name} cannot write into the folder: {one.write_error}"
+        missed = sorted(wrote.intersection(one.unseen))
+        if missed:
+            yield f"{one.name} does not see the files that ranks {missed} wrote into the folder"
 
 
 # --------------------------------------------------------------------------------------------------- text

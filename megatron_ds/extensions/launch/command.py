@@ -9,7 +9,6 @@ megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the c
 import argparse
 import contextlib
 import functools
-import math
 import os
 import re
 import secrets
@@ -25,8 +24,9 @@ from pathlib import Path
 from ...cli import Arguments
 from ...errors import ConfigError
 from .autotuning import autotune, plan_lines, program_of
+from .flag_values import core_list, count, port, seconds, shell_words, whole
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
-from .job import Job, RankProgram, core_list
+from .job import Job, RankProgram
 from .layout_check import LayoutCheck
 from .restarts import Attempts, Ended, Policy
 from .runners import Means, runner_named, ssh_to
@@ -60,11 +60,11 @@ def _add_hosts(add: Callable[..., object]) -> None:
     )
     add("-i", "--include", default="", help="hosts and slots to use: h1@h2:0,2")
     add("-e", "--exclude", default="", help="hosts and slots not to use")
-    add("--num_nodes", type=_count, help="use the first so many hosts")
+    add("--num_nodes", type=count, help="use the first so many hosts")
     add(
         "--num_gpus",
         "--num_accelerators",
-        type=_count,
+        type=count,
         help="ranks of each host; on a machine without GPUs, processes",
     )
     add(
@@ -72,7 +72,7 @@ def _add_hosts(add: Callable[..., object]) -> None:
         default="",
         help="address of rank 0 (default: the first host's)",
     )
-    add("--master_port", type=int, default=PORT, help=f"its port (default {PORT})")
+    add("--master_port", type=port, default=PORT, help=f"its port (default {PORT})")
 
 
 def _add_ways(add: Callable[..., object]) -> None:
@@ -82,7 +82,7 @@ def _add_ways(add: Callable[..., object]) -> None:
         help="local, ssh, pdsh, slurm or openmpi (default: local on one host, else pdsh or ssh)",
     )
     add("--launcher_args", default="", help="words for pdsh, ssh, srun or mpirun")
-    add("--ssh_port", type=_count, help="port of ssh on the hosts")
+    add("--ssh_port", type=port, help="port of ssh on the hosts")
     add("--no_ssh_check", action="store_true", help="do not try the first host first")
     add(
         "--no_ssh",
@@ -112,39 +112,42 @@ def _add_ranks(add: Callable[..., object]) -> None:
     add("--bind_cores_to_rank", action="store_true", help="share out the host's cores")
     add("--bind_core_list", default="", help="the cores to share out: 0-15,32")
     add(
-        "--grace-seconds", type=float, default=30.0, help="from SIGTERM to SIGKILL (30)"
+        "--grace-seconds",
+        type=seconds,
+        default=30.0,
+        help="from SIGTERM to SIGKILL (30)",
     )
 
 
 def _add_watch(add: Callable[..., object]) -> None:
     add(
         "--max-restarts",
-        type=_whole,
+        type=whole,
         default=0,
         help="start the job again so often, after a crash, a hang or the loss of a host (0)",
     )
     add(
         "--min-nodes",
-        type=_count,
+        type=count,
         help="with --max-restarts: fewest hosts of a start: others are left out if they do not answer or fail "
         "repeatedly (default: all)",
     )
     # What is taken for a hang.
     add(
         "--hang-seconds",
-        type=_seconds,
+        type=seconds,
         default=8.0,
         help="a rank that does nothing for so long and two median steps is named; 0: ranks are not watched (8)",
     )
     add(
         "--end-seconds",
-        type=_seconds,
+        type=seconds,
         default=60.0,
         help="the run ends, with code 75, if a rank that was named does nothing for so long after it (60)",
     )
     add(
         "--patience-seconds",
-        type=_seconds,
+        type=seconds,
         default=1800.0,
         help="the same while a rank starts, saves, or reads data (1800)",
     )
@@ -175,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return autotune(program, args.autotuning)
     # The job.
+    check_combination(args)
     slots = slots_of(args, os.environ)
     name = launcher_of(args, slots)
     runner = runner_named(name)
@@ -191,6 +195,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with pid_of_launcher() if args.save_pid else contextlib.nullcontext():
         return attempts_of(args, job, name, means).run(slots, policy)
+
+
+def check_combination(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that have no effect, or no meaning, together."""
+    if args.module and args.no_python:
+        raise ConfigError(
+            "--module runs a module by Python, and --no_python runs a program without it: give one of them."
+        )
+    if args.node_rank >= 0 and not args.no_ssh:
+        raise ConfigError(
+            f"--node_rank {args.node_rank} is the number of this host for --no_ssh, which is not given: this command "
+            "would start the ranks of all hosts. Add --no_ssh, or leave out --node_rank."
+        )
+    if args.min_nodes and not args.max_restarts:
+        raise ConfigError(
+            f"--min-nodes {args.min_nodes} is for starts after the first: add --max-restarts N."
+        )
 
 
 def policy_of(args: argparse.Namespace, slots: Slots) -> Policy:
@@ -256,14 +277,15 @@ def answering(slots: Slots, means: Means) -> Slots:
 
 def means_of(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> Means:
     """What the runner needs besides the job."""
-    words = shlex.split(args.launcher_args)
-    port = ["-p", str(args.ssh_port)] if args.ssh_port else []
+    words = shell_words(args.launcher_args, "--launcher_args")
+    at_port = ["-p", str(args.ssh_port)] if args.ssh_port else []
     # pdsh has a variable of its own for words of ssh
-    own = shlex.split(environ.get("PDSH_SSH_ARGS_APPEND", "")) if name == "pdsh" else []
+    name_of_own = "PDSH_SSH_ARGS_APPEND" if name == "pdsh" else ""
+    own = shell_words(environ.get(name_of_own, ""), name_of_own)
     return Means(
         python=sys.executable,
         arguments=words if name != "ssh" else (),
-        ssh_arguments=[*port, *own, *(words if name == "ssh" else [])],
+        ssh_arguments=[*at_port, *own, *(words if name == "ssh" else [])],
         activation=args.venv_script,
         comment=args.comment,
     )
@@ -363,7 +385,14 @@ def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, i
             "--launcher slurm runs within an allocation, or needs --hostfile: start it by sbatch or salloc."
         )
     words = ["scontrol", "show", "hostnames", listed]
-    names = subprocess.run(words, capture_output=True, text=True, check=True)
+    try:
+        names = subprocess.run(words, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).strip()
+        raise ConfigError(
+            f"scontrol does not list the hosts of SLURM_JOB_NODELIST={listed}: {reason}. Start the launcher by "
+            "sbatch or salloc, on a host with Slurm's commands."
+        ) from error
     found = re.match(r"\d+", environ.get("SLURM_GPUS_ON_NODE", ""))
     tasks = re.match(r"\d+", environ.get("SLURM_NTASKS_PER_NODE", ""))
     count = per_node or int((found or tasks or re.match("1", "1"))[0])
@@ -446,29 +475,3 @@ def master_address(
         ) from error
     addresses = answer.stdout.split()
     return addresses[0] if addresses else first
-
-
-def _whole(text: str) -> int:
-    """A number from 0 on."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    """Seconds from 0 on."""
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return seconds
-
-
-def _count(text: str) -> int | None:
-    """A number from 1 on; None for -1."""
-    number = int(text)
-    if number == -1:  # DeepSpeed's default
-        return None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number

@@ -1,10 +1,9 @@
 """`deepspeed.launcher.runner`: a choice of hosts and slots under the names of DeepSpeed's launcher."""
 
-import re
 from collections.abc import Mapping, Sequence
 
-from ...errors import ConfigError
 from . import command
+from .flag_values import core_list as parse_range_list
 from .hostfile import left_slots
 from .hostfile import parse_hostfile as _parse_hostfile
 
@@ -27,30 +26,3 @@ def parse_resource_filter(
     every = {host: tuple(slots) for host, slots in host_info.items()}
     left = left_slots(every, include_str, exclude_str)
     return {host: list(slots) for host, slots in left.items()}
-
-
-def parse_range_list(text: str) -> list[int]:
-    """The cores of a text such as "0,2-4": in ascending order, each once. Raises ConfigError otherwise."""
-    cores: list[int] = []
-    for word in text.split(","):
-        first, last = _ends(word, text)
-        if cores and first <= cores[-1]:
-            raise ConfigError(
-                f"{text!r}: {word!r} is not above core {cores[-1]}. Write cores in ascending order."
-            )
-        cores += range(first, last + 1)
-    return cores
-
-
-def _ends(word: str, text: str) -> tuple[int, int]:
-    """The first and the last core of "2-4" or "3"."""
-    found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
-    if found is None:
-        raise ConfigError(f"{text!r}: {word!r} is no core. Write cores as 0,2-4.")
-    first = int(found[1])
-    last = int(found[2] or first)
-    if last < first:
-        raise ConfigError(
-            f"{text!r}: {word!r} ends before it begins. Write cores as 0,2-4."
-        )
-    return first, last

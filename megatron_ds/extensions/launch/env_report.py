@@ -52,6 +52,9 @@ EXTRAS = {
     "zstandard": ("corpora compressed by zstd", "megatron_ds[data]"),
     "nltk": ("sentences for BERT", "megatron_ds[data]"),
     "h5py": ("HDF5 files as corpora", "megatron_ds[data]"),
+    "upath": ("checkpoints in object stores", "megatron_ds[stores]"),
+    "s3fs": ("checkpoints at s3://", "megatron_ds[stores]"),
+    "gcsfs": ("checkpoints at gs://", "megatron_ds[stores]"),
     "ray": ("ranks as actors of Ray", "megatron_ds[ray]"),
     "matplotlib": ("plots", "megatron_ds[report]"),
     "rich": ("the view of megatron-ds watch", "megatron_ds[report]"),
@@ -147,6 +150,7 @@ def kernels() -> Section:
             f"{each.name}: {reason}"
             for each in operation.implementations
             if (each.devices is None or device in each.devices)
+            and (each.dtypes is None or dtype in each.dtypes)
             and (reason := each.available())
         ]
         rows[name] = (

@@ -15,6 +15,8 @@ from ...errors import ConfigError
 from ...registry import did_you_mean
 
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+SEVERAL = re.compile(r"^-|[][,]")  # DeepSpeed passes such names on
+MOST_DIGITS = 6  # of a number of slots
 Slots = dict[str, tuple[int, ...]]
 """Host → its slots, in the order of ranks."""
 
@@ -48,6 +50,15 @@ def parse_hostfile(lines: Iterable[str], name: str = "the hostfile") -> dict[str
             raise ConfigError(
                 f"{name}, line {number}: {host} is listed twice. Add its slots to one line."
             )
+        if SEVERAL.search(host):
+            raise ConfigError(
+                f"{name}, line {number}: {host} is not the name of one host: ssh and pdsh would take it for an option "
+                "or for several hosts. Write a line for each."
+            )
+        if len(found[2]) > MOST_DIGITS:
+            raise ConfigError(
+                f"{name}, line {number}: slots={found[2]} are more than a host has."
+            )
         hosts[host] = int(found[2])
     if not hosts:
         raise ConfigError(f"{name} lists no host: each line is HOST slots=NUMBER.")
@@ -63,6 +74,8 @@ def chosen_slots(
     """
     every = {host: tuple(range(count)) for host, count in hosts.items()}
     left = left_slots(every, include, exclude)
+    if not any(every.values()):
+        raise ConfigError(f"none of {', '.join(hosts)} has a slot: slots=0.")
     if not left:
         flag = "--exclude" if exclude else "--include"
         raise ConfigError(

@@ -154,14 +154,3 @@ class Job:
             raise ConfigError(
                 f"--job is no job of megatron-ds launch: {error}."
             ) from error
-
-
-def core_list(text: str) -> tuple[int, ...]:
-    """The cores of a text such as "1,3-5". Raises ConfigError for another text."""
-    cores: list[int] = []
-    for word in text.split(","):
-        first, dash, last = word.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"--bind_core_list {text}: {word!r} is no core or range.")
-        cores += range(int(first), int(last if dash else first) + 1)
-    return tuple(sorted(set(cores)))

@@ -39,10 +39,14 @@ def exported_variables(
         name: value for name, value in environ.items() if name.startswith(PREFIXES)
     }
     name = environ.get("DS_ENV_FILE", FILE)
-    for place in (home, folder):
-        path = place / name  # an absolute name is the path itself
-        if path.is_file():
-            found |= read_variables(path)
+    # an absolute name is the path itself
+    paths = [path for place in (home, folder) if (path := place / name).is_file()]
+    if "DS_ENV_FILE" in environ and not paths:
+        raise ConfigError(
+            f"DS_ENV_FILE={name}: there is no such file, neither in {home} nor in {folder}."
+        )
+    for path in paths:
+        found |= read_variables(path)
     # as DeepSpeed: modules beside the script are found
     given = found.get("PYTHONPATH", "")
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), given)))
@@ -54,13 +58,17 @@ def read_variables(path: Path) -> dict[str, str]:
 
     Quotes around a whole value are removed. Raises ConfigError for a line that is none of these.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         name, equals, value = line.removeprefix("export ").partition("=")
-        if not equals or not NAME.fullmatch(name.strip()):
+        if not equals or not NAME.fullmatch(name.strip()) or "\0" in value:
             raise ConfigError(f"{path}, line {number}: {line!r} is not NAME=VALUE.")
         found[name.strip()] = _unquoted(value.strip())
     return found
