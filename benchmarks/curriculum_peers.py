@@ -7,6 +7,7 @@ Prints a table; exits with 1 where something that must be equal is not. DeepSpee
 without a launcher: its barrier and its broadcast among one rank do nothing.
 """
 
+import argparse
 import contextlib
 import io
 import itertools
@@ -388,6 +389,9 @@ def resumed_draws(cases: int) -> tuple[int, int, int]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     logging.disable(logging.CRITICAL)
     rows = []
     bad = 0

@@ -9,6 +9,7 @@ scores take. The workspace of the kernels, a few MiB a thread, is missing. For m
 `longest_sequence.py` and `train_step.py` have a flag `--without-scores`.
 """
 
+import argparse
 import runpy
 import sys
 import warnings
@@ -88,8 +89,14 @@ def replace_kernels() -> torch.library.Library:
 
 def main() -> None:
     """Replace the kernels, then run the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", help="its path")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the script")
+    args = parser.parse_args()
     kernels = replace_kernels()
-    del sys.argv[0]
+    sys.argv = [args.script, *args.flags]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     del kernels

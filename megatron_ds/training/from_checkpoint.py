@@ -76,6 +76,10 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
     }
     if config.data.tokenizer_type not in (None, "NullTokenizer"):
         values.pop("model.vocab_size", None)
+    # A conversion without a tokenizer records rows, of which NullTokenizer counts one as its end of document.
+    is_bare = given.get("data.tokenizer_type") in (None, "NullTokenizer")
+    if config.data.tokenizer_type is None and is_bare and config.model.vocab_size:
+        values["model.vocab_size"] = config.model.vocab_size - 1
     # Also a default value of activation: its default depends on other options.
     values = {
         path: value for path, value in values.items() if not config.is_default(path)

@@ -9,6 +9,11 @@ from megatron_ds.compat.conversion.huggingface.huggingface_format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
+from megatron_ds.errors import DataError
+from megatron_ds.extensions.evaluation.checkpoint_model import evaluation_config
+from megatron_ds.mpu.launch import Launch
+from megatron_ds.training.from_checkpoint import options_of_checkpoint
+from megatron_ds.training.run_tokenizer import with_tokenizer
 from tests.harness.huggingface_models import POSITIONS, saved
 from tests.harness.pretraining import run_file, run_pretrain, train
 
@@ -110,3 +115,26 @@ def test_a_run_continues_without_a_size_and_another_size_is_an_error_that_names_
             1, ["--load", tmp_path / "run", *STEP, "--train-iters", 3, *flags]
         )
         assert ended.code == 2 and told in ended.err
+
+
+@pytest.mark.parametrize("words, tokens", [([], 0), (["--tokenizer-type", "x"], 1)])
+def test_a_conversion_without_a_tokenizer_has_the_rows_of_its_source(
+    tmp_path, words, tokens
+):
+    """NullTokenizer adds an end of document, which is one of the rows."""
+    theirs = saved("llama", tmp_path / "theirs")
+    for file in theirs.glob("token*"):
+        file.unlink()
+    found = HUGGING_FACE.read(theirs, Wishes())
+    lines = OURS.write(found, tmp_path / "ours", Wishes())
+    assert "the text of a token is its number" in "".join(lines)
+    rows = found.model["vocab_size"]
+    given = options_of_checkpoint(["--load", str(tmp_path / "ours"), *words])
+    (size,) = [s.value for s in given if s.path == "model.vocab_size"]
+    assert size == rows - 1 + tokens
+    if not words:
+        flags = ["--load", str(tmp_path / "ours")]
+        config, tokenizer = with_tokenizer(evaluation_config(flags, Launch()))
+        assert config.model.vocab_size == tokenizer.vocab_size == rows
+        with pytest.raises(DataError, match="--tokenizer-type"):
+            tokenizer.encode("Hello")

@@ -163,7 +163,7 @@ def test_a_teacher_that_is_broken_is_named(folder, tmp_path):
         (["--dpo"], "one loss is of tokens, the other of pairs of answers"),
         (["--model", "bert"], "BERT predicts masked tokens"),
         (["--label-smoothing", "0.1"], "take the place of smoothed labels"),
-        (["--distill-top-k", "99"], "of a vocabulary of"),
+        (["--distill-top-k", "62"], "--distill-top-k 62 of a vocabulary of 62 tokens"),
         (["--distill-from", "/nowhere"], "--distill-from"),
         (["--seq-length", "32"], "--seq-length 32 is longer than"),
         (STAGES, "is less than --pipeline-model-parallel-size 4: each"),

@@ -1,6 +1,7 @@
 """Generated texts are those of transformers and of whole forwards, under every layout and beside any other texts."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_ds.extensions.generation.requests import GenerationRequest, Sampli
 from megatron_ds.models import run_layers
 from megatron_ds.models.attention import SelfAttention
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.tensor_parallel.vocabulary import VocabParallelEmbedding
 from megatron_ds.training.build import build_engine
 from tests.evaluation.test_evaluation_harness import at_layout, theirs
 from tests.harness.layout_comparison import parse_layout
@@ -99,7 +101,7 @@ def sampled():
     ]
 
 
-def on_layout(layout, job, work):
+def on_layout(layout, job, work, **limits):
     """What `work(generator, engine)` of rank 0 returns; the other ranks follow it."""
     wanted = parse_layout(layout, mbs="2")
     flags = [*JOB, *job.split(), *wanted.flags]
@@ -108,7 +110,7 @@ def on_layout(layout, job, work):
     def main(rank, world):
         grid = config.grid(wanted.world_size)
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return led(build_engine(config, mesh, trains=False), work)
+        return led(build_engine(config, mesh, trains=False), work, **limits)
 
     return run_ranks(wanted.world_size, main)[0]
 
@@ -383,6 +385,47 @@ def test_weights_that_are_no_numbers_are_an_error_of_all_ranks():
 
     with pytest.raises(CallError, match="no token can follow the first 1 of a text"):
         on_layout("tp=2", GPT, work)
+
+
+BAD = 7  # a token whose embedding is infinite, as where fp16 overflows
+
+
+def infinite_if_bad(self, ids, embed=VocabParallelEmbedding.forward):
+    return embed(self, ids).masked_fill((ids.t() == BAD)[..., None], torch.inf)
+
+
+@pytest.mark.parametrize(
+    "layout, job",
+    [("dp=1", LLAMA), ("tp=2", LLAMA), ("pp=2,dp=2", LLAMA), ("dp=2,ep=2", EXPERTS)],
+)
+def test_a_text_without_a_token_ends_alone(layout, job, monkeypatch):
+    """Not the prompts beside it, nor the texts that stand in its row of keys later."""
+    held = dict(min_new_tokens=6, stop_tokens=frozenset([BAD]), alternatives=0)
+    good = [
+        GenerationRequest(
+            tuple(t for t in p if t != BAD) or (1,), Sampling(0), 6, **held
+        )
+        for p in prompts()
+    ]
+    scored = replace(good[0], tokens=(3, BAD, *[5] * 20), scores_prompt=True)
+    asked = [scored, *good[:2], replace(scored, tokens=(BAD,)), *good[2:]]
+
+    def work(generator, engine):
+        found = {generator.add(request): [] for request in asked}
+        while not generator.is_idle:
+            for number, token in generator.step():
+                found[number].append(token)
+        (first,) = found.pop(0)
+        (second,) = found.pop(3)
+        assert not generator._prompt_scores
+        assert "follow the first 22 of a text" in str(first)
+        assert "follow the first 1 of a text" in str(second)
+        return [[token.token for token in text] for text in found.values()]
+
+    tokens = lambda g, _: [[t.token for t in text] for text in g.run(good)]
+    expected = on_layout(layout, job, tokens)
+    monkeypatch.setattr(VocabParallelEmbedding, "forward", infinite_if_bad)
+    assert on_layout(layout, job, work, requests=3) == expected
 
 
 def test_a_model_whose_attention_keeps_no_keys_is_refused(monkeypatch):

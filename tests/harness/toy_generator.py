@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import CallError, ConfigError
 from megatron_ds.extensions.chat.template import ChatTemplate
 from megatron_ds.extensions.generation.requests import GeneratedToken
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
@@ -33,13 +33,15 @@ def scores_after(tokens, vocab_size):
 
 
 class ToyGenerator:
-    """failure: an error that `step` raises once it is set; pause: seconds of a step."""
+    """failure: an error that `step` raises once it is set; pause: seconds of a step; hard: a token of a prompt
+    that none can follow."""
 
     def __init__(self, vocab_size=258, max_length=64, pause=0.0):
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.pause = pause
         self.failure = None
+        self.hard = None
         self.gate = threading.Event()  # while it is not set, steps yield nothing
         self.gate.set()
         self.cancelled = []
@@ -74,6 +76,10 @@ class ToyGenerator:
         events = []
         for number, (request, new) in list(self.running.items()):
             before = (*request.tokens, *new)
+            if self.hard in request.tokens:
+                del self.running[number]
+                events.append((number, CallError(f"no token can follow {self.hard}")))
+                continue
             scores = scores_after(before, self.vocab_size)
             new.append(self._choice(request, scores, len(new)))
             finish = "length" if len(new) == request.max_new_tokens else None
@@ -191,11 +197,13 @@ TEMPLATE = (
 
 
 @contextmanager
-def serving(generator=None, tokenizer=None, template=TEMPLATE, most=64):
+def serving(generator=None, tokenizer=None, template=TEMPLATE, most=64, origins=()):
     """A server in threads of this process, until the end of the block."""
     generator = generator or ToyGenerator()
     model = model_over(generator, generator.vocab_size, tokenizer, template)
-    served = Served(generator, HttpService("127.0.0.1", 0), model, threading.Event())
+    served = Served(
+        generator, HttpService("127.0.0.1", 0, origins), model, threading.Event()
+    )
     loop = GenerationLoop(generator, most, served.stop.is_set)
 
     def main():

@@ -1,5 +1,7 @@
 """Runs with --dpo are those of plain torch; they continue with the reference of their first step."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
 from megatron_ds.config import parse
+from megatron_ds.extensions.preference import reference_scores
 from tests.harness.answer_pairs import write_pairs
 from tests.harness.pretraining import (
     MOCK,
@@ -179,3 +182,18 @@ def test_dropout_is_that_of_the_reference_unless_it_is_given():
     assert model.hidden_dropout == model.attention_dropout == 0
     given = parse([*words, "--hidden-dropout", "0.2"]).model
     assert (given.hidden_dropout, given.attention_dropout) == (0.2, 0)
+
+
+@pytest.mark.parametrize(
+    "words, largest",
+    [([], None), (["--lora-rank", "2", "--lora-dropout", "0.3"], "0.3")],
+)
+def test_dropout_of_adapters_is_warned_of_too(words, largest, caplog):
+    dpo = ["--dpo", "--data-path", "pairs", "--hidden-dropout", "0"]
+    config = parse(
+        [*TINY, "--train-iters", "9", *dpo, "--attention-dropout", "0", *words]
+    )
+    engine = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=0))
+    reference_scores._warn_of_dropout(engine)
+    found = [record.getMessage() for record in caplog.records]
+    assert [f"(up to {largest})" in text for text in found] == [True] * len(words[:1])

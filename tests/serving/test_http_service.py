@@ -11,7 +11,9 @@ import pytest
 
 from megatron_ds.errors import CommunicationError, ConfigError
 from megatron_ds.extensions.serving import http_service
+from megatron_ds.extensions.serving.browser_rules import BrowserRules
 from megatron_ds.extensions.serving.http_service import HttpService
+from megatron_ds.extensions.serving.refused_request import RefusedRequest
 from tests.harness.request_fuzz import fuzz
 from tests.harness.toy_generator import ToyGenerator, serving
 
@@ -223,6 +225,92 @@ def test_an_error_of_the_generator_reaches_all_clients_and_ends_the_loop(streams
         status, content, _ = served.ask("POST", PATH, LONG)
         assert status == 500 and "rank 1 exited" in content["message"]
         assert served.ask("GET", "/health")[0] == 500
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_text_without_a_token_is_an_error_of_its_request_alone(streams):
+    with serving() as served:
+        served.generator.hard = ord("!")
+        served.generator.gate.clear()
+        bodies = [LONG, {**LONG, "prompt": ["a", "a!", "b"]}, {**LONG, "prompt": "b"}]
+        found = {}
+
+        def ask(number):
+            body = {**bodies[number], "stream": streams}
+            found[number] = served.ask("POST", PATH, body)
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(served.generator.running) == 5)
+        served.generator.gate.set()
+        for thread in threads:
+            thread.join(60)
+        status, content, _ = found.pop(1)
+        text = content if streams else json.dumps(content)
+        assert status == (200 if streams else 500)
+        assert "no token can follow 33" in text and "generation_failed" in text
+        assert all("no token" not in str(content) for _, content, _ in found.values())
+        # The other texts of that request are given up, and the server goes on.
+        until(lambda: not served.generator.running)
+        assert served.complete(**LONG)["usage"]["completion_tokens"] == 50
+        assert served.ask("GET", "/health")[0] == 200 and served.error is None
+
+
+def test_a_model_is_found_by_its_name(served):
+    (listed,) = served.ask("GET", "/v1/models")[1]["data"]
+    assert served.ask("GET", "/v1/models/toy")[:2] == (200, listed)
+    assert served.ask("GET", "/v1/models/t%6Fy")[1] == listed
+    for name in ("absent", "toy/1", "%00", ""):
+        status, content, _ = served.ask("GET", f"/v1/models/{name}")
+        assert status == 404 and content["error"]["code"] == "model_not_found"
+    assert served.ask("DELETE", "/v1/models/toy")[0] == 405
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "192.168.0.7"}, 200),
+        ({"Host": "evil.example:5000"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": "127.0.0.1:5000", "Origin": "http://127.0.0.1:5000"}, 200),
+        ({"Host": "127.0.0.1:5000", "Origin": "http://127.0.0.1:8080"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_pages_of_other_sites_are_refused(served, headers, status):
+    found, content, sent = served.ask("POST", PATH, LONG, headers)
+    assert found == status and not any("Access-Control" in name for name in sent)
+    assert status == 200 or "may not use" in str(content) or "a name" in str(content)
+
+
+def test_a_server_of_all_networks_has_any_name():
+    rules = BrowserRules("0.0.0.0")
+    rules.require({"Host": "gpu7.example"})
+    with pytest.raises(RefusedRequest):
+        rules.require({"Host": "gpu7.example", "Origin": "http://evil.example"})
+
+
+def test_pages_of_an_allowed_site_read_answers_and_errors():
+    site = "http://localhost:3000"
+    with serving(origins=[site]) as served:
+        status, _, sent = served.ask("OPTIONS", PATH, headers={"Origin": site})
+        assert status == 200 and "POST" in sent["Access-Control-Allow-Methods"]
+        assert "Content-Type" in sent["Access-Control-Allow-Headers"]
+        for path, wanted in ((PATH, 200), ("/absent", 404)):
+            status, _, sent = served.ask("POST", path, LONG, {"Origin": site})
+            assert status == wanted and sent["Access-Control-Allow-Origin"] == site
+            assert sent["Vary"] == "Origin"
+        other = {"Origin": "http://localhost:4000"}
+        assert served.ask("OPTIONS", PATH, headers=other)[0] == 403
+    assert BrowserRules("0.0.0.0", ("*",)).answer_headers("null")
+    for wrong in ("localhost:3000", "http://a/", "HTTP://a", "http://a b/c"):
+        with pytest.raises(ConfigError, match="not the origin of a site"):
+            BrowserRules("127.0.0.1", (wrong,))
 
 
 def test_a_stop_request_finishes_the_texts_under_way_and_takes_no_more():

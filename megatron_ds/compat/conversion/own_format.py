@@ -313,10 +313,10 @@ def run_of(
     identity: dict[str, Any] = {"model": model_identity(model)}
     entry = {}
     try:
-        identity["tokenizer"] = {
-            "fingerprint": build_tokenizer(data, model).fingerprint
-        }
-        entry = keep_tokenizer_files(config)
+        if data.tokenizer_type is not None:
+            tokenizer = build_tokenizer(data, model)
+            identity["tokenizer"] = {"fingerprint": tokenizer.fingerprint}
+            entry = keep_tokenizer_files(config)
     except (ConfigError, DataError) as error:
         lines.append(f"no tokenizer is kept: {error}")
     # The run continues from the stored progress; `save` is chosen when it is trained.

@@ -46,7 +46,7 @@ def updates_in(stored: StoredProgress) -> int:
 
 
 def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[str]]:
-    """The options of the source's tokenizer; NullTokenizer over the rows of the vocabulary without one."""
+    """The options of the source's tokenizer, none without one; a line for the user."""
     for kind, names in TOKENIZERS:
         if _fits(kind, names, checkpoint.tokenizer):
             paths = {
@@ -58,7 +58,8 @@ def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[s
                 f"tokenizer: {kind} of {', '.join(names.values())}"
             ]
     return DataConfig(), [
-        "tokenizer: the source has no files of one; give --tokenizer-type in training"
+        "tokenizer: the source has no files of one, so the text of a token is its number; give --tokenizer-type and "
+        "its files for another"
     ]
 
 

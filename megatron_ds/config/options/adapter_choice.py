@@ -25,6 +25,11 @@ class Adapters:
         """Bits in which the frozen weights of linear layers are kept: 8, 4, or None for those of their dtype."""
         return None
 
+    @property
+    def dropout(self) -> float:
+        """Probability with which an element of the input of an adapter is set to 0 in training."""
+        return 0.0
+
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of adapters must have in common with a run that loads it."""
         return {}

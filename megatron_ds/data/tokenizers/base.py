@@ -133,7 +133,8 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError as e:
             raise DataError(
-                f"NullTokenizer reads decimal ids separated by spaces: {e}."
+                f"NullTokenizer reads decimal ids separated by spaces: {e}. For other text, give the tokenizer of the "
+                "model with --tokenizer-type and its files."
             ) from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise DataError(

@@ -25,13 +25,6 @@ def distillation(config: RunConfig) -> Iterator[str]:
             "[train.label_smoothing] with --distill-from: the teacher's probabilities take the place of smoothed "
             "labels. Remove it."
         )
-    vocab = config.model.vocab_size
-    count = options.distill_top_k
-    if count is not None and vocab is not None and count >= vocab:
-        yield (
-            f"[distillation.distill_top_k] of a vocabulary of {vocab} tokens leaves no other token. Remove it for the "
-            "whole vocabulary, or give a smaller number."
-        )
 
 
 DISTILLATION_RULES = (distillation,)

@@ -55,6 +55,13 @@ def teacher_config(config: RunConfig) -> RunConfig:
             f"{rows}. Their predictions can be compared for the same tokens alone: train with the teacher's "
             f"tokenizer, and with --vocab-size {model.vocab_size} where its model has more rows than tokens."
         )
+    # Known with the tokenizer, which may have other tokens than --vocab-size.
+    count = config.distillation.distill_top_k
+    if count is not None and count >= rows:
+        raise ConfigError(
+            f"--distill-top-k {count} of a vocabulary of {rows} tokens leaves no other token. Remove it for the whole "
+            f"vocabulary, or give at most {rows - 1}."
+        )
     teacher = _in_layout_of(config, model)
     try:
         check(teacher, rules=RULES)

@@ -6,6 +6,7 @@ Texts stand in the first rows without a gap, so that those of a batch are a view
 as sequence parallelism needs, are written to the spare row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -52,6 +53,13 @@ class CachedKeys:
         keys.index_copy_(0, places, k[:, 0])
         values.index_copy_(0, places, v[:, 0])
         return self._layers[name]
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget the tokens of some rows: keys that are no numbers would spoil the next text there, which counts
+        hidden values 0 times."""
+        for tensors in self._layers.values() if rows else ():
+            for tensor in tensors:
+                tensor[rows] = 0
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` tokens of a row to another row."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...data.tokenizers import Tokenizer
-from .generator import Generator
+from .generator import Generator, required
 from .requests import GeneratedToken, GenerationRequest
 from .text import TextStream
 
@@ -66,7 +66,7 @@ class TextGenerator:
                 grown = found[index]
                 if request.scores_prompt and not grown.tokens:
                     grown.prompt_scores = generator.prompt_scores(number)
-                new = _extend(grown, stream, token, request)
+                new = _extend(grown, stream, required(token), request)
                 if grown.finish is not None:
                     del under_way[number]
                 if grown.finish is not None and token.finish is None:

@@ -39,7 +39,7 @@ from .token_batches import BatchPart, make_batch, plan
 
 PROMPT_TOKENS = 2048  # of a micro-batch of several prompts, at most
 ROWS = 512  # of logits whose probabilities, in fp64, are in memory at once
-Event = tuple[int, GeneratedToken]
+Event = tuple[int, GeneratedToken | CallError]
 Picked = list[tuple[Text, Pick]]  # of a rank, in the order of its logits
 
 
@@ -123,8 +123,9 @@ class Generator:
         return not self._added and self._seating.is_idle
 
     def step(self) -> list[Event]:
-        """(number, token) of each request under way, which have one token more; [] when idle. Rank 0; collective
-        over the world with the others in `follow`, also when idle, so that they see that the leader is alive."""
+        """(number, token) of each request under way, which have one token more; [] when idle. In place of a token
+        stands the error that ended a request alone: the model has no token for it. Rank 0; collective over the
+        world with the others in `follow`, also when idle, so that they see that the leader is alive."""
         orders = Orders(tuple(_taken(self._added)), tuple(_taken(self._cancelled)))
         all_gather_object(orders, self._world)
         return self._advance(orders)
@@ -135,12 +136,13 @@ class Generator:
         return self._prompt_scores.pop(number)
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[GeneratedToken]]:
-        """The tokens of each request, all to their end. Rank 0, with the others in `follow`."""
+        """The tokens of each request, all to their end. Rank 0, with the others in `follow`. Raises CallError where
+        the model has no token for one."""
         numbers = [self.add(request) for request in requests]
         texts: dict[int, list[GeneratedToken]] = {number: [] for number in numbers}
         while not self.is_idle:
             for number, token in self.step():
-                texts[number].append(token)
+                texts[number].append(required(token))
         return [texts[number] for number in numbers]
 
     def follow(self) -> None:
@@ -164,6 +166,7 @@ class Generator:
         for number in orders.cancelled:
             self._prompt_scores.pop(number, None)
         mine = self._engine.mesh.samples.rank
+        self._cached.clear(seating.failed_rows(mine))
         for rank in range(len(seating.seated)):
             for move in seating.leave(rank):
                 if rank == mine:
@@ -249,18 +252,21 @@ class Generator:
     def _events(
         self, picked: Iterable[tuple[Text, Pick]], found: list[list[float]]
     ) -> list[Event]:
-        """Add the tokens to their texts. Raises CallError on all ranks where no token can be chosen."""
+        """Add the tokens to their texts."""
         # A token that was given is one of a prompt, any other is new.
         events = []
         for (text, pick), row in zip(picked, found, strict=True):
-            if pick.given is None:
-                _require_token(row, text)
+            if pick.given is not None:
+                self._scores_of(text).append(_token(row, pick))
+            elif int(row[0]) == NO_TOKEN:
+                self._prompt_scores.pop(text.number, None)
+                if self._seating.fail(text):
+                    events.append((text.number, _no_token(text)))
+            else:
                 if text.request.scores_prompt and not text.new:
                     self._scores_of(text)
                 finish = text.add(int(row[0]))
                 events.append((text.number, _token(row, pick, finish)))
-                continue
-            self._scores_of(text).append(_token(row, pick))
         return events
 
     def _scores_of(self, text: Text) -> list[GeneratedToken]:
@@ -291,12 +297,18 @@ def _forward(engine: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
         return engine.executor.forward(batches)
 
 
-def _require_token(row: Sequence[float], text: Text) -> None:
-    if int(row[0]) == NO_TOKEN:
-        raise CallError(
-            f"no token can follow the first {len(text.tokens)} of a text: the model's scores are infinite or not "
-            "numbers, or all tokens are forbidden. Use another checkpoint, or --bf16 or fp32 instead of --fp16."
-        )
+def _no_token(text: Text) -> CallError:
+    return CallError(
+        f"no token can follow the first {len(text.tokens)} of a text: the model's scores are infinite or not "
+        "numbers, or all tokens are forbidden. Use another checkpoint, or --bf16 or fp32 instead of --fp16."
+    )
+
+
+def required(token: GeneratedToken | CallError) -> GeneratedToken:
+    """The token of an event. Raises the error that an event has in its place."""
+    if isinstance(token, CallError):
+        raise token
+    return token
 
 
 def _token(

@@ -12,12 +12,14 @@ from .requests import GenerationRequest
 
 @dataclass(eq=False)
 class Text:
-    """A request under way. new: the tokens generated so far."""
+    """A request under way. new: the tokens generated so far; is_alone: its prompt is read beside no other."""
 
     number: int
     request: GenerationRequest
+    is_alone: bool = False
     new: list[int] = field(default_factory=list)
     is_over: bool = False
+    has_failed: bool = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -75,6 +77,20 @@ class Seating:
         self.waiting = deque(t for t in self.waiting if t.number not in gone)
         for text in self._all_seated():
             text.is_over |= text.number in gone
+
+    def fail(self, text: Text) -> bool:
+        """End a text for which the model has no token. Returns False where it begins again: numbers that are none
+        may have come from another prompt beside its own, as 0 times infinity is no number."""
+        text.is_over = True
+        text.has_failed = True
+        if text.is_alone or text.new:
+            return True
+        self.waiting.appendleft(Text(text.number, text.request, is_alone=True))
+        return False
+
+    def failed_rows(self, rank: int) -> list[int]:
+        """The rows of a rank whose texts have failed, and will leave."""
+        return [row for row, text in enumerate(self.seated[rank]) if text.has_failed]
 
     def leave(self, rank: int) -> list[tuple[int, int, int]]:
         """Free the rows of texts of a rank that are over, and fill the gaps with its last texts.

@@ -65,11 +65,11 @@ def _groups(texts: Sequence[Text], most: int) -> list[list[Text]]:
     room = 0
     for text in texts:
         length = len(text.request.tokens)
-        if not groups or length > room:
+        if not groups or length > room or text.is_alone:
             groups.append([])
             room = most
         groups[-1].append(text)
-        room -= length
+        room = 0 if text.is_alone else room - length
     return groups
 
 

@@ -69,6 +69,11 @@ class LoraConfig(Adapters):
         return self.lora_base_bits
 
     @property
+    def dropout(self) -> float:
+        """Probability that an element of the input of an adapter is zero, in training."""
+        return self.lora_dropout
+
+    @property
     def scale(self) -> float:
         """The factor of the output of an adapter."""
         return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank

@@ -78,11 +78,13 @@ def fill_references(
 def _warn_of_dropout(engine: Replica) -> None:
     """Log the dropout of a model whose reference has none."""
     model = engine.config.model
-    largest = max(model.hidden_dropout, model.attention_dropout)
+    of_adapters = engine.config.adapters.dropout
+    largest = max(model.hidden_dropout, model.attention_dropout, of_adapters)
     if largest and engine.mesh.rank == 0:
         logger.warning(
             "--dpo trains with dropout (up to %g), which the reference does not have: a model that equals the "
-            "reference then has other rewards than 0. --hidden-dropout 0 --attention-dropout 0 is usual",
+            "reference then has other rewards than 0. --hidden-dropout 0 --attention-dropout 0 --lora-dropout 0 is "
+            "usual",
             largest,
         )
 

@@ -6,7 +6,8 @@
     job.close()                    →        generator.cancel
 
 A client that reads slowly never delays a step: tokens wait in a queue of its job, which is no longer than the
-requested text. An error of the generator ends the loop, and every job has it.
+requested text. A request for which the model has no token ends with an error of its own; an error of the generator
+ends the loop, and every job has it.
 """
 
 import queue
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from ...errors import ConfigError
+from ...errors import CallError, ConfigError
 from ..generation.generator import Generator
 from ..generation.requests import GeneratedToken, GenerationRequest
 from .refused_request import BROKEN, BUSY, RefusedRequest, closing
@@ -208,11 +209,19 @@ class GenerationLoop:
             if job.requests[index].scores_prompt:
                 self._unscored.add(number)
 
-    def _deliver(self, number: int, token: GeneratedToken) -> None:
+    def _deliver(self, number: int, token: GeneratedToken | CallError) -> None:
         part = self._running.get(number)
         if part is None:
             return
         job, index = part
+        if isinstance(token, CallError):  # of this request alone
+            self._unscored.discard(number)
+            del self._running[number]
+            job.events.put(
+                RefusedRequest(str(token), status=BROKEN, code="generation_failed")
+            )
+            self._finish(part)
+            return
         if number in self._unscored:
             self._unscored.discard(number)
             job.prompt_scores[index] = self._generator.prompt_scores(number)

@@ -11,7 +11,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 from ...console import shortened
 from ...errors import ConfigError
 from ...version import __version__
-from .refused_request import BROKEN, RefusedRequest
+from .browser_rules import PREFLIGHT, BrowserRules
+from .refused_request import ABSENT, BROKEN, RefusedRequest
 from .request_fields import read_json
-from .routes import ENDPOINTS, JSON_TYPE, PAGES, Reply, Serving
+from .routes import ENDPOINTS, JSON_TYPE, PAGES, Reply, Serving, known_path
 from .served_text import grow
 
 MOST_CONNECTIONS = 512
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 class HttpService(ThreadingHTTPServer):
     """Bound to an address when it is made, and answering after `start`.
 
-    Raises ConfigError where the address cannot be bound.
+    origins: other sites whose pages may use it. Raises ConfigError where the address cannot be bound.
     """
 
     daemon_threads = True
@@ -45,7 +46,8 @@ class HttpService(ThreadingHTTPServer):
     request_queue_size = 128
     serving: Serving
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str, port: int, origins: Sequence[str] = ()):
+        self.browsers = BrowserRules(host, tuple(origins))
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._answers = 0
@@ -205,6 +207,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.answering():
             try:
                 body = self._body()
+                self.server.browsers.require(self.headers)
                 self._route(path, body)
             except RefusedRequest as refusal:
                 self._refuse(refusal)
@@ -218,12 +221,16 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_PATCH = _answer
 
     def _route(self, path: str, body: bytes) -> None:
-        methods = {method for method, known in (*PAGES, *ENDPOINTS) if known == path}
+        known = known_path(path)
+        methods = {method for method, one in (*PAGES, *ENDPOINTS) if one == known}
         method = "GET" if self.command == "HEAD" else self.command
+        if method == "OPTIONS" and self._cors_headers:
+            self._send(200, "text/plain", b"", PREFLIGHT)
+            return
         if not methods:
             raise RefusedRequest(
                 f"there is nothing at {path[:200]}. Known: {', '.join(sorted({p for _, p in ENDPOINTS}))}.",
-                status=404,
+                status=ABSENT,
             )
         if method not in methods:
             raise RefusedRequest(
@@ -232,11 +239,11 @@ class Handler(BaseHTTPRequestHandler):
                 headers={"Allow": ", ".join(sorted(methods))},
             )
         serving = self.server.serving
-        if (method, path) in PAGES:
-            kind, content_of = PAGES[method, path]
-            self._send(200, kind, content_of(serving))
+        if (method, known) in PAGES:
+            kind, content_of = PAGES[method, known]
+            self._send(200, kind, content_of(serving, path))
             return
-        self._generate(ENDPOINTS[method, path](read_json(body), serving.model))
+        self._generate(ENDPOINTS[method, known](read_json(body), serving.model))
 
     def _body(self) -> bytes:
         """The bytes of the body. Raises RefusedRequest; what is not read closes the connection."""
@@ -328,17 +335,23 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _begin(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+    def _begin(self, status: int, kind: str, headers: dict[str, str]) -> None:
         self._has_begun = True
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        for name, value in headers.items():
+        for name, value in (headers | self._cors_headers).items():
             self.send_header(name, value)
         if "Content-Length" not in headers and self.request_version != "HTTP/1.0":
             self.send_header("Transfer-Encoding", "chunked")
         if self.close_connection and "Connection" not in headers:
             self.send_header("Connection", "close")
         self.end_headers()
+
+    @property
+    def _cors_headers(self) -> dict[str, str]:
+        """What lets the page of another site read the answer; {} before the headers of a request are known."""
+        headers = getattr(self, "headers", None) or {}
+        return self.server.browsers.answer_headers(headers.get("Origin"))
 
     def _is_gone(self) -> bool:
         """Whether the client has closed its connection. One that sends a next request has not."""

@@ -3,6 +3,8 @@
 from typing import Any
 
 BAD = 400
+FORBIDDEN = 403
+ABSENT = 404
 BUSY = 429
 BROKEN = 500
 CLOSING = 503

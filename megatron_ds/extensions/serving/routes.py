@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from .chat_completions import chat_completions
 from .completions import completions
@@ -17,6 +18,8 @@ from .try_page import page
 JSON_TYPE = "application/json"
 HTML_TYPE = "text/html; charset=utf-8"
 Route = tuple[str, str]  # method, path
+MODELS = "/v1/models"
+ONE_MODEL = f"{MODELS}/{{model}}"
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,34 @@ class Reply(Protocol):
         """The answer, once all texts are complete."""
 
 
-def _models(serving: Serving) -> bytes:
+def known_path(path: str) -> str:
+    """The path as the tables here have it, without the name of a model."""
+    return ONE_MODEL if path.startswith(f"{MODELS}/") else path
+
+
+def _models(serving: Serving, path: str) -> bytes:
     """The list of the one model."""
-    model = serving.model
-    entry = {
+    data = [_entry(serving.model)]
+    return json.dumps({"object": "list", "data": data}).encode()
+
+
+def _one_model(serving: Serving, path: str) -> bytes:
+    """The model that the path names. Raises RefusedRequest for another one."""
+    serving.model.require_name(unquote(path.removeprefix(f"{MODELS}/")))
+    return json.dumps(_entry(serving.model)).encode()
+
+
+def _entry(model: ServedModel) -> dict[str, Any]:
+    return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "megatron_ds",
         "max_model_len": model.max_length,
     }
-    return json.dumps({"object": "list", "data": [entry]}).encode()
 
 
-def _health(serving: Serving) -> bytes:
+def _health(serving: Serving, path: str) -> bytes:
     """Raises RefusedRequest where a request would not be answered."""
     serving.loop.require_open()
     return b'{"status": "ok"}'
@@ -63,9 +80,10 @@ ENDPOINTS: dict[Route, Callable[[Values, ServedModel], Reply]] = {
     ("POST", "/v1/chat/completions"): chat_completions,
     ("PUT", "/api"): megatron_text,
 }
-# A type and a content.
-PAGES: dict[Route, tuple[str, Callable[[Serving], bytes]]] = {
-    ("GET", "/"): (HTML_TYPE, lambda serving: page(serving.model)),
+# A type, and a content for a path.
+PAGES: dict[Route, tuple[str, Callable[[Serving, str], bytes]]] = {
+    ("GET", "/"): (HTML_TYPE, lambda serving, path: page(serving.model)),
     ("GET", "/health"): (JSON_TYPE, _health),
-    ("GET", "/v1/models"): (JSON_TYPE, _models),
+    ("GET", MODELS): (JSON_TYPE, _models),
+    ("GET", ONE_MODEL): (JSON_TYPE, _one_model),
 }

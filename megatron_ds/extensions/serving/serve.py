@@ -55,7 +55,9 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
         config = evaluation_config(flags, launch)
         # An address that is taken is an error before the model is loaded.
-        service = None if launch.rank else HttpService(args.host, args.port)
+        service = (
+            None if launch.rank else HttpService(args.host, args.port, args.cors_origin)
+        )
     try:
         with joined(config, launch) as mesh:
             model = load_model(config, mesh, args.iteration)
@@ -94,6 +96,14 @@ def _parser() -> Arguments:
         type=int,
         default=PORT,
         help=f"port to listen at; 0: any free one, which is printed (default {PORT})",
+    )
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a site whose pages may use this server from a browser, such as http://localhost:3000; * for all. May be "
+        "given several times (default: none but the server's own page)",
     )
     add(
         "--served-name",

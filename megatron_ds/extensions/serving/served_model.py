@@ -11,7 +11,7 @@ from ..chat.conversation import Message
 from ..chat.template import ChatTemplate, TemplateRefusal
 from ..generation.chat_turns import ChatTurns
 from ..generation.requests import GenerationRequest
-from .refused_request import RefusedRequest
+from .refused_request import ABSENT, RefusedRequest
 
 NO_TEMPLATE = (
     "this model has no chat template, so its messages have no text. Use /v1/completions, or start the server with "
@@ -44,7 +44,7 @@ class ServedModel:
             raise RefusedRequest(
                 f"the model {name[:80]!r} does not exist. This server has {self.name!r}.",
                 "model",
-                status=404,
+                status=ABSENT,
                 code="model_not_found",
             )
 
