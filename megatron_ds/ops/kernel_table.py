@@ -209,14 +209,22 @@ class Bound:
         return Bound(self.operation)
 
     def __call__(self, x: torch.Tensor, *arguments: Any) -> Any:
+        key = x.shape, x.dtype, CHOICES.number
+        known, function = self._chosen
+        if key != known or key[2] is None:
+            function = self.chosen(x, *arguments)
+        return function(x, *arguments)
+
+    def chosen(self, x: torch.Tensor, *arguments: Any) -> Callable[..., Any]:
+        """The function that a call of these arguments runs."""
         if torch.compiler.is_dynamo_compiling():
-            return self.operation.in_torch(x, *arguments)
+            return self.operation.in_torch
         key = x.shape, x.dtype, CHOICES.number
         known, function = self._chosen
         if key != known or key[2] is None:
             function = self.operation.choice(x, *arguments)
             self._chosen = key, function
-        return function(x, *arguments)
+        return function
 
 
 class Choices:

@@ -9,7 +9,7 @@ On GPUs 16-bit products are added to fp32 sums.
 import torch
 import torch.nn.functional as F
 
-from .kernel_table import CPU, GPU, Operation, random_tensors
+from .kernel_table import CPU, GPU, Operation, is_selected, random_tensors
 from .widened_products import add_widened_product_, is_widened, widened_product
 
 
@@ -92,15 +92,19 @@ def add_product_(
 
     overwrites: out = a b instead, whatever `out` contains
     """
-    if out.dtype == torch.float32 and is_widened(a):
+    in_fp32 = is_widened(a)
+    if in_fp32 and out.dtype == torch.float32:
         add_widened_product_(out.zero_() if overwrites else out, a, b)
-    elif out.dtype != a.dtype or is_widened(a):
+    elif in_fp32 or out.dtype != a.dtype and not is_selected("torch"):
         if out.device.type == "cpu" and out.numel() > MOST_NARROW:
             rows = max(1, MOST_NARROW // out.shape[1])
             for part, of_a in zip(out.split(rows), a.split(rows)):
                 add_narrow_(part, product(of_a, b), overwrites)
         else:
             add_narrow_(out, product(a, b), overwrites)
+    elif out.dtype != a.dtype:
+        rounded = torch.mm(a, b)
+        out.copy_(rounded) if overwrites else out.add_(rounded)
     elif overwrites:
         torch.mm(a, b, out=out)
     else:
