@@ -78,22 +78,17 @@ class Block(nn.Module):
         return self._forward(x, batch)
 
     def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if self.parallel_residual:
+            return self._in_parallel(x, batch)
         parts = self._modules  # without the search of nn.Module.__getattr__
         drops = self.attention_dropout.is_active(batch)
-        joined = None if drops else self.join(x, self, self._layers_to_join)
+        joined = None if drops else self.join(x, self._layers_to_join)
         if joined is not None:
             qkv = joined_before(x, joined)
             attended = parts["self_attention"].attend(qkv, batch)
             return joined_after(attended, x, joined)
-        norm = parts.get("pre_mlp_layernorm")
-        if self.parallel_residual:
-            normed = parts["input_layernorm"](x)
-            attended = parts["self_attention"](normed, batch)
-            if self.norms_outputs:
-                attended = parts["post_self_attn_layernorm"](attended)
-            fed = self._feed(normed if norm is None else norm(x), batch)
-            total = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(fed, total, batch)
+        # The layers one by one.
+        norm = parts["pre_mlp_layernorm"]
         attended = parts["self_attention"](parts["input_layernorm"](x), batch)
         if self.norms_outputs:
             attended = parts["post_self_attn_layernorm"](attended)
@@ -104,9 +99,20 @@ class Block(nn.Module):
         normed, x = norm(attended, x)
         return x + self._feed(normed, batch)
 
+    def _in_parallel(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        parts = self._modules
+        norm = parts.get("pre_mlp_layernorm")
+        normed = parts["input_layernorm"](x)
+        attended = parts["self_attention"](normed, batch)
+        if self.norms_outputs:
+            attended = parts["post_self_attn_layernorm"](attended)
+        fed = self._feed(normed if norm is None else norm(x), batch)
+        total = self.attention_dropout.add(attended, x, batch)
+        return self.mlp_dropout.add(fed, total, batch)
+
     def _layers_to_join(self) -> JoinedLayers | None:
         """None in blocks of other forms."""
-        if self.parallel_residual or self.norms_outputs:
+        if self.norms_outputs:
             return None
         mlp = self.mlp
         attention = self.self_attention
@@ -122,6 +128,7 @@ class Block(nn.Module):
             mlp.linear_fc1,
             mlp.linear_fc2,
             mlp.activation,
+            (attention, mlp),
         )
 
     def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:

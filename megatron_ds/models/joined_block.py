@@ -9,8 +9,8 @@ keep the same tensors.
 """
 
 from collections.abc import Callable
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,12 @@ from ..tensor_parallel.linear import (
 )
 from ..tensor_parallel.weight_grad import ADDS, add_gradient
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 _REQUIRES_GRAD = attrgetter("requires_grad")
 Linear = tuple[Parameters, LinearCall, LinearProducts]
 
@@ -63,7 +69,7 @@ class JoinedBlock(NamedTuple):
 
 
 class JoinedLayers(NamedTuple):
-    """The modules of a block that could be joined. activation: of the feed-forward"""
+    """The modules of a block that could be joined. around: those that they are in"""
 
     norm_before: nn.Module
     qkv: nn.Module
@@ -72,23 +78,30 @@ class JoinedLayers(NamedTuple):
     fc1: nn.Module
     fc2: nn.Module
     activation: object
+    around: tuple[nn.Module, ...]
 
-    def are_managed(self) -> bool:
-        """Whether linear layers are their own, without adapters, and ZeRO manages all parameters."""
-        linear = (self.qkv, self.fc1), (self.proj, self.fc2)
-        kinds = ColumnParallelLinear, RowParallelLinear
-        for layers, kind in zip(linear, kinds):
-            if any(type(layer) is not kind for layer in layers):
-                return False
-        parameters = [p for layer in self[:6] for p in layer.parameters()]
-        return isinstance(self.activation, Bound) and all(
-            hasattr(p, ADDS) for p in parameters
-        )
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules."""
+        return [*self[:6], *self.around]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters."""
+        return [p for layer in self[:6] for p in layer.parameters()]
 
     def joined(self, x: torch.Tensor) -> JoinedBlock | None:
-        """The layers for inputs like x; None where an implementation has no halves."""
-        if not self.are_managed():
+        """The layers for inputs like x. None with an adapter, or another linear layer; where autograd accumulates a
+        gradient, since ZeRO does not manage the parameter; and where an implementation has no halves."""
+        columns = type(self.qkv), type(self.fc1)
+        rows = type(self.proj), type(self.fc2)
+        if {*columns} != {ColumnParallelLinear} or {*rows} != {RowParallelLinear}:
             return None
+        if not all(hasattr(p, ADDS) for p in self.parameters):
+            return None
+        if not isinstance(self.activation, Bound):
+            return None
+        # What computes norms and activation.
         first = self.norm_before.halves(x, adds=False)
         second = self.norm_after.halves(x, adds=True)
         wide = x.new_empty(*x.shape[:-1], len(self.fc1.weight))
@@ -117,61 +130,41 @@ def _linear(layer: nn.Module) -> Linear:
 
 
 class Join:
-    """Joins the functions of one block. What it finds holds for inputs of one shape, and until parameters, modules
-    or hooks change."""
+    """Joins the functions of one block: once for inputs of a shape."""
 
     def __init__(self):
         self._key: tuple | None = None
         self._joined: JoinedBlock | None = None
-        self._tables: list[dict] = []  # of the modules and parameters of modules
-        self._entries: list[Any] = []  # of the tables
-        self._parameters: list[torch.Tensor] = []
         self._hooks: list[dict] = []
+        self._parameters: list[torch.Tensor] = []
 
     def __deepcopy__(self, memo: dict) -> "Join":
         return Join()
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        block: nn.Module,
-        layers: Callable[[], JoinedLayers | None],
+        self, x: torch.Tensor, layers: Callable[[], JoinedLayers | None]
     ) -> JoinedBlock | None:
-        """The joined functions of a block for x; None where its layers run one by one."""
-        if torch.compiler.is_dynamo_compiling() or type(x) is not torch.Tensor:
-            return None
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        """The joined functions of the block for x; None where its layers run one by one: outside of training, with
+        hooks on them, and where parameters are frozen."""
+        if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
             return None
         # The same as in the last call, in most calls.
-        entries = []
-        for table in self._tables:
-            entries += table.values()
         key = x.shape, x.dtype, CHOICES.number
-        is_known = key == self._key and key[2] is not None
-        if not (is_known and all(map(is_, entries, self._entries))):
-            self._find(x, block, layers())
+        if key != self._key or key[2] is None:
+            self._find(x, layers())
             self._key = key
-        joined = self._joined
-        if joined is None or any(self._hooks):
+        if self._joined is None or not torch.is_grad_enabled() or any(self._hooks):
             return None
         is_trained = all(map(_REQUIRES_GRAD, self._parameters))
-        return joined if is_trained and hasattr(self._parameters[0], ADDS) else None
+        return self._joined if is_trained else None
 
-    def _find(
-        self, x: torch.Tensor, block: nn.Module, layers: JoinedLayers | None
-    ) -> None:
-        modules = list(block.modules())
-        self._tables = [table for m in modules for table in (m._modules, m._parameters)]
-        self._entries = [e for table in self._tables for e in table.values()]
-        names = (
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-        )
-        self._hooks = [getattr(m, name) for m in modules[1:] for name in names]
-        self._parameters = list(block.parameters())
-        self._joined = None if layers is None else layers.joined(x)
+    def _find(self, x: torch.Tensor, layers: JoinedLayers | None) -> None:
+        self._joined = None
+        if layers is None or type(x) is not torch.Tensor:
+            return
+        self._joined = layers.joined(x)
+        self._parameters = layers.parameters
+        self._hooks = [getattr(m, name) for m in layers.modules for name in HOOKS]
 
 
 class _Before(Function):

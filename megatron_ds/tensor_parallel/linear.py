@@ -34,8 +34,8 @@ from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
 from .weight_grad import (
     ADDS,
     Finish,
-    linear_gradient,
     add_gradient,
+    linear_gradient,
     now_or_later,
 )
 

@@ -9,7 +9,7 @@ from ....host.autograd_functions import Halves, direct_apply
 from ....ops import norms
 from ....ops.kernel_table import FLOATS, GPU
 from .gpu_kernel import GpuKernel, type_name
-from .packets import lanes, packed, reason_against_rows
+from .packets import all_packed, lanes, reason_against_rows
 
 FORWARD = GpuKernel(
     "norm.cu",
@@ -214,7 +214,7 @@ def norm_rows(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """x [.., hidden] → the norm of the sum with the residual, and (sum, mean, rstd), which the gradients need."""
-    x = packed(x)
+    x, residual, weight, bias = all_packed(x, residual, weight, bias)
     is_rms = bias is None
     adds = residual is not None
     # One pass over the rows writes the results and the numbers that backward needs.
@@ -228,9 +228,9 @@ def norm_rows(
         way.grid,
         way.threads,
         x,
-        packed(residual) if adds else None,
-        packed(weight),
-        None if is_rms else packed(bias),
+        residual,
+        weight,
+        bias,
         total,
         y,
         mean,
@@ -251,9 +251,8 @@ def norm_gradients(
     needs_sums: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
-    weight = packed(parameters[0])
-    past = past if past is None else packed(past)
-    dx, partial_w, partial_b = _backward(packed(dy), past, total, weight, mean, rstd)
+    dy, past, weight = all_packed(dy, past, parameters[0])
+    dx, partial_w, partial_b = _backward(dy, past, total, weight, mean, rstd)
     if not needs_sums:
         return dx, None, None
     return dx, *_sum_rows(partial_w, partial_b, weight)
