@@ -92,27 +92,31 @@ def add_product_(
 
     overwrites: out = a b instead, whatever `out` contains
     """
-    in_fp32 = is_widened(a)
-    if in_fp32 and out.dtype == torch.float32:
+    if out.dtype == torch.float32 and is_widened(a):
         add_widened_product_(out.zero_() if overwrites else out, a, b)
-    elif in_fp32 or out.dtype != a.dtype and not is_selected("torch"):
+    elif out.dtype != a.dtype or is_widened(a):
         if out.device.type == "cpu" and out.numel() > MOST_NARROW:
             rows = max(1, MOST_NARROW // out.shape[1])
             for part, of_a in zip(out.split(rows), a.split(rows)):
                 add_narrow_(part, product(of_a, b), overwrites)
         else:
             add_narrow_(out, product(a, b), overwrites)
-    elif out.dtype != a.dtype:
-        rounded = torch.mm(a, b)
-        out.copy_(rounded) if overwrites else out.add_(rounded)
     elif overwrites:
         torch.mm(a, b, out=out)
     else:
         out.addmm_(a, b)
 
 
+def _is_whole(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
+) -> bool:
+    """Whether torch's product is the only one, and takes little memory beside `out`."""
+    return is_selected("torch") and not is_widened(a) and out.numel() <= MOST_NARROW
+
+
+@add_product_.implementation("torch", suits=_is_whole)
 @add_product_.implementation("whole", devices=GPU)
-def _sum_on_gpu(
+def _whole_product(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> None:
     """A GPU multiplies all dtypes, and a product is as small as the weight."""

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.plan
 
 FEW = 2
 MORE = 6
-MOST = {"gpt": 200, "llama": 235, "gpt, dropout": 340}
+MOST = {"gpt": 110, "llama": 150, "gpt, dropout": 325}
 PATHS = {"torch": torch_path, "gpu": gpu_path}
 
 
