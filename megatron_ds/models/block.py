@@ -84,8 +84,8 @@ class Block(nn.Module):
         drops = self.attention_dropout.is_active(batch)
         joined = None if drops else self.join(x, self._layers_to_join)
         if joined is not None:
-            qkv = joined_before(x, joined)
-            attended = parts["self_attention"].attend(qkv, batch)
+            attention = parts["self_attention"]
+            attended = attention.attend(joined_before(x, joined), batch)
             return joined_after(attended, x, joined)
         # The layers one by one.
         norm = parts["pre_mlp_layernorm"]

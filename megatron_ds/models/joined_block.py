@@ -168,7 +168,7 @@ class Join:
 
 
 class _Before(Function):
-    clear_saved_tensors_on_access = True
+    clear_saved_tensors_on_access = True  # each is freed after its step of the backward
 
     @staticmethod
     def forward(ctx, x, block):
@@ -202,10 +202,11 @@ class _After(Function):
         ctx.shapes = attended.shape, x.shape
         (forward, _), parameters, eps = block.norm_after
         attended = attended.reshape(-1, attended.shape[-1])
-        # Each name is bound anew, so that what backward does not need is free.
+        residual = x.reshape(-1, x.shape[-1])
         out = row_rows(attended, *block.proj)
-        normed, *kept = forward(out, x.reshape(out.shape), *parameters, eps)
+        normed, *kept = forward(out, residual, *parameters, eps)
         total = kept[0]
+        # The feed-forward.
         wide = column_rows(normed, *block.fc1)
         active = block.activation.forward(wide)
         out = row_rows(active, *block.fc2)

@@ -209,6 +209,8 @@ class Bound:
         return Bound(self.operation)
 
     def __call__(self, x: torch.Tensor, *arguments: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.operation.in_torch(x, *arguments)
         key = x.shape, x.dtype, CHOICES.number
         known, function = self._chosen
         if key != known or key[2] is None:
@@ -216,14 +218,9 @@ class Bound:
         return function(x, *arguments)
 
     def chosen(self, x: torch.Tensor, *arguments: Any) -> Callable[..., Any]:
-        """The function that a call of these arguments runs."""
-        if torch.compiler.is_dynamo_compiling():
-            return self.operation.in_torch
-        key = x.shape, x.dtype, CHOICES.number
-        known, function = self._chosen
-        if key != known or key[2] is None:
-            function = self.operation.choice(x, *arguments)
-            self._chosen = key, function
+        """The function that calls of arguments like these run."""
+        function = self.operation.choice(x, *arguments)
+        self._chosen = (x.shape, x.dtype, CHOICES.number), function
         return function
 
 

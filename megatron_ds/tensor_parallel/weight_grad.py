@@ -7,7 +7,7 @@ parameter's shape, `take_new_main_grad()`, which returns it if nothing was added
 contents; and `grad_ready()`, called once per contribution. The product is added to the view, the first one
 overwrites it: no gradient tensor is allocated and autograd receives None. `add_main_grad(gradient)` does all
 of this for a gradient that is a tensor already, such as that of a bias, and `add_main_product(add, a, b)` for the
-product a b, with `add(view, a, b, overwrites)`. Another optimizer may give its
+product a b, by `add(view, a, b, overwrites)`. Another optimizer may give its
 parameters a tensor `main_grad` in place of these functions. Without any of them the gradient is returned to
 autograd, as in any module.
 

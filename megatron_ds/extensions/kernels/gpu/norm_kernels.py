@@ -188,13 +188,13 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, bias, eps):
         ctx.set_materialize_grads(False)
         y, total, mean, rstd = norm_rows(x, residual, weight, bias, eps)
-        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.save_for_backward(total, weight, mean, rstd)
         ctx.adds = residual is not None
         return (y, total) if ctx.adds else y
 
     @staticmethod
     def backward(ctx, dy, past=None):
-        total, mean, rstd, weight = ctx.saved_tensors
+        total, weight, mean, rstd = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return past, past if ctx.adds else None, None, None, None
         needs_sums = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
