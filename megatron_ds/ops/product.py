@@ -92,16 +92,13 @@ def add_product_(
 
     overwrites: out = a b instead, whatever `out` contains
     """
-    in_fp32 = is_widened(a)
-    if out.dtype == torch.float32 and in_fp32:
+    if out.dtype == torch.float32 and is_widened(a):
         add_widened_product_(out.zero_() if overwrites else out, a, b)
-    elif out.dtype != a.dtype or in_fp32:
+    elif out.dtype != a.dtype or is_widened(a):
         if out.device.type == "cpu" and out.numel() > MOST_NARROW:
             rows = max(1, MOST_NARROW // out.shape[1])
             for part, of_a in zip(out.split(rows), a.split(rows)):
                 add_narrow_(part, product(of_a, b), overwrites)
-        elif is_selected("torch") and not in_fp32:  # there is nothing to choose
-            add_narrow_.in_torch(out, a.mm(b), overwrites)
         else:
             add_narrow_(out, product(a, b), overwrites)
     elif overwrites:
@@ -110,8 +107,16 @@ def add_product_(
         out.addmm_(a, b)
 
 
+def _is_alone(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
+) -> bool:
+    """Whether there is no other product to choose, and this one takes little memory beside `out`."""
+    return is_selected("torch") and not is_widened(a) and out.numel() <= MOST_NARROW
+
+
+@add_product_.implementation("torch", suits=_is_alone)
 @add_product_.implementation("whole", devices=GPU)
-def _sum_on_gpu(
+def _whole_product(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> None:
     """A GPU multiplies all dtypes, and a product is as small as the weight."""
