@@ -6,10 +6,22 @@ torch's `Function.apply` unwraps every argument for the transforms of torch.func
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import Function, once_differentiable
+
+
+class Halves(NamedTuple):
+    """A forward and its backward, for a function of autograd that computes several: autograd follows neither."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates an implementation of an operation that computes the same, which has them as `halves`."""
+        implementation.halves = self
+        return implementation
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:

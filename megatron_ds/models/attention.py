@@ -297,24 +297,27 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Attention among the tokens of x; of generated text also to those of `batch.past`."""
-        q, k, v = self.project(x, batch)
         parts = self._modules  # without the search of nn.Module.__getattr__
-        core = self.core_attention
-        proj = parts["linear_proj"]
+        return parts["linear_proj"](self.attend(parts["linear_qkv"](x), batch))
+
+    def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """qkv, the result of the first projection [s, b, (n + 2g)/t * d] → [s, b, n/t * d] for the second."""
+        q, k, v = self.heads(qkv, batch)
+        del qkv
+        core = self._modules["core_attention"]
         if batch.past is not None:
-            return proj(batch.past.attend(self.name, core, q, k, v, batch))
+            return batch.past.attend(self.name, core, q, k, v, batch)
         if self.recompute_core:
-            return proj(attend_again(core, q, k, v, batch))
+            return attend_again(core, q, k, v, batch)
         # What the projection returned is free from here on, unless the core keeps it.
         if hasattr(type(core), "arrange"):
             q, k, v = core.arrange(q, k, v, batch)
-        return proj(core(q, k, v, batch))
+        return core(q, k, v, batch)
 
-    def project(
-        self, x: torch.Tensor, batch: Batch
+    def heads(
+        self, qkv: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k normalized and rotated."""
-        qkv = self._modules["linear_qkv"](x)  # [s, b, (n + 2g)/t * d]
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, self.num_groups, self.group_heads, self.head_dim)
         if not self.norms_heads and self.rotary is not None:

@@ -26,6 +26,7 @@ from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
 from .context_attention import make_core
+from .joined_block import Join, JoinedLayers, joined_after, joined_before
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
@@ -62,6 +63,7 @@ class Block(nn.Module):
         )
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.keep_input = input_keeper(ctx)
+        self.join = Join()
         self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
@@ -76,25 +78,58 @@ class Block(nn.Module):
         return self._forward(x, batch)
 
     def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        parts = self._modules  # without the search of nn.Module.__getattr__
-        norm = parts.get("pre_mlp_layernorm")
         if self.parallel_residual:
-            normed = parts["input_layernorm"](x)
-            attended = parts["self_attention"](normed, batch)
-            if self.norms_outputs:
-                attended = parts["post_self_attn_layernorm"](attended)
-            fed = self._feed(normed if norm is None else norm(x), batch)
-            total = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(fed, total, batch)
+            return self._in_parallel(x, batch)
+        parts = self._modules  # without the search of nn.Module.__getattr__
+        drops = self.attention_dropout.is_active(batch)
+        joined = None if drops else self.join(x, self._layers_to_join)
+        if joined is not None:
+            attention = parts["self_attention"]
+            attended = attention.attend(joined_before(x, joined), batch)
+            return joined_after(attended, x, joined)
+        # The layers one by one.
+        norm = parts["pre_mlp_layernorm"]
         attended = parts["self_attention"](parts["input_layernorm"](x), batch)
         if self.norms_outputs:
             attended = parts["post_self_attn_layernorm"](attended)
         # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
-        if self.attention_dropout.is_active(batch):
+        if drops:
             x = self.attention_dropout.add(attended, x, batch)
             return self.mlp_dropout.add(self._feed(norm(x), batch), x, batch)
         normed, x = norm(attended, x)
         return x + self._feed(normed, batch)
+
+    def _in_parallel(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        parts = self._modules
+        norm = parts.get("pre_mlp_layernorm")
+        normed = parts["input_layernorm"](x)
+        attended = parts["self_attention"](normed, batch)
+        if self.norms_outputs:
+            attended = parts["post_self_attn_layernorm"](attended)
+        fed = self._feed(normed if norm is None else norm(x), batch)
+        total = self.attention_dropout.add(attended, x, batch)
+        return self.mlp_dropout.add(fed, total, batch)
+
+    def _layers_to_join(self) -> JoinedLayers | None:
+        """None in blocks of other forms."""
+        if self.norms_outputs:
+            return None
+        mlp = self.mlp
+        attention = self.self_attention
+        if not (
+            type(mlp) is MLP and mlp.tiles == 1 and type(attention) is SelfAttention
+        ):
+            return None
+        return JoinedLayers(
+            self.input_layernorm,
+            attention.linear_qkv,
+            attention.linear_proj,
+            self.pre_mlp_layernorm,
+            mlp.linear_fc1,
+            mlp.linear_fc2,
+            mlp.activation,
+            (attention, mlp),
+        )
 
     def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The feed-forward and the norm after it, if there is one."""

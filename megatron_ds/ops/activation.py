@@ -10,10 +10,12 @@ backward of our own, which keeps less.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from ..host.autograd_functions import Halves
 from .kernel_table import Bound, Operation, random_tensors
 
 LIMIT = 7.0  # of the parts of `clamped_swiglu`
@@ -39,10 +41,15 @@ class Activation:
         return Bound(self.function) if is_operation else self.function
 
 
+_gelu = partial(F.gelu, approximate="tanh")
+_gelu_backward = partial(torch.ops.aten.gelu_backward.default, approximate="tanh")
+
+
 @Operation
+@Halves(_gelu, _gelu_backward).of
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2."""
-    return F.gelu(x, approximate="tanh")
+    return _gelu(x)
 
 
 def gelu_exact(x: torch.Tensor) -> torch.Tensor:

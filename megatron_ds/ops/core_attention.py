@@ -46,18 +46,19 @@ def attention(
              grows with sq * sk
     scoring  scale of the scores, and what joins them in the softmax
     """
-    if _is_written_out(keep, scoring):
+    is_simple = visible is CAUSAL_KEYS and scoring is PLAIN and keep is None
+    if not is_simple and _is_written_out(keep, scoring):
         return reference_attention(q, k, v, visible, keep=keep, scoring=scoring)
     # [b, n or g, s, d], views
     queries = q.permute(1, 2, 0, 3)
     keys = k.permute(1, 2, 0, 3)
     values = v.permute(1, 2, 0, 3)
     # A causal pattern alone is an option of torch's kernels; anything else is a mask or a bias.
-    is_causal = (
-        visible.is_plain
+    is_causal = q.shape[0] == k.shape[0] and (
+        is_simple
+        or visible.is_plain
         and visible.pattern.causal
         and scoring.alibi is None
-        and q.shape[0] == k.shape[0]
     )
     allowed = None if is_causal else _allowed(q, k, visible, scoring)
     if q.is_meta:

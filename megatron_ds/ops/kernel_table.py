@@ -214,9 +214,14 @@ class Bound:
         key = x.shape, x.dtype, CHOICES.number
         known, function = self._chosen
         if key != known or key[2] is None:
-            function = self.operation.choice(x, *arguments)
-            self._chosen = key, function
+            function = self.chosen(x, *arguments)
         return function(x, *arguments)
+
+    def chosen(self, x: torch.Tensor, *arguments: Any) -> Callable[..., Any]:
+        """The function that calls of arguments like these run."""
+        function = self.operation.choice(x, *arguments)
+        self._chosen = (x.shape, x.dtype, CHOICES.number), function
+        return function
 
 
 class Choices:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..host.autograd_functions import Halves
 from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
 from .kernel_table import CPU, FLOATS, Bound, Operation, random_tensors
@@ -71,6 +72,21 @@ class _Norm(nn.Module):
             return self.norm(x, weight, bias, self.eps)
         return self.norm(x, weight, self.eps)
 
+    def halves(self, x: torch.Tensor, adds: bool) -> Halves | None:
+        """Of the implementation that computes the norm of x [.., hidden], or if it `adds`, of its sum with a
+        residual, as `layer_norm_rows` and `layer_norm_gradients`. None where there are none."""
+        weight, bias = self._parameters.values()
+        if self.offset or (self.is_centred and bias is None):
+            return None
+        if adds:
+            chosen = self.residual_norm.chosen(x, x, weight, bias, self.eps)
+        elif self.is_centred:
+            chosen = self.norm.chosen(x, weight, bias, self.eps)
+        else:
+            chosen = self.norm.chosen(x, weight, self.eps)
+        found = getattr(chosen, "halves", None)
+        return found if self.is_centred or found is not _LAYER_NORM else None
+
 
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
@@ -95,7 +111,41 @@ class RMSNorm(_Norm):
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
+def layer_norm_rows(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """x [.., hidden] → the norm of the sum with the residual, and (sum, mean, rstd), which the gradients need."""
+    total = x if residual is None else residual + x
+    y, mean, rstd = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
+    return y, total, mean, rstd
+
+
+def layer_norm_gradients(
+    dy: torch.Tensor,
+    past: torch.Tensor | None,
+    total: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    parameters: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
+    weight, bias = parameters
+    dx, dw, db = _layer_norm_backward(
+        dy, total, weight.shape, mean, rstd, weight, bias, (True, True, True)
+    )
+    return dx if past is None else dx.add_(past), dw, db
+
+
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_LAYER_NORM = Halves(layer_norm_rows, layer_norm_gradients)
+
+
 @Operation
+@_LAYER_NORM.of
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -124,6 +174,9 @@ def residual_norm(
     if bias is None:
         return rms_norm(total, weight, eps), total
     return layer_norm(total, weight, bias, eps), total
+
+
+residual_norm.in_torch.halves = _LAYER_NORM
 
 
 @residual_norm.example

@@ -9,7 +9,7 @@ On GPUs 16-bit products are added to fp32 sums.
 import torch
 import torch.nn.functional as F
 
-from .kernel_table import CPU, GPU, Operation, random_tensors
+from .kernel_table import CPU, GPU, Operation, is_selected, random_tensors
 from .widened_products import add_widened_product_, is_widened, widened_product
 
 
@@ -107,8 +107,16 @@ def add_product_(
         out.addmm_(a, b)
 
 
+def _is_alone(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
+) -> bool:
+    """Whether there is no other product to choose, and this one takes little memory beside `out`."""
+    return is_selected("torch") and not is_widened(a) and out.numel() <= MOST_NARROW
+
+
+@add_product_.implementation("torch", suits=_is_alone)
 @add_product_.implementation("whole", devices=GPU)
-def _sum_on_gpu(
+def _whole_product(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> None:
     """A GPU multiplies all dtypes, and a product is as small as the weight."""

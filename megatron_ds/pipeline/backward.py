@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..host.autograd_functions import direct_apply
+
 Finish = Callable[[], Tensor | None]
 Begin = Callable[[], Finish]
 
@@ -42,9 +44,7 @@ class Root:
         self._gradients: list[
             Tensor
         ] = []  # shared with the node; a reference to the root would be a cycle
-        self.edge: GradientEdge = get_gradient_edge(
-            _Join.apply(self._gradients, *tensors)
-        )
+        self.edge: GradientEdge = get_gradient_edge(_join(self._gradients, *tensors))
 
     def give(self, *gradients: Tensor) -> None:
         """Set the gradients of the tensors, in their order and shapes; each backward consumes them."""
@@ -62,6 +62,9 @@ class _Join(Function):
         given = tuple(ctx.gradients)
         ctx.gradients.clear()
         return None, *given
+
+
+_join = direct_apply(_Join)
 
 
 def attach(x: Tensor, terms: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

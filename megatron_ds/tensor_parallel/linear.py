@@ -34,9 +34,9 @@ from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
 from .weight_grad import (
     ADDS,
     Finish,
+    add_gradient,
     linear_gradient,
     now_or_later,
-    sum_gradient,
 )
 
 
@@ -284,44 +284,19 @@ class _ColumnLinear(torch.autograd.Function):
         x = _keep(ctx, x, parameters, call)
         s, *others, _ = ctx.shape
         if call.sequence_parallel:
-            x = collectives.all_gather(x, call.group)
             s *= call.group.size
-        y = ctx.products.affine(x, *parameters)  # [s b, out/t]
+        y = column_rows(x, parameters, *ctx.how)
         return _reshaped(y, call, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
         [x] = ctx.saved_tensors
-        weight, bias = ctx.parameters
-        call = ctx.call
-        needs_dx = ctx.needs_input_grad[0]
-        needs_dw, needs_db = ctx.trained
-        # The products of the layer are chosen for contiguous matrices.
-        products = ctx.products if dy.is_contiguous() else UNBOUND
-        dy = dy.reshape(-1, dy.shape[-1])  # [s b, out/t]
-        # The gather of the input runs while the gradient of the input is computed.
-        finish_dw = None
-        if needs_dw and call.sequence_parallel:
-            begin = partial(_begin_gather, x, call.group, weight, dy, products)
-            finish_dw = now_or_later(weight, begin)
-        dx = None
-        reduced = DONE
-        if needs_dx:
-            dx = products.product(dy, weight)
-            if call.is_divided:
-                dx, reduced = _start_reduce(dx, call)
-            dx = dx.view(ctx.shape)
-        # The reduction runs while the gradient of the weight is computed.
-        dw = None
-        if finish_dw is not None:
-            dw = finish_dw()
-        elif needs_dw:
-            dw = linear_gradient(weight, x, dy, products)
-        db = sum_gradient(bias, dy) if needs_db else None
-        if reduced is not DONE:
-            reduced.wait()
-        return dx, None, None, dw, db
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx, dw, db = column_gradients(
+            dy, x, ctx.trained, *ctx.how, ctx.needs_input_grad[0]
+        )
+        return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
 
 class _RowLinear(torch.autograd.Function):
@@ -330,40 +305,21 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parameters, call, *followed):
         x = _keep(ctx, x, parameters, call)
-        group = call.group
-        weight, bias = parameters
-        # In a group of one, the bias inside the matrix product is the only difference.
-        y = ctx.products.affine(x, weight, None if call.is_divided else bias)
-        y = _reshaped(y, call, *ctx.shape[:-1], y.shape[1])
-        if not call.is_divided:
-            return y
+        s, *others, _ = ctx.shape
         if call.sequence_parallel:
-            y = collectives.reduce_scatter(y, group)  # [s/t, b, out]
-        else:
-            collectives.all_reduce_(y, group)
-        return y if bias is None else y.add_(bias)
+            s //= call.group.size
+        y = row_rows(x, parameters, *ctx.how)
+        return _reshaped(y, call, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
         [x] = ctx.saved_tensors
-        weight, bias = ctx.parameters
-        call = ctx.call
-        needs_dx = ctx.needs_input_grad[0]
-        needs_dw, needs_db = ctx.trained
-        # With sequence parallelism db is a partial sum, over this rank's slice.
-        db = None
-        if needs_db:
-            db = sum_gradient(bias, dy.reshape(-1, dy.shape[-1]))
-        if call.sequence_parallel:
-            dy = collectives.all_gather(dy, call.group)
-        products = ctx.products if dy.is_contiguous() else UNBOUND
-        dy = dy.reshape(-1, dy.shape[-1])  # [s b, out]
-        dx = None
-        if needs_dx:
-            dx = products.product(dy, weight).view(ctx.shape)
-        dw = linear_gradient(weight, x, dy, products) if needs_dw else None
-        return dx, None, None, dw, db
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx, dw, db = row_gradients(
+            dy, x, ctx.trained, *ctx.how, ctx.needs_input_grad[0]
+        )
+        return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
 
 _ColumnLinear.direct = direct_apply(_ColumnLinear)
@@ -372,22 +328,115 @@ _RowLinear.direct = direct_apply(_RowLinear)
 
 def _keep(ctx, x, parameters, call) -> torch.Tensor:
     """Keep what backward needs; x as contiguous rows."""
-    shape = x.shape
-    x = x.reshape(-1, shape[-1]).contiguous()
+    ctx.shape = x.shape
+    x = x.reshape(-1, x.shape[-1]).contiguous()
     weight, bias = parameters
-    ctx.trained = weight.requires_grad, bias is not None and bias.requires_grad
     # The input serves the gradient of the weight alone, which a frozen one has not.
     ctx.save_for_backward(x if weight.requires_grad else None)
-    ctx.shape = shape
-    ctx.parameters = parameters
-    ctx.call = call
+    ctx.trained = weight, bias if bias is not None and bias.requires_grad else None
+    ctx.how = call, products_for(x, call)
+    return x
+
+
+def products_for(x: torch.Tensor, call: LinearCall) -> LinearProducts:
+    """The products of a layer for rows x [n, in]."""
     of_layer = call.products
     if of_layer is None:
-        ctx.products = UNBOUND
+        return UNBOUND
+    key = x.shape, x.dtype, CHOICES.number
+    return of_layer.now if key == of_layer.key else of_layer.chosen(key)
+
+
+# The halves of both layers, without autograd, of contiguous rows: x [s(/t) b, in], dy [s(/t) b, out]. `parameters`
+# are the weight, and the bias or None. Gradients are (dx, dw, db), None where they are added to the buffers of ZeRO
+# or not wanted: dw where x is None, db where the bias is.
+Parameters = tuple[torch.Tensor, torch.Tensor | None]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def column_rows(
+    x: torch.Tensor, parameters: Parameters, call: LinearCall, products: LinearProducts
+) -> torch.Tensor:
+    """y [s b, out/t]."""
+    if call.sequence_parallel:
+        x = collectives.all_gather(x, call.group)
+    return products.affine(x, *parameters)
+
+
+def column_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    parameters: Parameters,
+    call: LinearCall,
+    products: LinearProducts,
+    needs_dx: bool = True,
+) -> Gradients:
+    """The gradients of `column_rows`."""
+    weight, bias = parameters
+    # The products of the layer are chosen for contiguous matrices.
+    if not dy.is_contiguous():
+        products = UNBOUND
+    # The gather of the input runs while the gradient of the input is computed.
+    finish_dw = None
+    if x is not None and call.sequence_parallel:
+        begin = partial(_begin_gather, x, call.group, weight, dy, products)
+        finish_dw = now_or_later(weight, begin)
+    dx = None
+    reduced = DONE
+    if needs_dx:
+        dx = products.product(dy, weight)
+        if call.is_divided:
+            dx, reduced = _start_reduce(dx, call)
+    # The reduction runs while the gradient of the weight is computed.
+    dw = db = None
+    if finish_dw is not None:
+        dw = finish_dw()
+    elif x is not None:
+        dw = linear_gradient(weight, x, dy, products)
+    if bias is not None:
+        db = add_gradient(bias, dy.sum(0))
+    if reduced is not DONE:
+        reduced.wait()
+    return dx, dw, db
+
+
+def row_rows(
+    x: torch.Tensor, parameters: Parameters, call: LinearCall, products: LinearProducts
+) -> torch.Tensor:
+    """y [s(/t) b, out]."""
+    if not call.is_divided:
+        return products.affine(x, *parameters)
+    # The bias inside the product would be added by each rank.
+    weight, bias = parameters
+    y = products.affine(x, weight, None)
+    if call.sequence_parallel:
+        y = collectives.reduce_scatter(y, call.group)
     else:
-        key = x.shape, x.dtype, CHOICES.number
-        ctx.products = of_layer.now if key == of_layer.key else of_layer.chosen(key)
-    return x
+        collectives.all_reduce_(y, call.group)
+    return y if bias is None else y.add_(bias)
+
+
+def row_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    parameters: Parameters,
+    call: LinearCall,
+    products: LinearProducts,
+    needs_dx: bool = True,
+) -> Gradients:
+    """The gradients of `row_rows`."""
+    weight, bias = parameters
+    # With sequence parallelism db is a partial sum, over this rank's slice.
+    db = None
+    if bias is not None:
+        db = add_gradient(bias, dy.sum(0))
+    if call.sequence_parallel:
+        dy = collectives.all_gather(dy, call.group)
+    if not dy.is_contiguous():
+        products = UNBOUND
+    dx = products.product(dy, weight) if needs_dx else None
+    dw = None if x is None else linear_gradient(weight, x, dy, products)
+    return dx, dw, db
 
 
 def _reshaped(y: torch.Tensor, call: LinearCall, *shape: int) -> torch.Tensor:

@@ -6,7 +6,8 @@ A parameter managed by ZeRO has `take_main_grad()`, which returns a view into a 
 parameter's shape, `take_new_main_grad()`, which returns it if nothing was added to it yet, with undefined
 contents; and `grad_ready()`, called once per contribution. The product is added to the view, the first one
 overwrites it: no gradient tensor is allocated and autograd receives None. `add_main_grad(gradient)` does all
-of this for a gradient that is a tensor already, such as that of a bias. Another optimizer may give its
+of this for a gradient that is a tensor already, such as that of a bias, and `add_main_product(add, a, b)` for the
+product a b, by `add(view, a, b, overwrites)`. Another optimizer may give its
 parameters a tensor `main_grad` in place of these functions. Without any of them the gradient is returned to
 autograd, as in any module.
 
@@ -71,37 +72,36 @@ def linear_gradient(
         later = partial(linear_gradient, weight, x, dy, products)
         weight.grad_queue.append((weight, lambda: later))
         return None
-    take_new = getattr(weight, "take_new_main_grad", None)
-    if take_new is None:
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            return product(dy.t(), x)
-        products.add_product_(main_grad, dy.t(), x)
-    elif (new := take_new()) is not None:
-        products.add_product_(new, dy.t(), x, True)
-    else:
-        products.add_product_(weight.take_main_grad(), dy.t(), x)
+    add = getattr(weight, "add_main_product", None)
+    if add is not None:
+        add(products.add_product_, dy.t(), x)
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return product(dy.t(), x)
+    products.add_product_(main_grad, dy.t(), x)
     weight.grad_ready()
     return None
 
 
-def sum_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
-    """Add the sum of the rows of dy [N, out] to the bias's main gradient and return None.
+def add_gradient(
+    parameter: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor | None:
+    """Add a gradient to the parameter's main gradient and return None.
 
-    Where ZeRO does not manage the bias, the sum is returned to autograd. Inside `gradient_sums` it is added to
-    the sum of the parts. In the input half of a split backward its addition is queued.
+    Where ZeRO does not manage the parameter, the gradient is returned to autograd. Inside `gradient_sums` it is
+    added to the sum of the parts. In the input half of a split backward its addition is queued.
     """
-    db = dy.sum(0)
-    add = getattr(bias, ADDS, None)
+    add = getattr(parameter, ADDS, None)
     if add is None:
-        return db
-    if hasattr(bias, "grad_sums"):
-        bias.grad_sums.add(bias, db)
-    elif hasattr(bias, "grad_queue"):
-        later = partial(add, db)
-        bias.grad_queue.append((bias, lambda: later))
+        return gradient
+    if hasattr(parameter, "grad_sums"):
+        parameter.grad_sums.add(parameter, gradient)
+    elif hasattr(parameter, "grad_queue"):
+        later = partial(add, gradient)
+        parameter.grad_queue.append((parameter, lambda: later))
     else:
-        add(db)
+        add(gradient)
     return None
 
 

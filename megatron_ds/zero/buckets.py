@@ -21,7 +21,7 @@ batch before backward. So the gradient of a micro-batch has the same bits for an
 fp16 overflows, and experts, which process the tokens of their whole expert-parallel group, need no factor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,6 +117,7 @@ class GradientStore:
             holder.parameter.take_main_grad = partial(self._take, i)
             holder.parameter.take_new_main_grad = partial(self._take_new, i)
             holder.parameter.add_main_grad = partial(self._add, i)
+            holder.parameter.add_main_product = partial(self._add_product, i)
             holder.parameter.view_main_grad = partial(self._view, i)
             holder.parameter.grad_ready = partial(self._contributed, i)
             hook = holder.parameter.register_post_accumulate_grad_hook(
@@ -173,6 +174,19 @@ class GradientStore:
             view.copy_(gradient)
         else:
             view.copy_(gradient).mul_(self.factor)
+        self._is_new[i] = False
+        self.received[i] = True
+        self.contributions += 1
+        if self._missing[i] != UNARMED and self._overlap:
+            self._count(i)
+
+    def _add_product(
+        self, i: int, add: Callable[..., None], a: torch.Tensor, b: torch.Tensor
+    ) -> None:
+        """One contribution, the product a b, by add(view, a, b, overwrites)."""
+        if self.factor != 1.0:
+            self._refuse_factor(i)
+        add(self._view(i), a, b, self._is_new[i])
         self._is_new[i] = False
         self.received[i] = True
         self.contributions += 1

@@ -68,6 +68,9 @@ def own_blocks(
         stage.backward(0, y)
 
     run.engine = engine  # which its parameters belong to
+    run.stage = stage
+    run.batch = batch
+    run.x = x
     return run
 
 

@@ -15,6 +15,7 @@ ADDED = (
     "take_main_grad",
     "take_new_main_grad",
     "add_main_grad",
+    "add_main_product",
     "view_main_grad",
     "grad_ready",
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....host import load_compiled
+from ....host.autograd_functions import Halves
 from ....ops.activation import gelu
 from ....ops.kernel_table import CPU
 from ....ops.meta_tensors import has_memory
@@ -37,32 +38,42 @@ class _CompiledGELU(torch.autograd.Function):
     def forward(ctx, x):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        y = torch.empty_like(x)
-        extension().forward(
-            x.data_ptr(),
-            y.data_ptr(),
-            x.numel(),
-            x.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
-        return y
+        return _forward(x)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        dy = dy.contiguous()
-        dx = torch.empty_like(x)
-        extension().backward(
-            x.data_ptr(),
-            dy.data_ptr(),
-            dx.data_ptr(),
-            x.numel(),
-            x.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
-        return dx
+        return _backward(dy, x)
 
 
+def _forward(x: torch.Tensor) -> torch.Tensor:
+    """x contiguous."""
+    y = torch.empty_like(x)
+    extension().forward(
+        x.data_ptr(),
+        y.data_ptr(),
+        x.numel(),
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dy = dy.contiguous()
+    dx = torch.empty_like(x)
+    extension().backward(
+        x.data_ptr(),
+        dy.data_ptr(),
+        dx.data_ptr(),
+        x.numel(),
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return dx
+
+
+compiled_gelu.halves = Halves(_forward, _backward)
 gelu.kernel(
     "c++",
     devices=CPU,

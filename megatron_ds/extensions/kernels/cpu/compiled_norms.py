@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ....host import load_compiled
+from ....host.autograd_functions import Halves
 from ....host.fake_cpu import FakeCpuTensor
 from ....ops import norms
 from ....ops.kernel_table import CPU
@@ -71,58 +72,84 @@ class _CompiledNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
         ctx.set_materialize_grads(False)
-        y = _like(x)
-        total = _like(x) if residual is not None else None
-        width = x.shape[-1]
-        inverses = x.new_empty(x.numel() // width, dtype=torch.float32)
-        means = None if bias is None else torch.empty_like(inverses)
-        _call(
-            "forward",
-            x,
-            residual,
-            weight.float(),
-            bias if bias is None else bias.float(),
-            y,
-            total,
-            means,
-            inverses,
-            len(inverses),
-            width,
-            eps,
-        )
-        ctx.save_for_backward(x if total is None else total, weight, means, inverses)
-        return y if total is None else (y, total)
+        y, total, means, inverses = norm_rows(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, means, inverses, weight, bias)
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, past=None):
-        x, weight, means, inverses = ctx.saved_tensors
+        *kept, weight, bias = ctx.saved_tensors
         adds = ctx.needs_input_grad[1]
-        has_bias = ctx.needs_input_grad[3]
         if dy is None:  # only the sum was used
             return past, past if adds else None, None, None, None
-        # Each chunk of rows has its own sums for weight and bias; the first one holds the totals.
-        rows = len(inverses)
-        width = x.shape[-1]
-        dx = _like(x)
-        sums = inverses.new_empty((-(-rows // extension().CHUNK), 2, width))
-        _call(
-            "backward",
-            dy,
-            past,
-            x,
-            weight.float(),
-            means,
-            inverses,
-            dx,
-            sums,
-            rows,
-            width,
-        )
-        dw, db = sums[0].to(
-            weight.dtype, copy=True
-        )  # a copy: the sums of chunks are released
-        return dx, dx if adds else None, dw, db if has_bias else None, None
+        dx, dw, db = norm_gradients(dy, past, *kept, (weight, bias))
+        return dx, dx if adds else None, dw, db, None
+
+
+def norm_rows(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """x [.., hidden] → the norm of the sum with the residual, and (sum, means, inverses), which the gradients
+    need."""
+    y = _like(x)
+    total = _like(x) if residual is not None else None
+    width = x.shape[-1]
+    inverses = x.new_empty(x.numel() // width, dtype=torch.float32)
+    means = None if bias is None else torch.empty_like(inverses)
+    _call(
+        "forward",
+        x,
+        residual,
+        weight.float(),
+        bias if bias is None else bias.float(),
+        y,
+        total,
+        means,
+        inverses,
+        len(inverses),
+        width,
+        eps,
+    )
+    return y, x if total is None else total, means, inverses
+
+
+def norm_gradients(
+    dy: torch.Tensor,
+    past: torch.Tensor | None,
+    total: torch.Tensor,
+    means: torch.Tensor | None,
+    inverses: torch.Tensor,
+    parameters: tuple[torch.Tensor, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
+    weight, bias = parameters
+    # Each chunk of rows has its own sums for weight and bias; the first one holds the totals.
+    rows = len(inverses)
+    width = total.shape[-1]
+    dx = _like(total)
+    sums = inverses.new_empty((-(-rows // extension().CHUNK), 2, width))
+    _call(
+        "backward",
+        dy,
+        past,
+        total,
+        weight.float(),
+        means,
+        inverses,
+        dx,
+        sums,
+        rows,
+        width,
+    )
+    dw, db = sums[0].to(
+        weight.dtype, copy=True
+    )  # a copy: the sums of chunks are released
+    return dx, dw, None if bias is None else db
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -148,6 +175,8 @@ def _number(argument: torch.Tensor | float | None) -> float:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
+for _norm in (layer_norm, rms_norm, residual_norm):
+    _norm.halves = Halves(norm_rows, norm_gradients)
 _LIMITS = {
     "devices": CPU,
     "dtypes": DTYPES,

@@ -2,7 +2,7 @@
 
 import torch
 
-from ....host.autograd_functions import differentiable_once, direct_apply
+from ....host.autograd_functions import Halves, differentiable_once, direct_apply
 from ....ops import activation
 from ....ops.kernel_table import FLOATS, GPU
 from .gpu_kernel import GpuKernel, type_name
@@ -58,19 +58,28 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, x):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        f = x.shape[-1] // 2
-        y = x.new_empty(*x.shape[:-1], f)
-        _launch(SWIGLU_FORWARD, f, x, y, f=f)
-        return y
+        return _swiglu_forward(x)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
-        (x,), dy = ctx.saved_tensors, dy.contiguous()
-        dx = torch.empty_like(x)
-        f = dy.shape[-1]
-        _launch(SWIGLU_BACKWARD, f, x, dy, dx, f=f)
-        return dx
+        (x,) = ctx.saved_tensors
+        return _swiglu_backward(dy, x)
+
+
+def _swiglu_forward(x: torch.Tensor) -> torch.Tensor:
+    """x contiguous."""
+    f = x.shape[-1] // 2
+    y = x.new_empty(*x.shape[:-1], f)
+    _launch(SWIGLU_FORWARD, f, x, y, f=f)
+    return y
+
+
+def _swiglu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dx = torch.empty_like(x)
+    f = dy.shape[-1]
+    _launch(SWIGLU_BACKWARD, f, x, dy.contiguous(), dx, f=f)
+    return dx
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -111,6 +120,7 @@ def _launch(
     )
 
 
+swiglu.halves = Halves(_swiglu_forward, _swiglu_backward)
 _LIMITS = {"devices": GPU, "dtypes": FLOATS}
 activation.squared_relu.kernel("cuda", fits=fits_plain, **_LIMITS)(squared_relu)
 activation.swiglu.kernel("cuda", fits=fits_gated, **_LIMITS)(swiglu)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from ....host.autograd_functions import direct_apply
+from ....host.autograd_functions import Halves, direct_apply
 from ....ops import norms
 from ....ops.kernel_table import FLOATS, GPU
 from .gpu_kernel import GpuKernel, type_name
-from .packets import lanes, packed, reason_against_rows
+from .packets import all_packed, lanes, reason_against_rows
 
 FORWARD = GpuKernel(
     "norm.cu",
@@ -187,55 +187,75 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
         ctx.set_materialize_grads(False)
-        x = packed(x)
-        weight = packed(weight)
-        is_rms = bias is None
-        adds = residual is not None
-        # One pass over the rows writes the results and the numbers that backward needs.
-        way = _way_forward(x.shape, x.dtype, is_rms, adds)
-        y = torch.empty_like(x)
-        total = torch.empty_like(x) if adds else None
-        rstd = x.new_empty(way.rows, dtype=torch.float32)
-        mean = None if is_rms else torch.empty_like(rstd)
-        way.kernel(
-            way.template,
-            way.grid,
-            way.threads,
-            x,
-            packed(residual) if adds else None,
-            weight,
-            None if is_rms else packed(bias),
-            total,
-            y,
-            mean,
-            rstd,
-            way.number,
-            eps,
-        )
-        ctx.save_for_backward(total if adds else x, weight, mean, rstd)
-        ctx.adds = adds
-        return (y, total) if adds else y
+        y, total, mean, rstd = norm_rows(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.adds = residual is not None
+        return (y, total) if ctx.adds else y
 
     @staticmethod
     def backward(ctx, dy, past=None):
         total, weight, mean, rstd = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return past, past if ctx.adds else None, None, None, None
-        dx, partial_w, partial_b = _backward(
-            packed(dy),
-            None if past is None else packed(past),
-            total,
-            weight,
-            mean,
-            rstd,
-        )
-        dw = db = None
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-            dw, db = _sum_rows(partial_w, partial_b, weight)
+        needs_sums = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        parameters = weight, None
+        dx, dw, db = norm_gradients(dy, past, total, mean, rstd, parameters, needs_sums)
         return dx, dx if ctx.adds else None, dw, db, None
 
 
 _apply = direct_apply(_Norm)
+
+
+def norm_rows(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """x [.., hidden] → the norm of the sum with the residual, and (sum, mean, rstd), which the gradients need."""
+    x, residual, weight, bias = all_packed(x, residual, weight, bias)
+    is_rms = bias is None
+    adds = residual is not None
+    # One pass over the rows writes the results and the numbers that backward needs.
+    way = _way_forward(x.shape, x.dtype, is_rms, adds)
+    y = torch.empty_like(x)
+    total = torch.empty_like(x) if adds else None
+    rstd = x.new_empty(way.rows, dtype=torch.float32)
+    mean = None if is_rms else torch.empty_like(rstd)
+    way.kernel(
+        way.template,
+        way.grid,
+        way.threads,
+        x,
+        residual,
+        weight,
+        bias,
+        total,
+        y,
+        mean,
+        rstd,
+        way.number,
+        eps,
+    )
+    return y, total if adds else x, mean, rstd
+
+
+def norm_gradients(
+    dy: torch.Tensor,
+    past: torch.Tensor | None,
+    total: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    parameters: tuple[torch.Tensor, torch.Tensor | None],
+    needs_sums: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
+    dy, past, weight = all_packed(dy, past, parameters[0])
+    dx, partial_w, partial_b = _backward(dy, past, total, weight, mean, rstd)
+    if not needs_sums:
+        return dx, None, None
+    return dx, *_sum_rows(partial_w, partial_b, weight)
 
 
 @lru_cache(maxsize=1024)
@@ -321,6 +341,8 @@ def _sum_rows(
     return dw, db
 
 
+for _norm in (layer_norm, rms_norm, residual_norm):
+    _norm.halves = Halves(norm_rows, norm_gradients)
 _LIMITS = {"devices": GPU, "dtypes": FLOATS, "fits": fits}
 norms.layer_norm.kernel("cuda", **_LIMITS)(layer_norm)
 norms.rms_norm.kernel("cuda", **_LIMITS)(rms_norm)

@@ -1,0 +1,236 @@
+"""The functions of a block before and after its attention, each joined to one function of autograd.
+
+    before   x → norm → linear_qkv
+    after    attended → linear_proj → + x, norm → linear_fc1 → activation → linear_fc2 → + sum
+
+A function of autograd that is written in Python takes the host about 10 µs, and views between functions as much:
+more than a GPU takes for a small block. Both compute what the layers compute one by one, in the same order, and
+keep the same tensors.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+
+from ..host.autograd_functions import Halves, direct_apply
+from ..ops.kernel_table import CHOICES, Bound
+from ..ops.linear_products import UNBOUND, LinearProducts
+from ..tensor_parallel.linear import (
+    ColumnParallelLinear,
+    LinearCall,
+    Parameters,
+    RowParallelLinear,
+    column_gradients,
+    column_rows,
+    row_gradients,
+    row_rows,
+)
+from ..tensor_parallel.weight_grad import ADDS, add_gradient
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_REQUIRES_GRAD = attrgetter("requires_grad")
+Linear = tuple[Parameters, LinearCall, LinearProducts]
+
+
+class JoinedNorm(NamedTuple):
+    """A norm and how it is computed."""
+
+    halves: Halves
+    parameters: Parameters
+    eps: float
+
+    def add_gradients(self, dw: torch.Tensor, db: torch.Tensor | None) -> None:
+        """Add the gradients of the parameters."""
+        weight, bias = self.parameters
+        add_gradient(weight, dw)
+        if bias is not None:
+            add_gradient(bias, db)
+
+
+class JoinedBlock(NamedTuple):
+    """The layers of a block for inputs of one shape."""
+
+    norm_before: JoinedNorm
+    qkv: Linear
+    proj: Linear
+    norm_after: JoinedNorm
+    fc1: Linear
+    activation: Halves
+    fc2: Linear
+
+
+class JoinedLayers(NamedTuple):
+    """The modules of a block that could be joined. around: those that they are in"""
+
+    norm_before: nn.Module
+    qkv: nn.Module
+    proj: nn.Module
+    norm_after: nn.Module
+    fc1: nn.Module
+    fc2: nn.Module
+    activation: object
+    around: tuple[nn.Module, ...]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules."""
+        return [*self[:6], *self.around]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters."""
+        return [p for layer in self[:6] for p in layer.parameters()]
+
+    def joined(self, x: torch.Tensor) -> JoinedBlock | None:
+        """The layers for inputs like x. None with an adapter, or another linear layer; where autograd accumulates a
+        gradient, since ZeRO does not manage the parameter; and where an implementation has no halves."""
+        columns = type(self.qkv), type(self.fc1)
+        rows = type(self.proj), type(self.fc2)
+        if {*columns} != {ColumnParallelLinear} or {*rows} != {RowParallelLinear}:
+            return None
+        if not all(hasattr(p, ADDS) for p in self.parameters):
+            return None
+        if not isinstance(self.activation, Bound):
+            return None
+        # What computes norms and activation.
+        first = self.norm_before.halves(x, adds=False)
+        second = self.norm_after.halves(x, adds=True)
+        wide = x.new_empty(*x.shape[:-1], len(self.fc1.weight))
+        activation = getattr(self.activation.chosen(wide), "halves", None)
+        if None in (first, second, activation):
+            return None
+        return JoinedBlock(
+            _norm(self.norm_before, first),
+            _linear(self.qkv),
+            _linear(self.proj),
+            _norm(self.norm_after, second),
+            _linear(self.fc1),
+            activation,
+            _linear(self.fc2),
+        )
+
+
+def _norm(norm: nn.Module, halves: Halves) -> JoinedNorm:
+    return JoinedNorm(halves, tuple(norm._parameters.values()), norm.eps)
+
+
+def _linear(layer: nn.Module) -> Linear:
+    # Rows are as many in each call: the products need no key.
+    products = LinearProducts() if CHOICES.number is not None else UNBOUND
+    return tuple(layer._parameters.values()), layer.call, products
+
+
+class Join:
+    """Joins the functions of one block: once for inputs of a shape."""
+
+    def __init__(self):
+        self._key: tuple | None = None
+        self._joined: JoinedBlock | None = None
+        self._hooks: list[dict] = []
+        self._parameters: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo: dict) -> "Join":
+        return Join()
+
+    def __call__(
+        self, x: torch.Tensor, layers: Callable[[], JoinedLayers | None]
+    ) -> JoinedBlock | None:
+        """The joined functions of the block for x; None where its layers run one by one: outside of training, with
+        hooks on them, and where parameters are frozen."""
+        if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
+            return None
+        # The same as in the last call, in most calls.
+        key = x.shape, x.dtype, CHOICES.number
+        if key != self._key or key[2] is None:
+            self._find(x, layers())
+            self._key = key
+        if self._joined is None or not torch.is_grad_enabled() or any(self._hooks):
+            return None
+        is_trained = all(map(_REQUIRES_GRAD, self._parameters))
+        return self._joined if is_trained else None
+
+    def _find(self, x: torch.Tensor, layers: JoinedLayers | None) -> None:
+        self._joined = None
+        if layers is None or type(x) is not torch.Tensor:
+            return
+        self._joined = layers.joined(x)
+        self._parameters = layers.parameters
+        self._hooks = [getattr(m, name) for m in layers.modules for name in HOOKS]
+
+
+class _Before(Function):
+    clear_saved_tensors_on_access = True  # each is freed after its step of the backward
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.shape = x.shape
+        (forward, _), parameters, eps = block.norm_before
+        samples, width = x.shape[1:]
+        normed, *kept = forward(x.reshape(-1, width), None, *parameters, eps)
+        qkv = column_rows(normed, *block.qkv)
+        ctx.save_for_backward(normed, *kept)
+        return qkv.resize_(len(qkv) // samples, samples, qkv.shape[1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        normed, *kept = ctx.saved_tensors
+        norm = ctx.block.norm_before
+        dy = dy.reshape(-1, dy.shape[-1])
+        dnormed, _, _ = column_gradients(dy, normed, *ctx.block.qkv)
+        del normed
+        dx, *of_norm = norm.halves.backward(dnormed, None, *kept, norm.parameters)
+        norm.add_gradients(*of_norm)
+        return dx.view(ctx.shape), None
+
+
+class _After(Function):
+    clear_saved_tensors_on_access = True
+
+    @staticmethod
+    def forward(ctx, attended, x, block):
+        ctx.block = block
+        ctx.shapes = attended.shape, x.shape
+        (forward, _), parameters, eps = block.norm_after
+        attended = attended.reshape(-1, attended.shape[-1])
+        residual = x.reshape(-1, x.shape[-1])
+        out = row_rows(attended, *block.proj)
+        normed, *kept = forward(out, residual, *parameters, eps)
+        total = kept[0]
+        # The feed-forward.
+        wide = column_rows(normed, *block.fc1)
+        active = block.activation.forward(wide)
+        out = row_rows(active, *block.fc2)
+        ctx.save_for_backward(attended, *kept, normed, wide, active)
+        return out.add_(total).resize_(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        attended, *kept, normed, wide, active = ctx.saved_tensors
+        block = ctx.block
+        norm = block.norm_after
+        of_attended, of_x = ctx.shapes
+        dy = dy.reshape(-1, dy.shape[-1])
+        dactive, _, _ = row_gradients(dy, active, *block.fc2)
+        del active
+        dwide = block.activation.backward(dactive, wide)
+        del dactive, wide
+        dnormed, _, _ = column_gradients(dwide, normed, *block.fc1)
+        del dwide, normed
+        dx, *of_norm = norm.halves.backward(dnormed, dy, *kept, norm.parameters)
+        norm.add_gradients(*of_norm)
+        dattended, _, _ = row_gradients(dx, attended, *block.proj)
+        return dattended.view(of_attended), dx.view(of_x), None
+
+
+joined_before = direct_apply(_Before)
+joined_after = direct_apply(_After)

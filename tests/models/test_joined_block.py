@@ -1,0 +1,121 @@
+"""Functions of a block that are joined compute what its layers compute one by one, to the bit."""
+
+import copy
+
+import pytest
+import torch
+
+from megatron_ds.models.joined_block import Join
+from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
+
+STEPS = 2
+
+
+class Runs:
+    """Blocks with what goes through them."""
+
+    def __init__(self, style: str, dtype: str, more: str = ""):
+        torch.manual_seed(5)
+        self.run = own_blocks(style, 2, dtype, more)
+        self.x = torch.randn_like(self.run.x)
+        self.dy = torch.randn_like(self.run.x)
+
+    @property
+    def parameters(self):
+        return [p for m in self.run.stage.modules for p in m.parameters()]
+
+    def results(self, microbatches: int = STEPS) -> list[torch.Tensor]:
+        """Outputs, gradients of inputs, and those of parameters after so many micro-batches."""
+        stage = self.run.stage
+        found = []
+        for _ in range(microbatches):
+            y = stage.forward(0, self.run.batch, self.x, 1.0)
+            found += [y, stage.backward(0, self.dy).clone()]
+        return found + [p.view_main_grad().clone() for p in self.parameters]
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """How often functions were joined."""
+    found = []
+    call = Join.__call__
+
+    def noted(self, *arguments):
+        block = call(self, *arguments)
+        found.append(block is not None)
+        return block
+
+    monkeypatch.setattr(Join, "__call__", noted)
+    return found
+
+
+def one_by_one(monkeypatch, *what):
+    with monkeypatch.context() as patch:
+        patch.setattr(Join, "__call__", lambda self, *arguments: None)
+        return Runs(*what).results()
+
+
+def check_equal(found, expected):
+    assert len(found) == len(expected) > STEPS
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "more", ["", "--kernels torch", "--recompute-granularity full"]
+)
+def test_bits_are_those_of_the_layers(dtype, more, joined, monkeypatch):
+    check_equal(
+        Runs("gpt", dtype, more).results(),
+        one_by_one(monkeypatch, "gpt", dtype, more),
+    )
+    assert joined and all(joined)
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+def test_kernels_of_a_gpu_are_joined(style, joined):
+    with gpu_path():
+        Runs(style, "bf16").results()
+    assert joined and all(joined)
+
+
+def test_a_block_is_two_functions_and_its_attention():
+    with torch_path():
+        runs = Runs("gpt", "bf16", "--kernels torch")
+        y = runs.run.stage.modules[0](runs.x.requires_grad_(), runs.run.batch)
+    assert y.grad_fn.name() == "_AfterBackward"
+
+
+def test_hooks_see_the_outputs_of_layers(joined):
+    runs = Runs("gpt", "fp32")
+    before = runs.results()
+    seen = []
+    mlp = runs.run.stage.modules[0].mlp
+    for module in (mlp, mlp.linear_fc1):
+        module.register_forward_hook(lambda module, inputs, y: seen.append(y.shape[-1]))
+    del joined[:]
+    after = runs.results(1)
+    assert seen == [64, 16] and joined == [False, True]
+    assert torch.equal(after[0], before[0])
+
+
+def test_a_frozen_layer_gets_no_gradient(joined):
+    runs = Runs("gpt", "fp32")
+    norm = runs.run.stage.modules[1].pre_mlp_layernorm
+    norm.requires_grad_(False)
+    runs.results(1)
+    assert joined == [True, False]
+    received = {p for p in runs.parameters if p.view_main_grad().any()}
+    assert received == {*runs.parameters} - {*norm.parameters()}
+
+
+def test_a_copy_joins_its_own_layers():
+    runs = Runs("gpt", "fp32")
+    runs.results(1)
+    block = runs.run.stage.modules[0]
+    again = copy.deepcopy(block)
+    x = runs.x.clone().requires_grad_()
+    y = again(x, runs.run.batch)
+    y.backward(runs.dy)
+    assert torch.equal(y, block(runs.x, runs.run.batch))
+    assert all(p.grad is not None for p in again.parameters())
