@@ -40,29 +40,33 @@ def parse_hostfile(lines: Iterable[str], name: str = "the hostfile") -> dict[str
         line = line.strip()
         if not line or line.startswith("#"):
             continue
-        found = LINE.match(line)
-        if found is None:
-            raise ConfigError(
-                f"{name}, line {number}: {line!r} is not HOST slots=NUMBER."
-            )
-        host = found[1]
+        place = f"{name}, line {number}"
+        host, slots = _entry(line, place)
         if host in hosts:
             raise ConfigError(
-                f"{name}, line {number}: {host} is listed twice. Add its slots to one line."
+                f"{place}: {host} is listed twice. Add its slots to one line."
             )
-        if SEVERAL.search(host):
-            raise ConfigError(
-                f"{name}, line {number}: {host} is not the name of one host: ssh and pdsh would take it for an option "
-                "or for several hosts. Write a line for each."
-            )
-        if len(found[2]) > MOST_DIGITS:
-            raise ConfigError(
-                f"{name}, line {number}: slots={found[2]} are more than a host has."
-            )
-        hosts[host] = int(found[2])
+        hosts[host] = slots
+    # an empty file
     if not hosts:
         raise ConfigError(f"{name} lists no host: each line is HOST slots=NUMBER.")
     return hosts
+
+
+def _entry(line: str, place: str) -> tuple[str, int]:
+    """The host of a line and its slots. place: for messages"""
+    found = LINE.match(line)
+    if found is None:
+        raise ConfigError(f"{place}: {line!r} is not HOST slots=NUMBER.")
+    host, slots = found[1], found[2]
+    if SEVERAL.search(host):
+        raise ConfigError(
+            f"{place}: {host} is not the name of one host: ssh and pdsh would take it for an option or for several "
+            "hosts. Write a line for each."
+        )
+    if len(slots) > MOST_DIGITS:
+        raise ConfigError(f"{place}: slots={slots} are more than a host has.")
+    return host, int(slots)
 
 
 def chosen_slots(
