@@ -167,7 +167,9 @@ class Join:
         self._hooks = [getattr(m, name) for m in layers.modules for name in HOOKS]
 
 
-class _Before(Function):
+class BeforeAttention(Function):
+    """x [s(/t), b, h] → [s, b, (n + 2g)/t * d] of a `JoinedBlock`."""
+
     clear_saved_tensors_on_access = True  # each is freed after its step of the backward
 
     @staticmethod
@@ -193,7 +195,9 @@ class _Before(Function):
         return dx.view(ctx.shape), None
 
 
-class _After(Function):
+class AfterAttention(Function):
+    """attended [s, b, n/t * d], x [s(/t), b, h] → the output of a `JoinedBlock`, like x."""
+
     clear_saved_tensors_on_access = True
 
     @staticmethod
@@ -232,5 +236,5 @@ class _After(Function):
         return dattended.view(of_attended), dx.view(of_x), None
 
 
-joined_before = direct_apply(_Before)
-joined_after = direct_apply(_After)
+joined_before = direct_apply(BeforeAttention)
+joined_after = direct_apply(AfterAttention)

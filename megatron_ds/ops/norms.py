@@ -73,7 +73,7 @@ class _Norm(nn.Module):
         return self.norm(x, weight, self.eps)
 
     def halves(self, x: torch.Tensor, adds: bool) -> Halves | None:
-        """Of the implementation that computes the norm of x [.., hidden], or if it `adds`, of its sum with a
+        """The halves of what computes the norm of x [.., hidden], or if it `adds`, of its sum with a
         residual, as `layer_norm_rows` and `layer_norm_gradients`. None where there are none."""
         weight, bias = self._parameters.values()
         if self.offset or (self.is_centred and bias is None):
@@ -132,7 +132,7 @@ def layer_norm_gradients(
     rstd: torch.Tensor,
     parameters: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
+    """Gradients of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
     weight, bias = parameters
     dx, dw, db = _layer_norm_backward(
         dy, total, weight.shape, mean, rstd, weight, bias, (True, True, True)

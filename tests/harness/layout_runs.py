@@ -21,6 +21,7 @@ from megatron_ds.data.samples.packing import PackedDataset
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
 from megatron_ds.models.context_attention import SharedKeysAttention
+from megatron_ds.models.joined_block import AfterAttention
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
@@ -225,6 +226,7 @@ def counted_calls():
             ("attention", CoreAttention, "forward"),
             ("attention", SharedKeysAttention, "forward"),
             ("mlp", MLP, "forward"),
+            ("mlp", AfterAttention, "forward"),
             ("tile", MLP, "of_tile"),
             ("read", Loader, "_make"),
             ("packed", PackedDataset, "__getitem__"),

@@ -8,6 +8,8 @@ import torch
 from megatron_ds.models.joined_block import Join
 from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
 
+pytestmark = pytest.mark.plan
+
 STEPS = 2
 
 
@@ -83,7 +85,7 @@ def test_a_block_is_two_functions_and_its_attention():
     with torch_path():
         runs = Runs("gpt", "bf16", "--kernels torch")
         y = runs.run.stage.modules[0](runs.x.requires_grad_(), runs.run.batch)
-    assert y.grad_fn.name() == "_AfterBackward"
+    assert y.grad_fn.name() == "AfterAttentionBackward"
 
 
 def test_hooks_see_the_outputs_of_layers(joined):

@@ -126,7 +126,7 @@ def norm_gradients(
     inverses: torch.Tensor,
     parameters: tuple[torch.Tensor, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
+    """Gradients of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
     weight, bias = parameters
     # Each chunk of rows has its own sums for weight and bias; the first one holds the totals.
     rows = len(inverses)

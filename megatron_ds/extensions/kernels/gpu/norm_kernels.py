@@ -9,7 +9,7 @@ from ....host.autograd_functions import Halves, direct_apply
 from ....ops import norms
 from ....ops.kernel_table import FLOATS, GPU
 from .gpu_kernel import GpuKernel, type_name
-from .packets import all_packed, lanes, reason_against_rows
+from .packets import BYTES, lanes, packed, reason_against_rows
 
 FORWARD = GpuKernel(
     "norm.cu",
@@ -214,7 +214,7 @@ def norm_rows(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """x [.., hidden] → the norm of the sum with the residual, and (sum, mean, rstd), which the gradients need."""
-    x, residual, weight, bias = all_packed(x, residual, weight, bias)
+    x, residual, weight, bias = _all_packed(x, residual, weight, bias)
     is_rms = bias is None
     adds = residual is not None
     # One pass over the rows writes the results and the numbers that backward needs.
@@ -250,12 +250,22 @@ def norm_gradients(
     parameters: tuple[torch.Tensor, torch.Tensor | None],
     needs_sums: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
-    dy, past, weight = all_packed(dy, past, parameters[0])
+    """Gradients of the sum, the weight and the bias. past: the gradient of the sum from elsewhere."""
+    dy, past, weight = _all_packed(dy, past, parameters[0])
     dx, partial_w, partial_b = _backward(dy, past, total, weight, mean, rstd)
     if not needs_sums:
         return dx, None, None
     return dx, *_sum_rows(partial_w, partial_b, weight)
+
+
+def _all_packed(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Each as `packed`, in one call."""
+    found = []
+    for t in tensors:
+        if t is not None and not (t.is_contiguous() and t.data_ptr() % BYTES == 0):
+            t = packed(t)
+        found.append(t)
+    return found
 
 
 @lru_cache(maxsize=1024)

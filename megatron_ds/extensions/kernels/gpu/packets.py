@@ -51,14 +51,6 @@ def packed(t: torch.Tensor) -> torch.Tensor:
     return t if _is_aligned(t) else t.clone()
 
 
-def all_packed(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Each as `packed`, in one call."""
-    return [
-        t if t is None or t.is_contiguous() and not t.data_ptr() % BYTES else packed(t)
-        for t in tensors
-    ]
-
-
 def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
     """The largest power of two of elements, of at most 16 bytes, that divides all lengths, the strides of all
     dimensions but the last, and the addresses of the tensors, which have one dtype."""
