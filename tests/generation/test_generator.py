@@ -432,7 +432,8 @@ def test_a_model_whose_attention_keeps_no_keys_is_refused(monkeypatch):
     """Its texts would be those of a model that sees one token."""
 
     def forgets(self, x, batch):
-        return self.linear_proj(self.core_attention(*self.project(x, batch), batch))
+        heads = self.heads(self.linear_qkv(x), batch)
+        return self.linear_proj(self.core_attention(*heads, batch))
 
     monkeypatch.setattr(SelfAttention, "forward", forgets)
     with pytest.raises(ConfigError, match="4 layers, and 0 of them keep their keys"):

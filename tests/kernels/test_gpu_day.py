@@ -3,7 +3,6 @@ exist."""
 
 import json
 import math
-import subprocess
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -268,107 +267,6 @@ def test_the_most_layers_that_fit_are_taken():
         assert layers == 64 and planned > 0
 
 
-def test_a_part_that_fails_or_hangs_costs_its_own_results_only(tmp_path):
-    parts = (
-        gpu_day.Part("fails", "PYTHON -c raise(SystemExit(3))", 20),
-        gpu_day.Part("hangs", "PYTHON -c __import__('time').sleep(9)", 1),
-        gpu_day.Part("missing", "no-such-tool", 5, tool="no-such-tool"),
-    )
-    fails, hangs, missing = (gpu_day.run(part, tmp_path) for part in parts)
-    assert fails["code"] == 3 and hangs["code"] == "stopped after 1 s"
-    assert missing == {"skipped": "no-such-tool is not installed", "seconds": 0.0}
-
-
-@pytest.fixture
-def limit_when_ready(tmp_path, monkeypatch):
-    """A part reaches its limit when it has written the file that is returned, whatever the speed of the machine."""
-    ready = tmp_path / "ready"
-
-    class Process(subprocess.Popen):
-        notices = True  # an interrupt
-        waits = 0
-
-        def wait(self, timeout=None):
-            self.waits += 1
-            if self.waits == 1:
-                while not ready.exists() and self.poll() is None:
-                    time.sleep(0.01)
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            if self.waits == 2 and not self.notices:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            return super().wait(None if timeout is None else 60)
-
-    monkeypatch.setattr(gpu_day.subprocess, "Popen", Process)
-    return ready, Process
-
-
-@pytest.mark.parametrize("notices", [True, False])
-def test_a_part_that_is_stopped_says_where_it_was(tmp_path, limit_when_ready, notices):
-    """One that waits in Python is interrupted; one that does not notice, as in a call of the driver, is aborted."""
-    ready, process = limit_when_ready
-    process.notices = notices
-    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    program = tmp_path / "waits.py"
-    program.write_text(
-        f"""{"" if notices else ignored}
-import time
-def stands_here():
-    open({str(ready)!r}, "w").close()
-    time.sleep(60)
-stands_here()
-"""
-    )
-    entry = gpu_day.run(gpu_day.Part("waits", f"PYTHON {program}", 2), tmp_path)
-    text = "\n".join(entry["output"])
-    assert entry["code"] == "stopped after 2 s" and "stands_here" in text
-    assert ("KeyboardInterrupt" in text) == notices
-    assert ("most recent call first" in text) == (not notices)
-
-
-def test_a_part_that_is_stopped_has_the_failures_of_its_tests(
-    tmp_path, limit_when_ready
-):
-    ready, _ = limit_when_ready
-    program = tmp_path / "test_planted.py"
-    program.write_text(
-        f"""import time
-def test_fails():
-    assert 1 == 2
-def test_hangs():
-    open({str(ready)!r}, "w").close()
-    time.sleep(60)
-"""
-    )
-    command = f"PYTHON -m pytest -vv --tb=short -p no:cacheprovider --rootdir {tmp_path} {program}"
-    entry = gpu_day.run(gpu_day.Part("tests", command, 8), tmp_path)
-    text = "\n".join(entry["output"])
-    assert entry["code"] == "stopped after 8 s"
-    assert "assert 1 == 2" in text and "test_hangs" in text
-
-
-def test_a_part_may_take_what_those_before_it_have_left(tmp_path, monkeypatch):
-    given = []
-
-    def run(part, folder, spare):
-        given.append(spare)
-        return {"code": 0, "seconds": 4.0}
-
-    parts = tuple(gpu_day.Part(f"part {i}", "PYTHON", 10) for i in range(3))
-    monkeypatch.setattr(gpu_day, "REHEARSED", parts)
-    monkeypatch.setattr(gpu_day, "run", run)
-    monkeypatch.setattr(gpu_day, "machine", dict)
-    assert gpu_day.main(["--rehearse", "--output", str(tmp_path / "out.json")]) == 0
-    assert given == [0.0, 6.0, 12.0]
-
-
-def test_figures_that_a_part_has_half_written_cost_nothing_else(tmp_path):
-    code = "open(__import__('sys').argv[1],'w').write('[1,')"
-    entry = gpu_day.run(
-        gpu_day.Part("half", f"PYTHON -c {code} FILE", 20, figures=True), tmp_path
-    )
-    assert entry["code"] == 0 and "figures" not in entry
-
-
 def test_a_model_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, capsys):
     def measure(name, *_):
         if name == "gpt-tiny":
@@ -391,14 +289,6 @@ def test_a_model_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, ca
     assert gpu_train.main(gpu_train.parse_arguments(words)) == 0
 
 
-def test_a_part_has_its_environment(tmp_path):
-    code = "print(__import__('os').environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
-    part = gpu_day.Part("one", f"PYTHON -c {code}", 20, environment=gpu_day.NO_CACHE)
-    assert gpu_day.run(part, tmp_path)["output"] == ["1"]
-    [checked] = [part for part in gpu_day.PARTS if part.name == "memcheck"]
-    assert checked.environment == gpu_day.NO_CACHE
-
-
 def test_the_host_leads_before_the_first_call(monkeypatch):
     """The device sleeps after the caches are overwritten and before the first stamp."""
     slept = []
@@ -407,21 +297,6 @@ def test_the_host_leads_before_the_first_call(monkeypatch):
         clock = kernel_clock.Clock(torch.device("cuda", 0), repeats=2)
         clock.microseconds(lambda: None)
     assert slept and set(slept) == {kernel_clock.HOST_LEAD}
-
-
-def test_what_a_part_has_started_ends_with_it(tmp_path):
-    """A child that keeps the output open, as a compiler of torch.compile does, is not waited for."""
-    code = "import_=__import__;import_('subprocess').Popen(['sleep','30']);print('seen',flush=True);%s"
-    for rest, seconds, expected in (
-        ("0", 20, 0),
-        ("import_('time').sleep(30)", 2, "stopped after 2 s"),
-    ):
-        start = time.monotonic()
-        entry = gpu_day.run(
-            gpu_day.Part("one", f"PYTHON -c {code % rest}", seconds), tmp_path
-        )
-        assert entry["code"] == expected and entry["output"][0] == "seen"
-        assert time.monotonic() - start < 15
 
 
 def test_all_commands_name_files_and_flags_that_exist(tmp_path, monkeypatch):

@@ -187,7 +187,11 @@ def test_flags_that_contradict_each_other_are_refused(tmp_path):
     from megatron_ds.extensions.launch.command import main
 
     for words, reason in (
-        (["--min-nodes", "2"], "--min-nodes 2, but the job has 1 hosts"),
+        (["--min-nodes", "2"], "--min-nodes 2 .* add --max-restarts"),
+        (
+            ["--min-nodes", "2", "--max-restarts", "1"],
+            "--min-nodes 2, but the job has 1 hosts",
+        ),
         (
             ["--no_ssh", "--node_rank", "0", "--max-restarts", "1"],
             "--max-restarts with",

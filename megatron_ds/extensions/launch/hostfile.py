@@ -54,11 +54,12 @@ def parse_hostfile(lines: Iterable[str], name: str = "the hostfile") -> dict[str
 
 
 def _entry(line: str, place: str) -> tuple[str, int]:
-    """The host of a line and its slots. place: for messages"""
+    """The host of a line and its slots. place: of the line, for messages"""
     found = LINE.match(line)
     if found is None:
         raise ConfigError(f"{place}: {line!r} is not HOST slots=NUMBER.")
-    host, slots = found[1], found[2]
+    host = found[1]
+    slots = found[2]
     if SEVERAL.search(host):
         raise ConfigError(
             f"{place}: {host} is not the name of one host: ssh and pdsh would take it for an option or for several "
