@@ -33,6 +33,7 @@ PLUGINS = {
     "foreign modules": "compat.deepspeed.deepspeed_modules:Finder",
     "attention kernel": "extensions.kernels.cpu.compiled_attention",
     "attention tiles": "extensions.kernels.gpu.flash_tiles",
+    "joined block": "extensions.joined_blocks.joined_block:Join",
     "grouped products": "extensions.kernels.cpu.compiled_grouped",
     "kernels": "extensions.kernels",
     "prepared kernels": "extensions.kernels.prepared_kernels:prepare_kernels",

@@ -22,11 +22,11 @@ from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from ..plugins import plugged
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
 from .context_attention import make_core
-from .joined_block import Join, JoinedLayers, joined_after, joined_before
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
@@ -63,7 +63,8 @@ class Block(nn.Module):
         )
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.keep_input = input_keeper(ctx)
-        self.join = Join()
+        join = plugged("joined block")
+        self.join = None if join is None else join()
         self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
@@ -82,11 +83,11 @@ class Block(nn.Module):
             return self._in_parallel(x, batch)
         parts = self._modules  # without the search of nn.Module.__getattr__
         drops = self.attention_dropout.is_active(batch)
-        joined = None if drops else self.join(x, self._layers_to_join)
+        # Fewer functions for the host to launch, where an extension joins them.
+        joined = None if drops or self.join is None else self.join(self, x)
         if joined is not None:
-            attention = parts["self_attention"]
-            attended = attention.attend(joined_before(x, joined), batch)
-            return joined_after(attended, x, joined)
+            attended = parts["self_attention"].attend(joined.before(x), batch)
+            return joined.after(attended, x)
         # The layers one by one.
         norm = parts["pre_mlp_layernorm"]
         attended = parts["self_attention"](parts["input_layernorm"](x), batch)
@@ -109,27 +110,6 @@ class Block(nn.Module):
         fed = self._feed(normed if norm is None else norm(x), batch)
         total = self.attention_dropout.add(attended, x, batch)
         return self.mlp_dropout.add(fed, total, batch)
-
-    def _layers_to_join(self) -> JoinedLayers | None:
-        """None in blocks of other forms."""
-        if self.norms_outputs:
-            return None
-        mlp = self.mlp
-        attention = self.self_attention
-        if not (
-            type(mlp) is MLP and mlp.tiles == 1 and type(attention) is SelfAttention
-        ):
-            return None
-        return JoinedLayers(
-            self.input_layernorm,
-            attention.linear_qkv,
-            attention.linear_proj,
-            self.pre_mlp_layernorm,
-            mlp.linear_fc1,
-            mlp.linear_fc2,
-            mlp.activation,
-            (attention, mlp),
-        )
 
     def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The feed-forward and the norm after it, if there is one."""

@@ -18,10 +18,10 @@ from megatron_ds.config import parse
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.fim import FillInMiddle
 from megatron_ds.data.samples.packing import PackedDataset
+from megatron_ds.extensions.joined_blocks.joined_block import AfterAttention
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
 from megatron_ds.models.context_attention import SharedKeysAttention
-from megatron_ds.models.joined_block import AfterAttention
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks

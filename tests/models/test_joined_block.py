@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from megatron_ds.models.joined_block import Join
+from megatron_ds.extensions.joined_blocks.joined_block import Join
 from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
 
 pytestmark = pytest.mark.plan

@@ -8,7 +8,6 @@ more than a GPU takes for a small block. Both compute what the layers compute on
 keep the same tensors.
 """
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -16,10 +15,12 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from ..host.autograd_functions import Halves, direct_apply
-from ..ops.kernel_table import CHOICES, Bound
-from ..ops.linear_products import UNBOUND, LinearProducts
-from ..tensor_parallel.linear import (
+from ...host.autograd_functions import Halves, direct_apply
+from ...models.attention import SelfAttention
+from ...models.block import MLP, Block
+from ...ops.kernel_table import CHOICES, Bound
+from ...ops.linear_products import UNBOUND, LinearProducts
+from ...tensor_parallel.linear import (
     ColumnParallelLinear,
     LinearCall,
     Parameters,
@@ -29,7 +30,7 @@ from ..tensor_parallel.linear import (
     row_gradients,
     row_rows,
 )
-from ..tensor_parallel.weight_grad import ADDS, add_gradient
+from ...tensor_parallel.weight_grad import ADDS, add_gradient
 
 HOOKS = (
     "_forward_hooks",
@@ -66,6 +67,14 @@ class JoinedBlock(NamedTuple):
     fc1: Linear
     activation: Halves
     fc2: Linear
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s(/t), b, h] → queries, keys and values [s, b, (n + 2g)/t * d]."""
+        return _before(x, self)
+
+    def after(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """attended [s, b, n/t * d] and the input x of the block → its output, like x."""
+        return _after(attended, x, self)
 
 
 class JoinedLayers(NamedTuple):
@@ -129,6 +138,26 @@ def _linear(layer: nn.Module) -> Linear:
     return tuple(layer._parameters.values()), layer.call, products
 
 
+def _layers_of(block: Block) -> JoinedLayers | None:
+    """None in blocks of other forms."""
+    mlp = block.mlp
+    attention = block.self_attention
+    if block.norms_outputs or type(mlp) is not MLP or mlp.tiles > 1:
+        return None
+    if type(attention) is not SelfAttention:
+        return None
+    return JoinedLayers(
+        block.input_layernorm,
+        attention.linear_qkv,
+        attention.linear_proj,
+        block.pre_mlp_layernorm,
+        mlp.linear_fc1,
+        mlp.linear_fc2,
+        mlp.activation,
+        (attention, mlp),
+    )
+
+
 class Join:
     """Joins the functions of one block: once for inputs of a shape."""
 
@@ -141,9 +170,7 @@ class Join:
     def __deepcopy__(self, memo: dict) -> "Join":
         return Join()
 
-    def __call__(
-        self, x: torch.Tensor, layers: Callable[[], JoinedLayers | None]
-    ) -> JoinedBlock | None:
+    def __call__(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
         """The joined functions of the block for x; None where its layers run one by one: outside of training, with
         hooks on them, and where parameters are frozen."""
         if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
@@ -151,7 +178,7 @@ class Join:
         # The same as in the last call, in most calls.
         key = x.shape, x.dtype, CHOICES.number
         if key != self._key or key[2] is None:
-            self._find(x, layers())
+            self._find(x, _layers_of(block))
             self._key = key
         if self._joined is None or not torch.is_grad_enabled() or any(self._hooks):
             return None
@@ -236,5 +263,5 @@ class AfterAttention(Function):
         return dattended.view(of_attended), dx.view(of_x), None
 
 
-joined_before = direct_apply(BeforeAttention)
-joined_after = direct_apply(AfterAttention)
+_before = direct_apply(BeforeAttention)
+_after = direct_apply(AfterAttention)
