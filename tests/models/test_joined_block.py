@@ -101,6 +101,56 @@ def test_hooks_see_the_outputs_of_layers(joined):
     assert torch.equal(after[0], before[0])
 
 
+def test_hooks_of_all_modules_see_the_layers(joined):
+    runs = Runs("gpt", "fp32")
+    runs.results(1)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        runs.results(1)
+    finally:
+        hook.remove()
+    assert joined == [True, True, False, False]
+
+
+def test_layers_that_are_replaced_compute(joined):
+    """A layer, and a parameter: the functions that were joined before have the old ones."""
+    runs = Runs("gpt", "fp32")
+    block = runs.run.stage.modules[0]
+    results = lambda: block(runs.x.requires_grad_(), runs.run.batch)
+    old = results()
+    fc1 = block.mlp.linear_fc1
+    block.mlp.linear_fc1 = AddsOne(fc1)
+    assert not torch.equal(results(), old)
+    block.mlp.linear_fc1 = fc1
+    assert torch.equal(results(), old)
+    weight = fc1.weight
+    fc1.weight = torch.nn.Parameter(torch.zeros_like(weight))
+    assert not torch.equal(results(), old)
+    fc1.weight = weight
+    assert torch.equal(results(), old)
+    assert joined == [True, False, True, False, True]
+
+
+class AddsOne(torch.nn.Module):
+    """A linear layer of another kind."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+def test_a_graph_that_is_retained_is_followed_twice():
+    runs = Runs("gpt", "fp32")
+    x = runs.x.requires_grad_()
+    y = runs.run.stage.modules[0](x, runs.run.batch).sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
+
+
 def test_a_frozen_layer_gets_no_gradient(joined):
     runs = Runs("gpt", "fp32")
     norm = runs.run.stage.modules[1].pre_mlp_layernorm

@@ -8,7 +8,8 @@ more than a GPU takes for a small block. Both compute what the layers compute on
 keep the same tensors.
 """
 
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+HOOKS_OF_ALL = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 Linear = tuple[Parameters, LinearCall, LinearProducts]
 
@@ -159,13 +161,17 @@ def _layers_of(block: Block) -> JoinedLayers | None:
 
 
 class Join:
-    """Joins the functions of one block: once for inputs of a shape."""
+    """Joins the functions of one block: again when its inputs have another shape, or layers or parameters are
+    replaced."""
 
     def __init__(self):
         self._key: tuple | None = None
         self._joined: JoinedBlock | None = None
         self._hooks: list[dict] = []
         self._parameters: list[torch.Tensor] = []
+        # Members of modules, and what they were when the functions were joined.
+        self._members: list[dict] = []
+        self._known: list[object] = []
 
     def __deepcopy__(self, memo: dict) -> "Join":
         return Join()
@@ -177,27 +183,32 @@ class Join:
             return None
         # The same as in the last call, in most calls.
         key = x.shape, x.dtype, CHOICES.number
-        if key != self._key or key[2] is None:
-            self._find(x, _layers_of(block))
+        is_known = key == self._key and key[2] is not None
+        members = chain.from_iterable(map(dict.values, self._members))
+        if not is_known or not all(map(is_, members, self._known)):
+            self._find(x, block)
             self._key = key
         if self._joined is None or not torch.is_grad_enabled() or any(self._hooks):
             return None
         is_trained = all(map(_REQUIRES_GRAD, self._parameters))
         return self._joined if is_trained else None
 
-    def _find(self, x: torch.Tensor, layers: JoinedLayers | None) -> None:
+    def _find(self, x: torch.Tensor, block: Block) -> None:
         self._joined = None
-        if layers is None or type(x) is not torch.Tensor:
-            return
-        self._joined = layers.joined(x)
-        self._parameters = layers.parameters
-        self._hooks = [getattr(m, name) for m in layers.modules for name in HOOKS]
+        layers = _layers_of(block)
+        self._members = [block._modules]
+        if layers is not None and type(x) is torch.Tensor:
+            self._joined = layers.joined(x)
+            self._parameters = layers.parameters
+            self._members += (m._modules for m in layers.around)
+            self._members += (layer._parameters for layer in layers.modules)
+            own = [getattr(m, name) for m in layers.modules for name in HOOKS]
+            self._hooks = [*own, *HOOKS_OF_ALL]
+        self._known = [value for each in self._members for value in each.values()]
 
 
 class BeforeAttention(Function):
     """x [s(/t), b, h] → [s, b, (n + 2g)/t * d] of a `JoinedBlock`."""
-
-    clear_saved_tensors_on_access = True  # each is freed after its step of the backward
 
     @staticmethod
     def forward(ctx, x, block):
@@ -213,6 +224,7 @@ class BeforeAttention(Function):
     @staticmethod
     def backward(ctx, dy):
         normed, *kept = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # each is freed after its step, unless the graph is retained
         norm = ctx.block.norm_before
         dy = dy.reshape(-1, dy.shape[-1])
         dnormed, _, _ = column_gradients(dy, normed, *ctx.block.qkv)
@@ -224,8 +236,6 @@ class BeforeAttention(Function):
 
 class AfterAttention(Function):
     """attended [s, b, n/t * d], x [s(/t), b, h] → the output of a `JoinedBlock`, like x."""
-
-    clear_saved_tensors_on_access = True
 
     @staticmethod
     def forward(ctx, attended, x, block):
@@ -247,6 +257,7 @@ class AfterAttention(Function):
     @staticmethod
     def backward(ctx, dy):
         attended, *kept, normed, wide, active = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
         block = ctx.block
         norm = block.norm_after
         of_attended, of_x = ctx.shapes
