@@ -12,7 +12,7 @@ pytestmark = pytest.mark.plan
 FEW = 2
 MORE = 6
 MOST = {
-    ("gpt", "torch"): 86,
+    ("gpt", "torch"): 88,
     ("gpt", "gpu"): 110,
     ("llama", "gpu"): 152,
     ("gpt, dropout", "gpu"): 325,

@@ -142,6 +142,14 @@ class AddsOne(torch.nn.Module):
         return self.inner(x) + 1
 
 
+def test_autocast_casts_each_layer(joined):
+    runs = Runs("gpt", "fp32")
+    block = runs.run.stage.modules[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        block(runs.x.requires_grad_(), runs.run.batch)
+    assert joined == [False]
+
+
 def test_a_graph_that_is_retained_is_followed_twice():
     runs = Runs("gpt", "fp32")
     x = runs.x.requires_grad_()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from ...host.autograd_functions import Halves, direct_apply
+from ...host.autograd_functions import Halves, differentiable_once, direct_apply
 from ...models.attention import SelfAttention
 from ...models.block import MLP, Block
 from ...ops.kernel_table import CHOICES, Bound
@@ -178,7 +178,7 @@ class Join:
 
     def __call__(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
         """The joined functions of the block for x; None where its layers run one by one: outside of training, with
-        hooks on them, and where parameters are frozen."""
+        hooks on them, under torch's autocast, and where parameters are frozen."""
         if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
             return None
         # The same as in the last call, in most calls.
@@ -189,6 +189,8 @@ class Join:
             self._find(x, block)
             self._key = key
         if self._joined is None or not torch.is_grad_enabled() or any(self._hooks):
+            return None
+        if torch.is_autocast_enabled(x.device.type):
             return None
         is_trained = all(map(_REQUIRES_GRAD, self._parameters))
         return self._joined if is_trained else None
@@ -222,6 +224,7 @@ class BeforeAttention(Function):
         return qkv.resize_(len(qkv) // samples, samples, qkv.shape[1])
 
     @staticmethod
+    @differentiable_once
     def backward(ctx, dy):
         normed, *kept = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # each is freed after its step, unless the graph is retained
@@ -255,6 +258,7 @@ class AfterAttention(Function):
         return out.add_(total).resize_(x.shape)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx, dy):
         attended, *kept, normed, wide, active = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
