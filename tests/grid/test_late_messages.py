@@ -69,7 +69,7 @@ WAITS = {
         "all-gather", "zero/param_store.py", "refresh", "zero=1,dp=2"
     ),
     "a sum over tensor-parallel ranks": Wait(
-        "all-reduce", "tensor_parallel/linear.py", "forward", "tp=2"
+        "all-reduce", "tensor_parallel/linear.py", "row_rows", "tp=2"
     ),
     "a sum that overlaps with a weight gradient": Wait(
         "all-reduce", "tensor_parallel/linear.py", "_start_reduce", "tp=2"
