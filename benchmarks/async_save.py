@@ -4,9 +4,10 @@ are while a thread copies and writes.
     python benchmarks/async_save.py                       # 75 M parameters, 0.9 GB, one process
     python benchmarks/async_save.py --folder /mnt/disk --saves 5
 
-By turns in one process: some steps alone, a save that waits, a save in the background with the steps beside it. The
-files of both are compared. A step is the mean of a turn, and the first one beside the thread, which copies the state
-meanwhile, is shown alone too. Medians over the turns; the first turn, which imports and allocates, is left out.
+By turns in one process: a save that waits, and a save in the background with steps beside it. The files of both are
+compared. The speed of a machine changes by more than a thread costs, so that steps come in pairs: the thread works
+during one of them, and is held during the other. The first step, which has the copy of the state beside it, is
+compared with the step before it. Medians over the turns; the first turn, which imports and allocates, is left out.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -25,11 +27,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ds.config import parse
+from megatron_ds.host.pace import Pace
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.saves import Saves
+from megatron_ds.training.saves import WRITERS_SHARE, Saves
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import open_loader, random_samples
 
@@ -68,41 +71,89 @@ class Run:
         return time.perf_counter() - begin, outcome.ready
 
 
-def turn(run: Run, waiting: Saves, background: Saves, steps: int) -> dict[str, float]:
-    """One turn: what each kind of step and save takes, in seconds."""
-    alone = [run.step(waiting)[0] for _ in range(steps)]
+class HeldPace(Pace):
+    """A pace whose thread works while an event is set, and waits otherwise."""
 
+    def __init__(self, share: float, may_work: threading.Event):
+        super().__init__(share)
+        self._may_work = may_work
+
+    def pause(self) -> None:
+        """Sleep for the share, and then until the thread may work."""
+        super().pause()
+        self._may_work.wait()
+
+
+class HeldSaves(Saves):
+    """Saves whose thread works while `may_work` is set."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.may_work = threading.Event()
+        self.may_work.set()
+
+    def pace(self) -> Pace:
+        """The pace of a run, held."""
+        return HeldPace(WRITERS_SHARE, self.may_work)
+
+
+def turn(run: Run, waiting: Saves, background: HeldSaves) -> dict[str, float]:
+    """One turn: what each kind of step and save takes, in seconds."""
     # A save that waits.
     begin = time.perf_counter()
     waiting.save(run.progress, is_last=True)
     waited = time.perf_counter() - begin
-    expected = digest(run.folder, run.progress.step)
-    shutil.rmtree(next(run.folder.glob("iter_*")))
+    shutil.rmtree(run.folder / f"iter_{run.progress.step:07d}")
 
-    # The same state, saved in the background.
+    # The state behind the next step, saved in the background.
+    before, _ = run.step(waiting)
     step = run.progress.step
+    waiting.save(run.progress, is_last=True)
+    expected = digest(run.folder, step)
+    shutil.rmtree(run.folder / f"iter_{step:07d}")
     begin = time.perf_counter()
     background.save(run.progress)
     copied = time.perf_counter() - begin
-    beside = []
-    advanced = 0.0
+    first, ready = run.step(background)
+    alone = [before]
+    beside = [first]
+    advanced = after_step(background, ready)
     while background.step != step:
-        seconds, ready = run.step(background)
-        beside.append(seconds)
-        begin = time.perf_counter()
-        background.after_step(ready)
-        advanced += time.perf_counter() - begin
+        # Which step of a pair is the first alternates.
+        for works in (len(beside) % 2 == 0, len(beside) % 2 == 1):
+            seconds, ready = step_of_pair(run, background, works)
+            (beside if works else alone).append(seconds)
+        advanced += after_step(background, ready)
+    background.may_work.set()
     background.finish()
     assert digest(run.folder, step) == expected, "other bytes"
     return {
         "waits": waited,
-        "copies": copied,
-        "publishes": advanced,
+        "begins": copied,
+        "advances": advanced,
         "step alone": statistics.fmean(alone),
-        "first beside": beside[0],
         "step beside": statistics.fmean(beside),
+        "first alone": before,
+        "first beside": first,
         "steps beside": len(beside),
+        "slower": sum(beside) / sum(alone) - 1,
     }
+
+
+def step_of_pair(run: Run, background: HeldSaves, works: bool) -> tuple[float, int]:
+    """`Run.step` while the thread works or is held."""
+    if works:
+        background.may_work.set()
+    else:
+        background.may_work.clear()
+    return run.step(background)
+
+
+def after_step(saves: Saves, ready: int) -> float:
+    """Seconds for which a run waits between two steps."""
+    begin = time.perf_counter()
+    saves.after_step(ready)
+    return time.perf_counter() - begin
 
 
 def digest(folder: Path, step: int) -> str:
@@ -118,7 +169,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where checkpoints are written")
     parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="alone, in each turn")
     return parser.parse_args()
 
 
@@ -137,11 +187,8 @@ def main() -> None:
         with closing(open_loader(config, samples, mesh)) as loader:
             run = Run(path, loader, config, engine)
             waiting = Saves(engine, {}, None)
-            background = Saves(engine, {}, None)
-            turns = []
-            for _ in range(1 + args.saves):
-                found = turn(run, waiting, background, args.steps)
-                turns.append(found)
+            background = HeldSaves(engine, {}, None)
+            turns = [turn(run, waiting, background) for _ in range(1 + args.saves)]
         size = sum(p.numel() for p in engine.parameters) * 12 / 1e9
     print(f"{size:.2f} GB of state, torch {torch.__version__}, {args.saves} turns")
     report(turns[1:])
@@ -154,10 +201,9 @@ def report(turns: list[dict[str, float]]) -> None:
         middle = statistics.median(values)
         print(f"{name:13} {middle:8.3f}   ({min(values):.3f} to {max(values):.3f})")
     middle = {name: statistics.median(values) for name, values in found.items()}
-    stall = middle["copies"] + middle["publishes"]
+    stall = middle["begins"] + middle["advances"]
     print(f"stall: {stall / middle['waits']:.1%} of a save that waits")
-    slower = middle["step beside"] / middle["step alone"] - 1
-    print(f"a step beside the writer is {slower:+.1%} slower")
+    print(f"steps beside the thread are {middle['slower']:+.1%} slower")
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ after a crash.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..host.direct_file import TILE
 from ..host.pace import Pace
 from .pieces import Piece
 from .save import Saving
-from .state_copies import CopiedPiece, Copies, CopiesUnderWay
+from .state_copies import Copies, CopiesUnderWay
 
 
 class ThreadedCall:
@@ -128,21 +128,13 @@ class BackgroundSave:
         """Thread: this rank's part of the index, and its reason against the save."""
         if failed is not None:
             raise failed
-        pieces = self.copied.complete()
-        reason = self._reason_against(self._paced(pieces))
-        part = self._saving.write(pieces, self._pace) if reason is None else None
-        return part, reason
-
-    def _paced(self, pieces: list[CopiedPiece]) -> Iterator[CopiedPiece]:
-        """The pieces, in parts that torch computes with the calling thread alone.
-
-        A parallel operation would give this thread a team of its own. While a process has more OpenMP threads than
-        processors, those of the step sleep at each barrier, where they would have waited for a moment.
-        """
-        for piece in pieces:
-            for tile in piece.tensor.view(-1).split(TILE):
-                yield replace(piece, tensor=tile)
-            self._pace.pause()
+        with closing(self.copied.tiles()) as tiles:
+            reason = self._reason_against(tiles)
+            if reason is not None:
+                return None, reason
+            # What was not looked at is copied, too.
+            deque(tiles, maxlen=0)
+        return self._saving.write(self.copied.pieces, self._pace), None
 
     def _publish(self) -> None:
         found = self._saving.collect(self._work.result)

@@ -5,8 +5,8 @@ beside the next forward and backward, which only read the state; the update wait
 """
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,17 +56,30 @@ class CopiesUnderWay:
         self._mark.wait()
         self._host_copies_have_ended.wait()
 
-    def complete(self) -> Sequence[CopiedPiece]:
-        """Copy what lies in host memory, and wait for the GPU. Called by the thread of the save."""
+    @property
+    def pieces(self) -> Sequence[CopiedPiece]:
+        """The copies. They have their values behind the last of `tiles`."""
+        return self._copies
+
+    def tiles(self) -> Iterator[CopiedPiece]:
+        """Copy what lies in host memory, wait for the GPU, and yield all values. Called by the thread of the save.
+
+        Each tile is yielded while it is in the cache of the processor, and is so small that torch computes with the
+        calling thread alone: a parallel operation would give this thread a team of its own, and while a process has
+        more OpenMP threads than processors, those of the step sleep at each barrier instead of waiting for a moment.
+        """
+        pairs = list(zip(self._copies, self._sources))
         try:
-            for copied, source in zip(self._copies, self._sources):
+            for copied, source in pairs:
                 if not source.is_cuda:
-                    _copy_tiles(copied.tensor, source)
+                    yield from _copy_tiles(copied, source)
         finally:
             self._host_copies_have_ended.set()
         wait_for_mark_in_thread(self._mark)
         self._sources = ()
-        return self._copies
+        for copied, source in pairs:
+            if source.is_cuda:
+                yield from _tiles(copied)
 
 
 class Copies:
@@ -118,7 +131,14 @@ def _host_memory(source: torch.Tensor) -> torch.Tensor:
     return torch.empty(source.shape, dtype=source.dtype)
 
 
-def _copy_tiles(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a flat tensor with the calling thread alone: a larger operation would give it OpenMP threads of its own."""
-    for into, values in zip(target.split(TILE), source.split(TILE)):
-        into.copy_(values)
+def _tiles(copied: CopiedPiece) -> Iterator[CopiedPiece]:
+    """The piece in parts of `TILE` elements."""
+    for tile in copied.tensor.view(-1).split(TILE):
+        yield replace(copied, tensor=tile)
+
+
+def _copy_tiles(copied: CopiedPiece, source: torch.Tensor) -> Iterator[CopiedPiece]:
+    """Copy the values of a flat source, and yield each tile behind its copy."""
+    for tile, values in zip(_tiles(copied), source.view(-1).split(TILE)):
+        tile.tensor.copy_(values)
+        yield tile

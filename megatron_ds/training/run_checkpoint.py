@@ -13,6 +13,7 @@ A *run id* is random. A start from scratch creates it, and run.json of each chec
 
 import difflib
 import logging
+import math
 import os
 import secrets
 import time
@@ -361,7 +362,7 @@ def not_finite(pieces: Iterable[Piece]) -> str | None:
         if (
             tensor.is_floating_point()
             and tensor.numel()
-            and not all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
+            and not all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor))
         ):
             return f"{piece.kind} of {piece.spec.name}"
     return None

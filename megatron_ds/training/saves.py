@@ -100,6 +100,13 @@ class Saves:
         while self._pending is not None:
             self._advance()
 
+    def pace(self) -> Pace:
+        """The pace of the thread of a save.
+
+        It writes without pauses beside a GPU, which does not compute with the processors of the thread.
+        """
+        return Pace(WRITERS_SHARE if self._engine.mesh.device.type == "cpu" else 1.0)
+
     def _advance(self) -> None:
         """Take the next step of the save under way, and report what it brought."""
         pending = self._pending
@@ -130,11 +137,7 @@ class Saves:
             run_values(self._engine, progress, self._description),
             self._copies,
             not_finite,
-            self._pace(),
+            self.pace(),
         )
         stall = time.perf_counter() - begin
         self._pending = _Pending(save, progress, begin, stall)
-
-    def _pace(self) -> Pace:
-        """A GPU does not compute with the processors of the thread: it writes without pauses then."""
-        return Pace(WRITERS_SHARE if self._engine.mesh.device.type == "cpu" else 1.0)

@@ -47,7 +47,7 @@ def late_copies(rank: int, *, seconds: float = 2.0):
     """The thread copies the state as late as it may: when the update waits for it. No update follows the last save."""
     from megatron_ds.checkpoint.state_copies import CopiesUnderWay
 
-    wait, complete = CopiesUnderWay.wait, CopiesUnderWay.complete
+    wait, tiles = CopiesUnderWay.wait, CopiesUnderWay.tiles
     is_awaited = defaultdict(threading.Event)
 
     def waiting(copies):
@@ -56,11 +56,11 @@ def late_copies(rank: int, *, seconds: float = 2.0):
 
     def late(copies):
         is_awaited[id(copies)].wait(seconds)
-        return complete(copies)
+        return tiles(copies)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CopiesUnderWay, "wait", waiting)
-        patch.setattr(CopiesUnderWay, "complete", late)
+        patch.setattr(CopiesUnderWay, "tiles", late)
         with slow_writers(rank, seconds=0.2):
             yield
 
