@@ -6,7 +6,15 @@ from contextlib import chdir
 
 import pytest
 
-from tests.harness.documents import MARKS, ROOT, RUNNABLE, blocks_of, pages, run_page
+from tests.harness.documents import (
+    MARKS,
+    ROOT,
+    RUNNABLE,
+    are_same_line,
+    blocks_of,
+    pages,
+    run_page,
+)
 from tests.harness.launches import sbatch_environment, started_by, trainings
 
 pytestmark = pytest.mark.processes
@@ -29,6 +37,17 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     assert "Traceback" not in said and re.search(SAID.get(page, ""), said)
     if page == "README.md":
         check_that_layouts_print_one_loss(said)
+
+
+def test_printed_lines_are_compared_to_the_rounding_of_fp32():
+    shown = "perplexity 93.181427, 4 ranks"
+    assert are_same_line(shown, "perplexity 93.181423, 4 ranks")
+    for other in (
+        "perplexity 93.181527, 4 ranks",
+        "perplexity 93.181427, 5 ranks",
+        "loss 93.181427, 4 ranks",
+    ):
+        assert not are_same_line(shown, other)
 
 
 def check_that_layouts_print_one_loss(said):
