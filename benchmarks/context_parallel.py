@@ -68,34 +68,52 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def contestant(name: str, group: Group, length: int) -> tuple[Attend, bool]:
-    """(attention of the rank's tokens [s/c, b, n, d] → [s/c, b, n * d], whether they are zigzag)"""
+    """(attention of the rank's tokens, whether they are zigzag).
+
+    The attention takes q, k and v [s/c, b, n, d] and returns [s/c, b, n * d].
+    """
     # The tokens of each rank.
     zigzag = name in ("p2p", "all_gather", "a2a-zigzag", "zigzag-ring")
     parts = [
         SequenceSlice(RankPart(rank, group.size), zigzag=zigzag)
         for rank in range(group.size)
     ]
-    positions = tuple(Runs(part.runs(length)) for part in parts)
     if name in ("p2p", "all_gather"):
-        shared = SharedKeys(group, Ring() if name == "p2p" else Gather(), positions)
-        return lambda q, k, v: shared(q, k, v, KeyVisibility()), zigzag
+        return shared_keys(name, group, parts, length), zigzag
     if name.startswith("a2a"):
-        return ulysses(group, parts[group.rank].order(length)), zigzag
+        order = parts[group.rank].order(length)
+        return ulysses(group, order), zigzag
     if name == "deepspeed":
         return deepspeed_layer(), zigzag
-    where = [parts[rank].index(length) for rank in range(group.size)]
-    return lambda q, k, v: PlainRing.apply(q, k, v, where, group.rank), zigzag
+    where = [part.index(length) for part in parts]
+    return plain_ring(where, group.rank), zigzag
+
+
+def shared_keys(
+    name: str,
+    group: Group,
+    parts: list[SequenceSlice],
+    length: int,
+) -> Attend:
+    """Attention by keys that travel around a ring or are gathered."""
+    exchange = Ring() if name == "p2p" else Gather()
+    positions = tuple(Runs(part.runs(length)) for part in parts)
+    shared = SharedKeys(group, exchange, positions)
+    return lambda q, k, v: shared(q, k, v, KeyVisibility())
+
+
+def plain_ring(where: list[torch.Tensor], rank: int) -> Attend:
+    """Attention by `PlainRing`. where: the positions of each rank's tokens."""
+    return lambda q, k, v: PlainRing.apply(q, k, v, where, rank)
 
 
 def ulysses(group: Group, order: torch.Tensor | None) -> Attend:
     """Attention by exchanged heads, with the messages of `models.context_attention.HeadsAttention`."""
 
     def attend(q, k, v):
-        parts = to_heads(
-            (q, spread_groups(k, group.size), spread_groups(v, group.size)),
-            group,
-            order,
-        )
+        k = spread_groups(k, group.size)
+        v = spread_groups(v, group.size)
+        parts = to_heads((q, k, v), group, order)
         exchange = ToTokens(group, order)
         return exchanged_attention(*parts, KeyVisibility(), exchange=exchange)
 
@@ -104,9 +122,16 @@ def ulysses(group: Group, order: torch.Tensor | None) -> Attend:
 
 def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """torch's, of [s, b, n, d] → the same shape."""
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    q = PlainRing.heads(q)
+    k = PlainRing.heads(k)
+    v = PlainRing.heads(v)
+    is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        is_causal=True,
+        enable_gqa=is_grouped,
     )
     return out.permute(2, 0, 1, 3)
 
@@ -149,14 +174,14 @@ class PlainRing(torch.autograd.Function):
             )
             # A query that sees no key of the block adds nothing.
             part_sums = part_sums.masked_fill(part_sums > 1e30, -math.inf)
-            blind = (where[rank][:, None] < where[owner]).all(1)
+            own = where[rank][:, None]
+            blind = (own < where[owner]).all(1)
             part_sums[:, :, blind] = -math.inf
             # Results are merged by their weights in the softmax of both.
             total = torch.logaddexp(sums, part_sums)
-            weight = lambda x, total=total: torch.exp(x - total).nan_to_num(0.0)[
-                ..., None
-            ]
-            out = out * weight(sums) + part.float().nan_to_num(0.0) * weight(part_sums)
+            part = part.float().nan_to_num(0.0)
+            out = out * PlainRing.share(sums, total)
+            out += part * PlainRing.share(part_sums, total)
             sums = total
             if step < len(where) - 1:
                 block = PlainRing.passed_on(block, rank, len(where))
@@ -203,6 +228,12 @@ class PlainRing(torch.autograd.Function):
         return dq.permute(2, 0, 1, 3).to(q.dtype), dk, dv, None, None
 
     @staticmethod
+    def share(sums: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """The weight of a part in the softmax of all keys, [b, n, s, 1], from their log-sum-exps [b, n, s]."""
+        share = torch.exp(sums - total)
+        return share.nan_to_num(0.0)[..., None]
+
+    @staticmethod
     def heads(t: torch.Tensor) -> torch.Tensor:
         """[s, b, n, d] → [b, n, s, d]."""
         return t.permute(1, 2, 0, 3)
@@ -210,8 +241,10 @@ class PlainRing(torch.autograd.Function):
     @staticmethod
     def mask(where, rank: int, owner: int, dtype: torch.dtype) -> torch.Tensor:
         """-inf where a query of a rank must not see a key of the owner, 0 elsewhere."""
-        later = where[owner] > where[rank][:, None]
-        return torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -math.inf)
+        queries = where[rank][:, None]
+        later = where[owner] > queries
+        mask = torch.zeros(later.shape, dtype=dtype)
+        return mask.masked_fill_(later, -math.inf)
 
     @staticmethod
     def passed_on(block: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -251,8 +284,10 @@ def run_rank(args: argparse.Namespace) -> None:
         calls = {}
         for name in args.contestants:
             attend, zigzag = contestant(name, group, length)
-            where = SequenceSlice(RankPart(rank, 2), zigzag=zigzag).index(length)
-            calls[name] = attend, where, [t[where].clone() for t in whole]
+            part = SequenceSlice(RankPart(rank, 2), zigzag=zigzag)
+            where = part.index(length)
+            own = [t[where].clone() for t in whole]
+            calls[name] = (attend, where, own)
         # They take turns; the first round is compared and not counted.
         for number in range(args.rounds + 1):
             for name, (attend, where, (*leaves, dout)) in calls.items():
@@ -262,21 +297,16 @@ def run_rank(args: argparse.Namespace) -> None:
                 out = attend(*leaves)
                 gradients = torch.autograd.grad(out, leaves, dout.flatten(2))
                 dist.barrier()
-                seconds[name].append(time.perf_counter() - start)
+                taken = time.perf_counter() - start
+                seconds[name].append(taken)
                 if number == 0:
                     results[name] = sums_of(where, out, gradients)
         # Rank 0 reports.
         check(results, length, dtype)
         if rank == 0:
-            print(
-                json.dumps(
-                    {
-                        "length": length,
-                        "seconds": {n: s[1:] for n, s in seconds.items()},
-                    }
-                ),
-                flush=True,
-            )
+            counted = {name: times[1:] for name, times in seconds.items()}
+            record = {"length": length, "seconds": counted}
+            print(json.dumps(record), flush=True)
     dist.destroy_process_group()
 
 
@@ -285,12 +315,12 @@ def sums_of(
 ) -> torch.Tensor:
     """Numbers of all tokens that are equal for contestants with the same results."""
     weight = torch.sin(0.001 * where.double() + 1)
-    sums = torch.stack(
-        [
-            (t.double().flatten(1).square().sum(1) * weight).sum()
-            for t in (out, *gradients)
-        ]
-    )
+    sums = []
+    for t in (out, *gradients):
+        squares = t.double().flatten(1).square()
+        of_tokens = squares.sum(1)
+        sums.append(of_tokens @ weight)
+    sums = torch.stack(sums)
     dist.all_reduce(sums)
     return sums
 
@@ -298,12 +328,12 @@ def sums_of(
 def check(results: dict[str, torch.Tensor], length: int, dtype: torch.dtype) -> None:
     """Ends the program if two contestants have different results."""
     first, right = next(iter(results.items()))
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for name, sums in results.items():
-        if not torch.allclose(
-            sums, right, rtol=1e-4 if dtype == torch.float32 else 2e-2
-        ):
+        if not torch.allclose(sums, right, rtol=tolerance):
             raise SystemExit(
-                f"{length} tokens: {name} and {first} differ: {sums.tolist()}, {right.tolist()}"
+                f"{length} tokens: {name} and {first} differ: "
+                f"{sums.tolist()}, {right.tolist()}"
             )
 
 
@@ -342,38 +372,45 @@ def start(args: argparse.Namespace) -> None:
 def show(record: dict, args: argparse.Namespace) -> None:
     """Prints the tables of one length: times, and ratios of adjacent calls."""
     seconds = record["seconds"]
+    load, *_ = os.getloadavg()
     print(
-        f"\n{record['length']} tokens, {args.dtype}, {args.groups} key-value heads, {args.rounds} rounds; "
-        f"load {os.getloadavg()[0]:.1f}\n\n| | ms, median (quartiles) | best |\n|---|---|---|"
+        f"\n{record['length']} tokens, {args.dtype}, "
+        f"{args.groups} key-value heads, {args.rounds} rounds; load {load:.1f}"
     )
+    print("\n| | ms, median (quartiles) | best |\n|---|---|---|")
     for name, times in seconds.items():
-        print(
-            f"| {name} | {spread([1e3 * t for t in times], '.1f')} | {1e3 * min(times):.1f} |"
-        )
+        milliseconds = [1e3 * time for time in times]
+        best = min(milliseconds)
+        print(f"| {name} | {spread(milliseconds, '.1f')} | {best:.1f} |")
     print(
-        "\n| ours, times as fast as | in adjacent calls, median (quartiles) | best calls |\n|---|---|---|"
+        "\n| ours, times as fast as "
+        "| in adjacent calls, median (quartiles) | best calls |"
     )
+    print("|---|---|---|")
     for name, rivals in RIVALS.items():
         for rival in rivals:
             if name in seconds and rival in seconds:
-                ratios = [
-                    b / a for a, b in zip(seconds[name], seconds[rival], strict=True)
-                ]
-                print(
-                    f"| {name} / {rival} | {spread(ratios, '.2f')} "
-                    f"| {min(seconds[rival]) / min(seconds[name]):.2f} |",
-                    flush=True,
-                )
+                show_ratios(f"{name} / {rival}", seconds[name], seconds[rival])
+
+
+def show_ratios(title: str, ours: list[float], theirs: list[float]) -> None:
+    """Print how many times as fast ours is."""
+    pairs = zip(ours, theirs, strict=True)
+    ratios = [other / own for own, other in pairs]
+    middle = spread(ratios, ".2f")
+    best = min(theirs) / min(ours)
+    print(f"| {title} | {middle} | {best:.2f} |", flush=True)
 
 
 def spread(values: list[float], form: str) -> str:
     """The median and the quartiles."""
-    first, _, third = (
-        statistics.quantiles(values, n=4, method="inclusive")
-        if values[1:]
-        else values * 3
-    )
-    return f"{statistics.median(values):{form}} ({first:{form}}–{third:{form}})"
+    quartiles = values * 3
+    if len(values) > 1:
+        quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    first = quartiles[0]
+    third = quartiles[2]
+    median = statistics.median(values)
+    return f"{median:{form}} ({first:{form}}–{third:{form}})"
 
 
 def show_errors(args: argparse.Namespace) -> None:
@@ -381,26 +418,29 @@ def show_errors(args: argparse.Namespace) -> None:
     print("| tokens | ranks | out | dq | dk | dv |\n|---|---|---|---|---|---|")
     for length in args.lengths:
         low = inputs(length, args.groups, torch.bfloat16)
-        right = in_one_process(*(t.double() for t in low))
+        exact = in_one_process(*(t.double() for t in low))
         for ranks in (1, 2, 4, 8):
-            found = in_one_process(*low) if ranks == 1 else of_ranks(*low, ranks)
-            errors = [
-                (a.double() - b).norm() / b.norm()
-                for a, b in zip(found, right, strict=True)
-            ]
-            print(
-                f"| {length} | {ranks} |",
-                " | ".join(f"{float(e):.2e}" for e in errors),
-                "|",
-                flush=True,
-            )
+            if ranks == 1:
+                found = in_one_process(*low)
+            else:
+                found = of_ranks(*low, ranks)
+            errors = map(relative_error, found, exact)
+            cells = " | ".join(f"{error:.2e}" for error in errors)
+            print(f"| {length} | {ranks} | {cells} |", flush=True)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The 2-norm of the difference, relative to that of the exact values."""
+    difference = found.double() - exact
+    return float(difference.norm() / exact.norm())
 
 
 def in_one_process(q, k, v, dout) -> list[torch.Tensor]:
     """The result of attention and its gradients, by torch."""
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = fused(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    gradients = torch.autograd.grad(out, leaves, dout)
+    return [out.detach(), *gradients]
 
 
 def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
@@ -416,21 +456,25 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
     # Keys arrive at a rank in the order of the ring.
     for rank in range(ranks):
         order = [(rank - step) % ranks for step in range(ranks)]
-        partial = PartialAttention(q[where[rank]], runs[rank], *settings)
+        own = where[rank]
+        queries = q[own]
+        partial = PartialAttention(queries, runs[rank], *settings)
         for owner in order:
-            partial.add(k[where[owner]], v[where[owner]], runs[owner])
+            theirs = where[owner]
+            partial.add(k[theirs], v[theirs], runs[owner])
         result = partial.result()
         gradients = PartialGradients(
-            q[where[rank]],
+            queries,
             runs[rank],
             *settings,
             result,
-            dout[where[rank]].flatten(2),
+            dout[own].flatten(2),
         )
         for owner in order:
-            gradients.add(k[where[owner]], v[where[owner]], runs[owner], totals[owner])
-        out[where[rank]] = result[0].view_as(q[where[rank]])
-        dq[where[rank]] = gradients.dq.to(q.dtype)
+            theirs = where[owner]
+            gradients.add(k[theirs], v[theirs], runs[owner], totals[owner])
+        out[own] = result[0].view_as(queries)
+        dq[own] = gradients.dq.to(q.dtype)
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
     for index, total in zip(where, totals, strict=True):
@@ -439,26 +483,39 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    """Run as the flags say."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument(
-        "--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS
+        "--contestants",
+        nargs="+",
+        choices=CONTESTANTS,
+        default=CONTESTANTS,
     )
     parser.add_argument(
-        "--groups", type=int, default=HEADS, help="key-value heads; must divide 6"
+        "--groups",
+        type=int,
+        default=HEADS,
+        help="key-value heads; must divide 6",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--error", action="store_true", help="errors in bf16 in place of times"
+        "--error",
+        action="store_true",
+        help="errors in bf16 in place of times",
     )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        return run_rank(args)
-    show_errors(args) if args.error else start(args)
+        run_rank(args)
+    elif args.error:
+        show_errors(args)
+    else:
+        start(args)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """The flags of the command."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["S", "M"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
@@ -115,7 +116,9 @@ def model_of(workload: Workload, flags: list[str]) -> Replica:
         "--max-position-embeddings": workload.seq,
         "--vocab-size": workload.vocab,
     }
-    words = [str(word) for pair in sizes.items() for word in pair]
+    words = []
+    for flag, size in sizes.items():
+        words += [flag, str(size)]
     config = parse([*words, *REQUIRED.split(), *flags])
     mesh = Mesh(config.grid(1), 0, lambda *_: None, torch.device("cpu"))
     return build_engine(config, mesh, trains=False)
@@ -129,7 +132,8 @@ def tokens_per_second(model: Replica, texts: int, turn: Turn) -> float:
     generator = Generator(model, requests=texts, length=turn.prompt + turn.tokens)
     made = generator.run([request] * texts)
     seconds = time.perf_counter() - start
-    return sum(map(len, made)) / seconds
+    tokens = sum(map(len, made))
+    return tokens / seconds
 
 
 if __name__ == "__main__":

@@ -58,11 +58,19 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, s, h] to [b, s, h]."""
         b, s, h = x.shape
-        packed = self.qkv(self.norms[0](x)).view(b, s, 3, self.heads, -1)
+
+        # Attention.
+        packed = self.qkv(self.norms[0](x))
+        packed = packed.view(b, s, 3, self.heads, -1)
         q, k, v = packed.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(b, s, h))
-        hidden = F.gelu(self.up(self.norms[1](x)), approximate="tanh")
+        attended = attended.transpose(1, 2)
+        attended = attended.reshape(b, s, h)
+        x = x + self.projection(attended)
+
+        # The feed-forward.
+        hidden = self.up(self.norms[1](x))
+        hidden = F.gelu(hidden, approximate="tanh")
         return x + self.down(hidden)
 
 
@@ -97,7 +105,8 @@ def mean_loss(
 ) -> torch.Tensor:
     """The mean cross entropy of logits x weightᵀ."""
     logits = F.linear(x, weight)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    logits = logits.flatten(0, 1).float()
+    return F.cross_entropy(logits, labels.flatten())
 
 
 class Masters:
@@ -108,7 +117,10 @@ class Masters:
         self.masters = [p.detach().float() for p in self.low]
         on_gpu = self.low[0].is_cuda
         self.adamw = torch.optim.AdamW(
-            self.masters, lr=RATE, betas=BETAS, fused=on_gpu or None
+            self.masters,
+            lr=RATE,
+            betas=BETAS,
+            fused=on_gpu or None,
         )
 
     def step(self) -> None:
@@ -139,23 +151,32 @@ def measure(flags: str, layers: int, steps: int, device: torch.device) -> dict:
     size = (shape.samples, shape.positions + 1)
     tokens = torch.randint(config.model.vocab_size, size, device=device)
 
-    # the first third of the steps warms up, and compiles
+    # The first third of the steps warms up, and compiles.
     seconds, loss = train(model, tokens, steps, device)
     step = statistics.median(seconds[steps // 3 :])
-    per_step = model_flops(
-        config.model, shape.samples, shape.positions, shape.vocabulary
+
+    # What follows from the time.
+    flops = model_flops(
+        config.model,
+        shape.samples,
+        shape.positions,
+        shape.vocabulary,
     )
-    gpu = device.type == "cuda"
+    speed = flops / step
+    peak = peak_flops(device, torch.bfloat16)
+    allocated = None
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated() / 2**30
     return {
         "model": "plain torch, torch.compile",
         "layers": layers,
         "step_s": step,
         "first_step_s": seconds[0],
         "tokens_per_s": shape.samples * shape.positions / step,
-        "tflops": per_step / step / 1e12,
-        "mfu": utilization(per_step / step, peak_flops(device, torch.bfloat16)),
+        "tflops": speed / 1e12,
+        "mfu": utilization(speed, peak),
         "loss": loss,
-        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "allocated_gib": allocated,
     }
 
 
@@ -185,7 +206,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure, print the result as JSON, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model")
@@ -199,3 +221,7 @@ if __name__ == "__main__":
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -42,17 +42,18 @@ class Part(nn.Module):
     def __init__(self, whole: PlainGPT, start: int, stop: int):
         super().__init__()
         self.blocks = nn.ModuleList(whole.blocks[start:stop])
-        self.is_first, self.is_last = start == 0, stop == len(whole.blocks)
+        self.is_first = start == 0
+        self.is_last = stop == len(whole.blocks)
         if self.is_first:
             self.wte = whole.wte
             self.wpe = whole.wpe
         # The head starts as a copy of the embedding.
         if self.is_last:
             self.lnf = whole.lnf
-            self.head = nn.Linear(
-                whole.wte.embedding_dim, whole.wte.num_embeddings, bias=False
-            )
-            self.head.weight = nn.Parameter(whole.wte.weight.detach().clone())
+            matrix = whole.wte.weight.detach().clone()
+            vocabulary, width = matrix.shape
+            self.head = nn.Linear(width, vocabulary, bias=False)
+            self.head.weight = nn.Parameter(matrix)
 
     def forward(self, x):
         """Tokens [b, s] or hidden states [b, s, h] → hidden states, or logits of the last part."""
@@ -60,7 +61,9 @@ class Part(nn.Module):
             x = self.wte(x) + self.wpe.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.lnf(x)) if self.is_last else x
+        if self.is_last:
+            x = self.head(self.lnf(x))
+        return x
 
 
 def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step:
@@ -70,7 +73,9 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     # The stages of this rank, and the blocks of each.
     mine = PLACES.get(schedule, ((0,), (1,)))[rank]
     num_stages = 2 * len(mine)
-    counts = [int(n) for n in cut.split("+")] if cut else _even(w.layers, num_stages)
+    counts = _even(w.layers, num_stages)
+    if cut:
+        counts = [int(n) for n in cut.split("+")]
     if len(counts) != num_stages or sum(counts) != w.layers:
         example = "+".join(map(str, _even(w.layers, num_stages)))
         raise SystemExit(
@@ -100,13 +105,12 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
         stages.append(stage)
     # The schedule, with the loss of a micro-batch.
     num_microbatches = w.global_batch // m
-    loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
     make = getattr(schedules, SCHEDULES[schedule])
     several = schedule in PLACES
     run = make(
         stages if several else stages[0],
         num_microbatches,
-        loss_fn=loss,
+        loss_fn=_mean_loss,
     )
     # The copies of the tied matrix, which the gradient norm counts once.
     everything = nn.ModuleList(parts)
@@ -119,10 +123,14 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     def step(i: int) -> float:
         rows = data[i % NUM_BATCHES]
         losses = []
-        inputs = () if first is None else (rows[:, :-1].contiguous(),)
+        inputs = []
         named = {}
+        if first is not None:
+            tokens = rows[:, :-1].contiguous()
+            inputs.append(tokens)
         if last is not None:
-            named = dict(target=rows[:, 1:].contiguous(), losses=losses)
+            named["target"] = rows[:, 1:].contiguous()
+            named["losses"] = losses
         run.step(*inputs, **named)
         # Clipping needs the sum of the tied gradients.
         _sum_tied(first, last)
@@ -130,11 +138,19 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         # The first rank gets the loss from the last.
-        total = torch.stack(losses).mean().float() if losses else torch.zeros(())
+        total = torch.zeros(())
+        if losses:
+            total = torch.stack(losses).mean().float()
         dist.all_reduce(total)
         return total.item()
 
     return step
+
+
+def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy in fp32 of logits [b, s, vocabulary] and labels [b, s]."""
+    logits = logits.float().flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten())
 
 
 def _even(layers: int, stages: int) -> list[int]:
@@ -156,9 +172,11 @@ def _clip(counted: list[torch.Tensor], everything: nn.Module) -> None:
     """Clip the gradients by the norm over all ranks. counted: parameters that the norm counts here."""
     norms = torch._foreach_norm([p.grad for p in counted])
     # Each rank has a part of the parameters.
-    square = torch.stack([norm.square() for norm in norms]).sum()
+    square = torch.stack(norms).square().sum()
     dist.all_reduce(square)
-    factor = (CLIP / (square.sqrt() + 1e-6)).clamp(max=1.0)
+    norm = square.sqrt()
+    factor = CLIP / (norm + 1e-6)
+    factor = factor.clamp(max=1.0)
     torch._foreach_mul_([p.grad for p in everything.parameters()], factor)
 
 
@@ -189,11 +207,10 @@ def dspp(w: Workload, dtype: str, method: str) -> Step:
     )
     head = lambda module, x: F.linear(x, module.wte.weight)
     layers = [tied(), *whole.blocks, whole.lnf, tied(forward_fn=head)]
-    loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
     net = PipelineModule(
         layers=layers,
         num_stages=2,
-        loss_fn=loss,
+        loss_fn=_mean_loss,
         activation_checkpoint_interval=0,
         partition_method=method,
     )
@@ -207,9 +224,12 @@ def dspp(w: Workload, dtype: str, method: str) -> Step:
         "zero_optimization": {"stage": 0},
     }
     if dtype == "bf16":
-        config["bf16"], net = {"enabled": True}, net.to(torch.bfloat16)
+        config["bf16"] = {"enabled": True}
+        net = net.to(torch.bfloat16)
     engine, *_ = deepspeed.initialize(
-        model=net, optimizer=plain_adamw(net), config=config
+        model=net,
+        optimizer=plain_adamw(net),
+        config=config,
     )
     data = torch.from_numpy(token_batches(w))
 

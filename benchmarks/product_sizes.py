@@ -131,14 +131,17 @@ def least_times(product: Product, turns: int) -> list[float]:
         for run, of_run in zip((product.compiled, product.by_torch), times):
             start = time.perf_counter()
             run()
-            of_run.append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            of_run.append(seconds)
     # The first turn of each allocates.
     return [min(of_run[1:]) for of_run in times]
 
 
 def products(dtype: torch.dtype) -> Iterator[Product]:
     """All products that are measured."""
-    for side, form in itertools.product(SIDES, FORMS):
+    forms = itertools.product(SIDES, FORMS)
+    for side, form in forms:
+        # Rows, numbers of a sum, columns.
         sizes = [part * side for part in form]
         yield from plain_products(*sizes, dtype)
         yield from products_of_runs(*sizes, dtype)
@@ -183,10 +186,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, and print what was found for each dtype."""
     options = parse_arguments()
-    threads = options.threads or sorted({1, torch.get_num_threads()})
+    threads = options.threads
+    if threads is None:
+        threads = sorted({1, torch.get_num_threads()})
     found = {}
     for name in options.dtypes:
-        if reason := compiled_product.reason_against(DTYPES[name]):
+        reason = compiled_product.reason_against(DTYPES[name])
+        if reason:
             found[name] = f"no compiled products on this machine: {reason}"
         else:
             least = measure(name, threads, options.turns)

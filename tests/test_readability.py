@@ -22,7 +22,7 @@ PACKAGE = ROOT / "megatron_ds"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Programs of a checkout.
 PROGRAMS = [
-    path for folder in (".", "tools") for path in sorted((ROOT / folder).glob("*.py"))
+    path for folder in (".", "tools", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))
 ]
 
 MOST_ON_A_LINE = 5.5  # of any file
