@@ -107,6 +107,7 @@ def compare(cases: int) -> int:
             int(random.integers(1, 5)),
             bool(random.integers(4)),
         )
+        # A corpus of random sentences, and the samples of it.
         sentences, bounds, sizes = corpus(
             random, 4, vocab_size, int(random.integers(2, 60))
         )
@@ -129,6 +130,7 @@ def compare(cases: int) -> int:
             masking=masking,
             pairs=pairs,
         )
+        # Each sample of both.
         for i in range(len(mapping)):
             samples += 1
             found = differing(ours[i], theirs[i])

@@ -96,6 +96,7 @@ def run_rank(
         rank,
         connect_torch("pp", [tuple(range(ranks))], rank),
     )
+    # The stages of this rank, whose layers sleep.
     home = placement(name, ranks, chunks)
     stages = ranks * chunks
     times = tuple(t / 1000 / chunks for t in args.times)
@@ -109,6 +110,7 @@ def run_rank(
         )
         for s in stages_of(rank, home)
     }
+    # The schedule.
     program = lower(SCHEDULES[name](ranks, args.microbatches, chunks), stages)[rank]
     executor = Executor(
         program,
@@ -120,6 +122,7 @@ def run_rank(
         torch.device("cpu"),
         {Op.REDUCE: lambda stage: None},
     )
+    # The steps, of which the timeline has each instruction.
     tokens = torch.zeros(args.microbatches, SHAPE[0], dtype=torch.int64)
     batches = Batch(
         tokens, tokens, tokens.float(), tokens, tuple(range(args.microbatches))
@@ -187,6 +190,7 @@ def main() -> int:
         "--trace", help="folder for a Chrome trace of the last round of each"
     )
     args = parser.parse_args()
+    # The head of the table.
     print(
         f"F, I, W = {', '.join(f'{t:g}' for t in args.times)} ms, {args.microbatches} micro-batches, "
         f"median of {args.rounds} steps (least to most)\n"
@@ -195,6 +199,7 @@ def main() -> int:
         "| schedule | ranks | chunks | bubble foretold | bubble measured | step foretold | step measured |"
     )
     print("|---" * 7 + "|")
+    # Each schedule, as the planner tells it and as it runs.
     strayed = False
     for name in args.schedules:
         for ranks in args.ranks:

@@ -475,6 +475,7 @@ def of_ranks(q, k, v, dout, ranks: int) -> list[torch.Tensor]:
             gradients.add(k[theirs], v[theirs], runs[owner], totals[owner])
         out[own] = result[0].view_as(queries)
         dq[own] = gradients.dq.to(q.dtype)
+    # Gradients of keys and values are those of all queries.
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
     for index, total in zip(where, totals, strict=True):

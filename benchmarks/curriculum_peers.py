@@ -178,6 +178,7 @@ def compare_clusters(cases: int) -> dict[str, int]:
                 assert "admits no sample at step 1" in str(error), error
                 counts["nothing at step 1"] += 1  # where upstream divides by zero
                 continue
+            # The clusters of both.
             counts["cases"] += 1
             drawn = [draw(theirs) for _ in range(steps)]
             clusters = [
@@ -192,6 +193,7 @@ def compare_clusters(cases: int) -> dict[str, int]:
             same = len(ours) == len(clusters) and all(
                 map(np.array_equal, ours, clusters)
             )
+            # All that is drawn up to a step is as easy as this step allows.
             stage = np.searchsorted(
                 order.starts, np.arange(steps) * batch, side="right"
             )
@@ -371,6 +373,7 @@ def resumed_draws(cases: int) -> tuple[int, int, int]:
                     },
                 }
             }
+            # Upstream, whose second sampler resumes from the state of the first.
             first = upstream_sampler(metrics, folder, total, batch)
             before = [draw(first) for _ in range(20)]
             state = first.state_dict()
@@ -378,6 +381,7 @@ def resumed_draws(cases: int) -> tuple[int, int, int]:
             second = upstream_sampler(metrics, folder, total, batch)
             second.load_state_dict(state)
             theirs += [draw(second) for _ in range(20)] != after
+            # Ours, whose order is a function of the position.
             whole = our_order(metrics, folder, total, batch, 40)(
                 np.arange(40 * batch), total
             )
@@ -393,6 +397,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     logging.disable(logging.CRITICAL)
+    # Difficulties at each step.
     rows = []
     bad = 0
     compared, unequal = compare_difficulties(2000)
@@ -403,6 +408,7 @@ def main() -> int:
         )
     )
     bad += unequal
+    # The samples of each cluster.
     with contextlib.redirect_stdout(io.StringIO()):
         counts = compare_clusters(1000)
     rows.append(
@@ -419,6 +425,7 @@ def main() -> int:
         )
     )
     bad += counts["unequal"]
+    # The analysis of a corpus, and what a resumed run draws.
     for what, holds in compare_analysis(1000).items():
         rows.append((f"analysis of 1,000 samples: {what}", "yes" if holds else "NO"))
         bad += not holds
@@ -430,6 +437,7 @@ def main() -> int:
         )
     )
     bad += ours
+    # The report.
     print(f"deepspeed {deepspeed.__version__}")
     for what, result in rows:
         print(f"{what:<100} {result}")

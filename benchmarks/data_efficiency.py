@@ -303,6 +303,7 @@ def times(out: Path, rounds: int = 9) -> None:
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.training.build import build_engine
 
+    # A model that drops tokens, and one batch of them.
     set_allocator(keep_freed=True)
     engine = build_engine(
         config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse),
@@ -311,6 +312,7 @@ def times(out: Path, rounds: int = 9) -> None:
     tokens = torch.randint(
         2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
     )
+    # Steps of all lengths, in turns.
     taken = {}
     for _ in range(rounds):
         for length, kept in STEPS_TIMED:
@@ -329,6 +331,7 @@ def times(out: Path, rounds: int = 9) -> None:
             taken.setdefault((length, kept), []).append(
                 1000 * (time.perf_counter() - start)
             )
+    # The report: times beside what the FLOPs tell.
     rows = [
         [*key, statistics.median(ms[2:]), min(ms[2:]), max(ms[2:])]
         for key, ms in taken.items()

@@ -118,6 +118,7 @@ def measure(
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
+    # The model, its kernels and its data.
     engine = build_engine(config, mesh)
     seconds = []
     launched = []
@@ -126,6 +127,7 @@ def measure(
     size = config.train.global_batch_size
     length = config.model.seq_length
     samples = random_samples(4 * size, length, config.model.vocab_size, seed=1)
+    # The steps. What the host launches is timed without the wait for it.
     progress = Progress()
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(args.steps):
@@ -142,6 +144,7 @@ def measure(
             seconds.append(time.perf_counter() - start)
             progress = progress.after(size, size * length, skipped=outcome.skipped)
             losses.append(outcome.loss)
+    # The first third of the steps warms up.
     measured = statistics.median(seconds[len(seconds) // 3 :])
     flops = model_flops(config.model, size, length, config.padded_vocab_size) / measured
     parameters = sum(p.numel() for p in engine.parameters)
@@ -219,6 +222,7 @@ def main(options: argparse.Namespace) -> int:
             why = f"{type(error).__name__}: {error}"
             found.append({"model": name, "error": why})
             print(f"{name}: {why}" if is_memory else traceback.format_exc(), flush=True)
+        # Figures are kept, and the memory is given to the next model.
         write(found, options.json)
         gc.collect()  # engines hold tensors in cycles
         if options.device != "cpu":

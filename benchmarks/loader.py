@@ -136,6 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return serve(*args.serve, args.samples)
+    # One corpus, which a process of each contestant serves.
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
         write_corpus(prefix, args.documents)
@@ -165,6 +166,7 @@ def main() -> None:
             for name, child in children.items():
                 while "ready" not in child.stdout.readline():
                     assert child.poll() is None, f"{name} did not start"
+            # Contestants take turns.
             for seq_length in args.seq_lengths:
                 for what in ("batch", "sample"):
                     report(children, what, seq_length, args)

@@ -455,6 +455,7 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks
     )
+    # The contestants of this rank, and rows and gradients for them.
     shape = replace(SHAPES[args.shape], dtype=DTYPES[args.dtype])
     made = {
         name: CONTESTANTS[name.partition(":")[0]](
@@ -469,6 +470,7 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
         )
         for _ in range(2)
     )
+    # Results are those of the first contestant.
     differences = {}
     first = None
     for name, contestant in made.items():
@@ -480,6 +482,7 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
         differences[name] = (
             "" if name == "dense" else check(name, (y, dx, gradient), first)
         )
+    # The steps, in turns.
     times = {name: [] for name in made}
     for _ in range(args.steps):
         for name, contestant in made.items():

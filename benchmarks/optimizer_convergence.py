@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1])
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     args = parser.parse_args()
+    # Each optimizer with each of its rates, by one seed.
     make_corpus(args.data)
     args.output.mkdir(parents=True, exist_ok=True)
     tried = {
@@ -206,6 +207,7 @@ def main() -> None:
         for name in args.optimizers
     }
     run_all(args, (trial for trials in tried.values() for trial in trials))
+    # The best rate of each, by all seeds.
     best = {
         name: min(trials, key=partial(final, args)).rate
         for name, trials in tried.items()
@@ -215,6 +217,7 @@ def main() -> None:
         for name in args.optimizers
     }
     run_all(args, (trial for trials in repeated.values() for trial in trials))
+    # The report, relative to Adam's last loss.
     curves = {
         name: mean_curve([losses(trial.path(args.output)) for trial in trials])
         for name, trials in repeated.items()

@@ -84,6 +84,7 @@ def write_corpus(path: Path, megabytes: float) -> None:
     standard, installed = (
         Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")
     )
+    # Documentation: the help of Python, docstrings of its library and of installed packages.
     prose = {own.prose(text) for text in own.help_topics()} | {
         own.prose(text) for text in own.docstrings(standard)
     }
@@ -96,6 +97,7 @@ def write_corpus(path: Path, megabytes: float) -> None:
         f"{len(texts):,} documents of documentation, {size / 1e6:.1f} MB; then sources",
         flush=True,
     )
+    # Sources fill up the rest, in an order that looks random and is always the same.
     files = sorted(p for root in (standard, installed) for p in root.rglob("*.py"))
     for file in sorted(files, key=lambda p: hashlib.sha256(p.name.encode()).digest()):
         if size > megabytes * 1e6:
@@ -196,6 +198,7 @@ def race(args: argparse.Namespace) -> None:
     names = ["ours", *(f"ours/{backend}" for backend in args.backends)] + (
         ["ours/part", "peer"] if args.peer_python else []
     )
+    # Each round runs all contestants, on one core.
     seconds = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
@@ -216,6 +219,7 @@ def race(args: argparse.Namespace) -> None:
             seconds[name].append(
                 float(done.stdout.split()[-1]) if name == "peer" else whole
             )
+    # The report.
     for name, times in seconds.items():
         size = sizes["part" if name in ("ours/part", "peer") else "corpus"] / 1e6
         low = min(times)
@@ -233,6 +237,7 @@ def race(args: argparse.Namespace) -> None:
         print(
             f"ours over the peer, round by round: {', '.join(f'{r:.1f}' for r in ratio)}"
         )
+        # The files of both.
         for end in ("bin", "idx"):
             mine = folder / f"ours_part_text_document.{end}"
             theirs = folder / f"peer.{end}"

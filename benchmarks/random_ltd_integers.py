@@ -50,10 +50,12 @@ def compare(draw: random.Random) -> tuple[int, int]:
     blocks = draw.randint(1, 96)
     batch = draw.randint(1, 2048)
     dropping = draw.randint(1, blocks)
+    # The same schedule in both libraries.
     drop = TokenDrop(
         tuple(range(dropping)), blocks, Rise(least, most, steps, multiple, lowest=0)
     )
     upstream = upstream_of(least, most, steps, multiple, blocks, dropping, batch)
+    # Each step's number of tokens, and the sum so far.
     compared = differ = consumed = 0
     for step in range(steps + draw.randint(1, 100)):
         upstream.update_seq(step)
@@ -62,6 +64,7 @@ def compare(draw: random.Random) -> tuple[int, int]:
         compared = compared + 2
         differ = differ + (drop.kept_at(step) != upstream.get_current_seq())
         differ += consumed != state["consumed_layer_tokens"]
+    # The sum that is told beforehand.
     total = upstream_of(
         least, most, steps, multiple, blocks, dropping, batch
     ).get_total_layer_tokens(steps)

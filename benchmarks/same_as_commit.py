@@ -231,6 +231,7 @@ class Tree:
             else ""
         )
         command_line = [self.python, *launcher.split(), str(self.root / script), *flags]
+        # A port of this machine, for the ranks to meet.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             world = {
@@ -241,6 +242,7 @@ class Tree:
             }
         folder.mkdir(parents=True, exist_ok=True)
         logs = [folder / f"log.{rank}" for rank in range(1 if torchrun else ranks)]
+        # All ranks, each with a log file.
         processes = []
         try:
             for rank, path in enumerate(logs):

@@ -128,6 +128,7 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(logical_value(_our_name(name), values, w)))
+    # Column and row parallelism, and logits divided by vocabulary.
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
         parallelize_module(
@@ -149,6 +150,7 @@ def dtensor(w: Workload, rank: int, world: int, dtype: str) -> Step:
         },
     )
     model.head.weight = model.wte.weight
+    # The optimizer, with the tied matrix once.
     parameters = list(dict.fromkeys(model.parameters()))
     optimizer = adamw(parameters)
     data = torch.from_numpy(token_batches(w))

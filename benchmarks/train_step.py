@@ -174,6 +174,7 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
         import tensor_parallel_peers
 
         return getattr(tensor_parallel_peers, kind)(w, rank, world, dtype)
+    # Plain models, in one process or under DDP.
     plain, _, policy = kind.partition("+")
     if plain in ("eager", "compile", "ddp", "ddp-compile"):
         return contestants.plain(
@@ -188,6 +189,7 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
             if kind == "torchpp"
             else pipeline_peers.dspp(w, dtype, detail or "parameters")
         )
+    # What divides the state of the optimizer.
     import data_parallel_peers
 
     if kind == "ddp-zero":

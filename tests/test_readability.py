@@ -22,7 +22,9 @@ PACKAGE = ROOT / "megatron_ds"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Programs of a checkout.
 PROGRAMS = [
-    path for folder in (".", "tools", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))
+    path
+    for folder in (".", "tools", "benchmarks")
+    for path in sorted((ROOT / folder).glob("*.py"))
 ]
 
 MOST_ON_A_LINE = 5.5  # of any file
@@ -211,14 +213,15 @@ def longest_run(function: ast.FunctionDef, comments: set[int]) -> int:
 
 def test_phases_of_a_routine_have_comments():
     unmarked = []
-    for path in FILES:
+    for path in (*FILES, *PROGRAMS):
         comments = lines_with_comments(path)
         for node in ast.walk(tree_of(path)):
             if not isinstance(node, FUNCTIONS):
                 continue
             run = longest_run(node, comments)
             if run > MOST_STATEMENTS_WITHOUT_COMMENT:
-                unmarked.append(f"{place(path)}:{node.lineno} {node.name}: {run}")
+                where = path.relative_to(ROOT)
+                unmarked.append(f"{where}:{node.lineno} {node.name}: {run}")
     assert not unmarked
 
 
