@@ -61,20 +61,23 @@ class CopiesUnderWay:
         """The copies. They have their values behind the last of `tiles`."""
         return self._copies
 
+    def end(self) -> None:
+        """What is not copied from host memory yet is not copied any more."""
+        self._host_copies_have_ended.set()
+
     def tiles(self) -> Iterator[CopiedPiece]:
-        """Copy what lies in host memory, wait for the GPU, and yield all values. Called by the thread of the save.
+        """Copy what lies in host memory, wait for the GPU, and yield all values. Called by the thread of the save,
+        which also calls `end` where it does not take all tiles.
 
         Each tile is yielded while it is in the cache of the processor, and is so small that torch computes with the
         calling thread alone: a parallel operation would give this thread a team of its own, and while a process has
         more OpenMP threads than processors, those of the step sleep at each barrier instead of waiting for a moment.
         """
         pairs = list(zip(self._copies, self._sources))
-        try:
-            for copied, source in pairs:
-                if not source.is_cuda:
-                    yield from _copy_tiles(copied, source)
-        finally:
-            self._host_copies_have_ended.set()
+        for copied, source in pairs:
+            if not source.is_cuda:
+                yield from _copy_tiles(copied, source)
+        self.end()
         wait_for_mark_in_thread(self._mark)
         self._sources = ()
         for copied, source in pairs:

@@ -110,6 +110,7 @@ class Saves:
     def _advance(self) -> None:
         """Take the next step of the save under way, and report what it brought."""
         pending = self._pending
+        was_complete = pending.save.path is not None
         # After an error there is nothing to wait for.
         self._pending = None
         begin = time.perf_counter()
@@ -120,7 +121,7 @@ class Saves:
             self._pending = pending
         if not is_finite(pending.save.reasons, pending.progress, self._engine):
             return
-        if pending.save.path is not None and self.step != pending.save.step:
+        if pending.save.path is not None and not was_complete:
             self._report(pending)
 
     def _report(self, pending: _Pending) -> None:

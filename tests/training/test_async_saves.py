@@ -102,6 +102,15 @@ def test_a_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path):
         assert all(record["save_seconds"] > 0 for record in saves)
 
 
+def test_a_save_before_the_first_step_is_reported(tmp_path):
+    """Also where --load is given, and there was nothing to load: the newest step is 0 from the start."""
+    words = ["--save", tmp_path, "--load", tmp_path, "--extra-save-iters", "0"]
+    words += ["--async-save", "--train-iters", "1", "--lr-warmup-iters", "0"]
+    ended = train(1, [*MOCK, *words])
+    assert SAVED.findall(ended[0].out) == ["0"]
+    assert [record["step"] for record in records(tmp_path, "save")] == [0, 1]
+
+
 def test_a_save_waits_for_the_one_before(tmp_path):
     """Each step asks for one while a file takes longer than a step: none is lost."""
     job = [*MOCK, *EACH_STEP, "--save", tmp_path, "--async-save"]
