@@ -2,6 +2,7 @@
 error of a writer ends all ranks."""
 
 import contextlib
+import math
 import re
 import signal
 import threading
@@ -12,8 +13,16 @@ from functools import partial
 import pytest
 
 from megatron_ds.checkpoint.load import latest
-from tests.harness.pretraining import MOCK, TINY, losses, records, run_pretrain, train
-from tests.harness.spoilers import signal_at_step
+from tests.harness.pretraining import (
+    GLOBAL_BATCH,
+    MOCK,
+    TINY,
+    losses,
+    records,
+    run_pretrain,
+    train,
+)
+from tests.harness.spoilers import poisoned, signal_at_step
 
 pytestmark = pytest.mark.processes
 
@@ -128,6 +137,26 @@ def test_an_error_of_a_writer_ends_all_ranks_with_its_code(tmp_path, victim):
     assert error in ended[0].err and f"rank {victim}" in ended[0].err
     assert "No space left" in ended[0].err
     assert latest(tmp_path) == 2
+
+
+@contextlib.contextmanager
+def overflowing(rank: int, *, step: int):
+    """All gradients of a step overflow, while the save before it is written."""
+    samples = range(step * GLOBAL_BATCH - GLOBAL_BATCH, step * GLOBAL_BATCH)
+    with poisoned(rank, module="decoder.layers.1", samples=samples, value=math.inf):
+        with slow_writers(rank, seconds=0.5):
+            yield
+
+
+def test_an_error_of_all_ranks_completes_the_save_under_way(tmp_path):
+    """The loss scale cannot be lowered."""
+    job = [*MOCK, "--fp16", "--hysteresis", "1", "--save-interval", "3"]
+    job += ["--initial-loss-scale", "2", "--min-loss-scale", "2"]
+    job += ["--save", tmp_path, "--async-save"]
+    ended = run_pretrain(2, job, spoil=partial(overflowing, step=4))
+    assert [rank.code for rank in ended] == [2, 2]
+    assert "at its minimum of 2" in ended[0].err
+    assert latest(tmp_path) == 3
 
 
 def test_a_signal_completes_the_save_under_way_and_saves_the_last_step(tmp_path):
