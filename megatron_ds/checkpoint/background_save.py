@@ -75,7 +75,7 @@ class ThreadedCall:
 class BackgroundSave:
     """One save under way.
 
-    copied    the copies: the pieces may change behind its `wait`
+    copied    the copies, whose `wait` must precede any change of the pieces
     path      of the checkpoint, once it is published
     reasons   of each rank, why it does not want this state to be saved; there is no checkpoint with any
     """
@@ -89,7 +89,7 @@ class BackgroundSave:
         reason_against: Callable[[Iterable[Piece]], str | None] = lambda pieces: None,
         pace: Pace | None = None,
     ):
-        """Begin it: the pieces may change behind `copied`. Collective over the world.
+        """Begin the save: the pieces may change behind `copied.wait()`. Collective over the world.
 
         reason_against: called by the thread with the copies; a reason drops the save, without an error
         pace: of the thread that writes, as long as nothing waits for it

@@ -28,7 +28,7 @@ from .run_checkpoint import (
 )
 
 # The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
-# other, so that a step slows by the share that is taken from one of them.
+# other, so a step is slower by the share that one of them loses.
 WRITERS_SHARE = 0.02
 
 

@@ -3,9 +3,9 @@
     before   x → norm → linear_qkv
     after    attended → linear_proj → + x, norm → linear_fc1 → activation → linear_fc2 → + sum
 
-A function of autograd that is written in Python takes the host about 10 µs, and views between functions as much:
-more than a GPU takes for a small block. Both compute what the layers compute one by one, in the same order, and
-keep the same tensors.
+A function of autograd that is written in Python takes the host about 10 µs, and views between functions as much. For
+a small block that is more than a GPU takes. The two functions compute what the layers compute one by one, in the same
+order, and keep the same tensors.
 """
 
 from itertools import chain, repeat
@@ -49,7 +49,7 @@ Linear = tuple[Parameters, LinearCall, LinearProducts]
 
 
 class JoinedNorm(NamedTuple):
-    """A norm and how it is computed. module: has its `eps`"""
+    """A norm: the functions that compute it, its parameters, and the module, which has its `eps`."""
 
     halves: Halves
     parameters: Parameters
@@ -169,8 +169,8 @@ def _layers_of(block: Block) -> JoinedLayers | None:
 
 
 class Join:
-    """Joins the functions of one block: again when its inputs have another shape, when layers, parameters or the
-    activation are replaced, and when ZeRO begins or ceases to manage the parameters."""
+    """The joined functions of one block. They are joined again when its inputs have another shape, when a layer, a
+    parameter or the activation is replaced, and when ZeRO begins or ceases to manage the parameters."""
 
     def __init__(self):
         self._key: tuple | None = None
@@ -191,7 +191,7 @@ class Join:
         hooks on them or a `forward` of their own, under torch's autocast, and where parameters are frozen."""
         if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
             return None
-        # The same as in the last call, in most calls.
+        # In most calls all of this is as in the last call.
         activation = vars(block._modules["mlp"]).get("activation")
         is_managed = all(map(hasattr, self._parameters, _ADDS))
         key = x.shape, x.dtype, CHOICES.number, activation, is_managed
