@@ -84,7 +84,8 @@ class Saves:
         """Called before state changes: waits for the copies of the save that has begun."""
         if self._pending is not None:
             begin = time.perf_counter()
-            self._pending.save.copied.wait()
+            with places.phase(places.SAVING):
+                self._pending.save.copied.wait()
             self._pending.stall += time.perf_counter() - begin
 
     def after_step(self, ready: int) -> None:

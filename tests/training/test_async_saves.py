@@ -9,10 +9,14 @@ import threading
 import time
 from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ds.checkpoint.load import latest
+from megatron_ds.host import places
+from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.training.saves import Saves
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
     MOCK,
@@ -137,6 +141,26 @@ def test_an_error_of_a_writer_ends_all_ranks_with_its_code(tmp_path, victim):
     assert error in ended[0].err and f"rank {victim}" in ended[0].err
     assert "No space left" in ended[0].err
     assert latest(tmp_path) == 2
+
+
+def test_an_update_that_waits_for_copies_is_in_the_phase_of_a_save(
+    tmp_path, monkeypatch
+):
+    """A rank may take long in it. The launcher counts one that trains as hung after ten seconds and two steps."""
+    path = tmp_path / "places"
+    writer = PlaceWriter(path, {})
+    writer.step(2)
+    monkeypatch.setattr(places, "_writer", [writer])
+    seen = []
+    note = lambda: seen.append(read_places(path).places[-1].phase)
+    save = SimpleNamespace(copied=SimpleNamespace(wait=note))
+    checkpoint = SimpleNamespace(async_save=False)
+    engine = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint))
+    found = Saves(engine, {}, None)
+    found._pending = SimpleNamespace(save=save, stall=0.0)
+    found.before_update()
+    note()
+    assert seen == [places.SAVING, places.TRAINING]
 
 
 @contextlib.contextmanager
