@@ -1,5 +1,4 @@
-"""What a checkpoint costs training: seconds that steps wait, with and without --async-save, and how much slower steps
-are while a thread copies and writes.
+"""What a checkpoint costs training, with and without --async-save: waits of steps, and steps that a thread slows.
 
     python benchmarks/async_save.py                       # 75 M parameters, 0.9 GB, one process
     python benchmarks/async_save.py --folder /mnt/disk --saves 5
