@@ -1,13 +1,13 @@
-"""What a checkpoint costs training: seconds that steps wait, with and without --async-save, and how much slower steps
-are while a thread copies and writes.
+"""What a checkpoint costs training, with and without --async-save: waits of steps, and steps that a thread slows.
 
     python benchmarks/async_save.py                       # 75 M parameters, 0.9 GB, one process
     python benchmarks/async_save.py --folder /mnt/disk --saves 5
 
-By turns in one process: a save that waits, and a save in the background with steps beside it. The files of both are
-compared. The speed of a machine changes by more than a thread costs, so that steps come in pairs: the thread works
-during one of them, and is held during the other. The first step, which has the copy of the state beside it, is
-compared with the step before it. Medians over the turns; the first turn, which imports and allocates, is left out.
+Each turn has a save that waits, and a save in the background with steps beside it, in one process. The files of both
+are compared. The speed of a machine changes by more than a thread costs. Steps are therefore measured in pairs: the
+thread works during one step of a pair, and is held during the other. The first step, beside which the state is copied,
+is compared with the step before it. The table has medians over the turns, without the first, which imports and
+allocates.
 """
 
 import argparse

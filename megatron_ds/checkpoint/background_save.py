@@ -13,10 +13,10 @@ there, on all ranks. The files are those of `save`, byte for byte. Until it is p
 after a crash.
 """
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,27 @@ from .pieces import Piece
 from .save import Saving
 from .state_copies import Copies, CopiesUnderWay
 
+LONGEST_END = 5.0  # seconds for which a process that ends waits for the thread
+
 
 class ThreadedCall:
     """A function that runs in a thread of its own.
 
-    It does not keep a process that fails from ending.
+    A process that fails does not wait for the result. It stops the function, since the interpreter aborts a process,
+    whatever its exit code, that ends while a thread is inside an operation of torch.
     """
 
-    def __init__(self, function: Callable[[], Any]):
+    def __init__(self, function: Callable[[], Any], stop: Callable[[], None]):
+        """stop: called by another thread, makes the function raise soon"""
         self._function = function
+        self._stop = stop
         self._value: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name="checkpoint", daemon=True
         )
         self._thread.start()
+        atexit.register(self._end)
 
     @property
     def has_ended(self) -> bool:
@@ -49,6 +55,7 @@ class ThreadedCall:
     def result(self) -> Any:
         """Wait for the function, and return its value or raise its error."""
         self._thread.join()
+        atexit.unregister(self._end)
         if self._error is not None:
             raise self._error
         return self._value
@@ -59,11 +66,16 @@ class ThreadedCall:
         except BaseException as error:  # noqa: BLE001  `result` raises it
             self._error = error
 
+    def _end(self) -> None:
+        if not self.has_ended:
+            self._stop()
+            self._thread.join(LONGEST_END)
+
 
 class BackgroundSave:
     """One save under way.
 
-    copied    the copies: the pieces may change behind its `wait`
+    copied    the copies, whose `wait` must precede any change of the pieces
     path      of the checkpoint, once it is published
     reasons   of each rank, why it does not want this state to be saved; there is no checkpoint with any
     """
@@ -77,7 +89,7 @@ class BackgroundSave:
         reason_against: Callable[[Iterable[Piece]], str | None] = lambda pieces: None,
         pace: Pace | None = None,
     ):
-        """Begin it: the pieces may change behind `copied`. Collective over the world.
+        """Begin the save: the pieces may change behind `copied.wait()`. Collective over the world.
 
         reason_against: called by the thread with the copies; a reason drops the save, without an error
         pace: of the thread that writes, as long as nothing waits for it
@@ -99,7 +111,7 @@ class BackgroundSave:
             self.copied = copies.take(saving.own(pieces))
         except Exception as error:
             failed = error
-        self._work: ThreadedCall | None = ThreadedCall(lambda: self._write(failed))
+        self._work: ThreadedCall | None = self._threaded(lambda: self._write(failed))
         self._next = [self._publish, self._agree, self._end]
 
     @property
@@ -128,12 +140,16 @@ class BackgroundSave:
         """Thread: this rank's part of the index, and its reason against the save."""
         if failed is not None:
             raise failed
-        with closing(self.copied.tiles()) as tiles:
+        tiles = self._pace.checked(self.copied.tiles())
+        try:
             reason = self._reason_against(tiles)
             if reason is not None:
                 return None, reason
             # What was not looked at is copied, too.
             deque(tiles, maxlen=0)
+        finally:
+            # The update waits for the copies, also where there is a reason or an error.
+            self.copied.end()
         return self._saving.write(self.copied.pieces, self._pace), None
 
     def _publish(self) -> None:
@@ -156,4 +172,7 @@ class BackgroundSave:
         self._saving.close()
 
     def _on_rank_0(self, function: Callable[[], Any]) -> ThreadedCall | None:
-        return ThreadedCall(function) if self._saving.is_first_rank else None
+        return self._threaded(function) if self._saving.is_first_rank else None
+
+    def _threaded(self, function: Callable[[], Any]) -> ThreadedCall:
+        return ThreadedCall(function, self._pace.stop)

@@ -1,7 +1,7 @@
-"""`Copies`: host memory for the state of one save after the other, which is copied while training goes on.
+"""`Copies`: host memory for the state of a checkpoint, into which it is copied while training goes on.
 
-A GPU copies on a stream of its own, and the thread of the save copies what already lies in host memory. Both work
-beside the next forward and backward, which only read the state; the update waits for them (`CopiesUnderWay.wait`).
+A GPU copies on a stream of its own; the thread of the save copies what lies in host memory. Both run beside the next
+forward and backward, which only read the state. The update waits for both (`CopiesUnderWay.wait`).
 """
 
 import threading
@@ -52,29 +52,32 @@ class CopiesUnderWay:
             self._host_copies_have_ended.set()
 
     def wait(self) -> None:
-        """The sources may change behind it: the host waits for the thread, and the current stream for the GPU."""
+        """Wait until the sources may change: the host for the thread, the current stream for the copies of the GPU."""
         self._mark.wait()
         self._host_copies_have_ended.wait()
 
     @property
     def pieces(self) -> Sequence[CopiedPiece]:
-        """The copies. They have their values behind the last of `tiles`."""
+        """The copies. Their values are complete when `tiles` is exhausted."""
         return self._copies
 
-    def tiles(self) -> Iterator[CopiedPiece]:
-        """Copy what lies in host memory, wait for the GPU, and yield all values. Called by the thread of the save.
+    def end(self) -> None:
+        """What is not copied from host memory yet is not copied any more."""
+        self._host_copies_have_ended.set()
 
-        Each tile is yielded while it is in the cache of the processor, and is so small that torch computes with the
-        calling thread alone: a parallel operation would give this thread a team of its own, and while a process has
-        more OpenMP threads than processors, those of the step sleep at each barrier instead of waiting for a moment.
+    def tiles(self) -> Iterator[CopiedPiece]:
+        """Copy what lies in host memory, wait for the GPU, and yield all values. Called by the thread of the save,
+        which also calls `end` where it does not take all tiles.
+
+        A tile is yielded while the processor's cache has it. It is so small that torch computes with the calling thread
+        alone. A parallel operation would give this thread a team of its own, and where a process has more OpenMP
+        threads than processors, those of the step sleep at each barrier.
         """
         pairs = list(zip(self._copies, self._sources))
-        try:
-            for copied, source in pairs:
-                if not source.is_cuda:
-                    yield from _copy_tiles(copied, source)
-        finally:
-            self._host_copies_have_ended.set()
+        for copied, source in pairs:
+            if not source.is_cuda:
+                yield from _copy_tiles(copied, source)
+        self.end()
         wait_for_mark_in_thread(self._mark)
         self._sources = ()
         for copied, source in pairs:

@@ -13,13 +13,14 @@ from torch.autograd.function import Function, once_differentiable
 
 
 class Halves(NamedTuple):
-    """A forward and its backward, for a function of autograd that computes several: autograd follows neither."""
+    """The forward and the backward of an operation, for a function of autograd that computes several operations. They
+    run without autograd."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
     def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates an implementation of an operation that computes the same, which has them as `halves`."""
+        """Decorates an implementation of the operation. Its attribute `halves` is then this pair."""
         implementation.halves = self
         return implementation
 
@@ -30,7 +31,7 @@ def direct_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, which costs nothing in a backward that records no graph."""
+    """`once_differentiable`, without its cost in a backward that records no graph."""
     recorded = once_differentiable(backward)
 
     @functools.wraps(backward)

@@ -2,6 +2,12 @@
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from ..errors import MegatronDSError
+
+T = TypeVar("T")
 
 
 class Pace:
@@ -14,14 +20,34 @@ class Pace:
         self._share = share
         self._used: float | None = None
         self._hurried = threading.Event()
+        self._is_stopped = False
 
     def pause(self) -> None:
-        """Sleep as long as the processor time since the last call asks for; not behind `hurry`."""
+        """Sleep as long as the processor time since the last call asks for; not behind `hurry`.
+
+        Raises MegatronDSError behind `stop`.
+        """
         used = time.thread_time()
         if self._used is not None:
             self._hurried.wait((used - self._used) * (1 / self._share - 1))
+        self._check()
         self._used = time.thread_time()
+
+    def checked(self, parts: Iterable[T]) -> Iterator[T]:
+        """The parts of the work, without pauses. Raises MegatronDSError behind `stop`."""
+        for part in parts:
+            self._check()
+            yield part
 
     def hurry(self) -> None:
         """End the pause and all later ones: something waits for the thread. Called by another thread."""
         self._hurried.set()
+
+    def stop(self) -> None:
+        """End the work: the process ends. Called by another thread."""
+        self._is_stopped = True
+        self.hurry()
+
+    def _check(self) -> None:
+        if self._is_stopped:
+            raise MegatronDSError("the process ends before its thread has ended")

@@ -28,7 +28,7 @@ from .run_checkpoint import (
 )
 
 # The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
-# other, so that a step slows by the share that is taken from one of them.
+# other, so a step is slower by the share that one of them loses.
 WRITERS_SHARE = 0.02
 
 
@@ -84,7 +84,8 @@ class Saves:
         """Called before state changes: waits for the copies of the save that has begun."""
         if self._pending is not None:
             begin = time.perf_counter()
-            self._pending.save.copied.wait()
+            with places.phase(places.SAVING):
+                self._pending.save.copied.wait()
             self._pending.stall += time.perf_counter() - begin
 
     def after_step(self, ready: int) -> None:
@@ -110,6 +111,7 @@ class Saves:
     def _advance(self) -> None:
         """Take the next step of the save under way, and report what it brought."""
         pending = self._pending
+        was_complete = pending.save.path is not None
         # After an error there is nothing to wait for.
         self._pending = None
         begin = time.perf_counter()
@@ -120,7 +122,7 @@ class Saves:
             self._pending = pending
         if not is_finite(pending.save.reasons, pending.progress, self._engine):
             return
-        if pending.save.path is not None and self.step != pending.save.step:
+        if pending.save.path is not None and not was_complete:
             self._report(pending)
 
     def _report(self, pending: _Pending) -> None:

@@ -27,6 +27,7 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -330,11 +331,14 @@ class ScalerState:
         if lives > 1:
             return ScalerState(scale, lives - 1, self.iteration, self.iteration + 1)
         if scale <= rule.minimum:
-            raise ConfigError(
+            error: Any = ConfigError(
                 f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss "
                 f"scale is at its minimum of {rule.minimum:g}: a lower scale would not help because the loss "
                 "itself diverges. Lower the learning rate, train in bf16, or lower --min-loss-scale."
             )
+            # Overflow is that of all ranks.
+            error.on_all_ranks = True
+            raise error
         return ScalerState(
             max(scale / FACTOR, rule.minimum), lives, self.iteration, self.iteration + 1
         )

@@ -1,7 +1,10 @@
 """A save in the background has the bytes of a save, holds the state of its beginning whatever happens to it then,
 is invisible until it is published, and fails on all ranks."""
 
+import contextlib
 import hashlib
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +175,59 @@ def test_a_reason_of_one_rank_drops_the_save_on_all(tmp_path):
     assert run_ranks(LAYOUT.world_size, main) == [expected] * LAYOUT.world_size
     assert latest(tmp_path) is None
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".iter")]
+
+
+def refuse_at_once(pieces):
+    return "a bad value"
+
+
+def fail_at_once(pieces):
+    raise MemoryError("no memory is left")
+
+
+@pytest.mark.parametrize("look", [refuse_at_once, fail_at_once])
+def test_an_update_does_not_wait_for_what_is_not_copied(tmp_path, look):
+    saving = Saving(tmp_path, 1, {}, solo())
+    pending = BackgroundSave(saving, pieces_of(Layout(), 0, 1), {}, Copies(), look)
+    update = threading.Thread(target=pending.copied.wait, daemon=True)
+    update.start()
+    update.join(60)
+    assert not update.is_alive()
+    with contextlib.suppress(CheckpointError):
+        pending.finish()
+    assert latest(tmp_path) is None
+
+
+FAILING = """
+import sys
+import torch
+from megatron_ds.checkpoint.background_save import BackgroundSave, Copies
+from megatron_ds.checkpoint.save import Saving
+from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.param_spec import Init, ParamSpec
+from tests.harness.states import StatePiece
+
+def look(pieces):
+    for piece in pieces:
+        for _ in range(1000):
+            torch.aminmax(piece.tensor)
+
+size = 1 << 26
+spec = ParamSpec("large", (size,), Init("zeros"))
+piece = StatePiece(spec, "weight", 0, size, torch.zeros(1).expand(size), 0, 1)
+save = BackgroundSave(Saving(sys.argv[1], 1, {}, solo()), [piece], {}, Copies(), look)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_fails_beside_the_thread_keeps_its_exit_code(tmp_path):
+    """The interpreter aborts where a thread is inside an operation of torch at its end."""
+    command = [sys.executable, "-c", FAILING, str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert ended.returncode == 3 and "terminate" not in ended.stderr
+    assert latest(tmp_path) is None
 
 
 def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from megatron_ds.errors import MegatronDSError
 from megatron_ds.host import pace as module
 from megatron_ds.host.pace import Pace
 
@@ -60,3 +61,15 @@ def test_hurry_ends_the_pause_and_all_later_ones(clock):
     assert not ended.is_set()
     pace.hurry()
     assert ended.wait(60)
+
+
+def test_stop_ends_the_work(clock):
+    pace = Pace(1e-9)
+    parts = pace.checked(range(3))
+    pace.pause()
+    assert next(parts) == 0
+    clock.used += 1
+    pace.stop()
+    for more in (pace.pause, lambda: next(parts)):
+        with pytest.raises(MegatronDSError, match="ends"):
+            more()

@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 
+from megatron_ds.extensions.joined_blocks import joined_block
 from megatron_ds.extensions.joined_blocks.joined_block import Join
+from megatron_ds.models.attention import CoreAttention
+from megatron_ds.ops.norms import LayerNorm
 from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
 
 pytestmark = pytest.mark.plan
@@ -129,6 +132,93 @@ def test_layers_that_are_replaced_compute(joined):
     fc1.weight = weight
     assert torch.equal(results(), old)
     assert joined == [True, False, True, False, True]
+
+
+def bare_norm(block):
+    block.input_layernorm = torch.nn.Identity()
+
+
+def other_class_of_norm(block):
+    norm = DoubledNorm(len(block.pre_mlp_layernorm.weight), name="norm")
+    norm._parameters = block.pre_mlp_layernorm._parameters
+    block.pre_mlp_layernorm = norm
+
+
+def other_activation(block):
+    block.mlp.activation = torch.relu
+
+
+def other_eps(block):
+    block.input_layernorm.eps = block.pre_mlp_layernorm.eps = 0.5
+
+
+def own_forward(block):
+    forward = block.mlp.linear_fc2.forward
+    block.mlp.linear_fc2.forward = lambda x: forward(x) * 2
+
+
+CHANGES = (bare_norm, other_class_of_norm, other_activation, other_eps, own_forward)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_layer_counts_from_the_next_forward(change, monkeypatch):
+    runs = Runs("gpt", "fp32")
+    block = runs.run.stage.modules[0]
+    results = lambda: block(runs.x.requires_grad_(), runs.run.batch)
+    old = results()
+    change(block)
+    found = results()
+    monkeypatch.setattr(Join, "__call__", lambda self, *arguments: None)
+    assert torch.equal(found, results()) and not torch.equal(found, old)
+
+
+class DoubledNorm(LayerNorm):
+    """A norm of another kind."""
+
+    def forward(self, x, residual=None):
+        found = super().forward(x, residual)
+        return found * 2 if residual is None else (found[0] * 2, found[1])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
+    """Neither before an engine takes the module, nor after it is destroyed."""
+    runs = Runs("gpt", "fp32")
+    block = runs.run.stage.modules[0]
+    parameters = list(block.parameters())
+    added = [(p, p.add_main_grad) for p in parameters]
+    if first:
+        runs.results(1)
+    for p in parameters:
+        del p.add_main_grad, p.add_main_product, p.take_main_grad
+        del p.take_new_main_grad
+    for hook in runs.run.engine.optimizer.trained[0].buckets.hooks:
+        hook.remove()
+    del joined[:]
+    for _ in range(2):
+        x = runs.x.clone().requires_grad_()
+        block(x, runs.run.batch).backward(runs.dy)
+    assert joined == [False, False]
+    assert all(p.grad is not None and p.grad.any() for p in parameters)
+    for p, add in added:
+        p.add_main_grad = add
+    block(x, runs.run.batch)
+    assert joined[-1]
+
+
+def test_a_core_may_return_a_part_of_its_memory(joined, monkeypatch):
+    def parted(core, *arguments):
+        y = forward(core, *arguments)
+        return torch.cat([y, y], -1)[..., : y.shape[-1]]
+
+    forward = CoreAttention.forward
+    monkeypatch.setattr(CoreAttention, "forward", parted)
+    seen = []
+    rows = joined_block.row_rows
+    note = lambda x, *others: seen.append(x.is_contiguous()) or rows(x, *others)
+    monkeypatch.setattr(joined_block, "row_rows", note)
+    check_equal(Runs("gpt", "fp32").results(), one_by_one(monkeypatch, "gpt", "fp32"))
+    assert all(joined) and seen and all(seen)
 
 
 class AddsOne(torch.nn.Module):

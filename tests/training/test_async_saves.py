@@ -2,18 +2,31 @@
 error of a writer ends all ranks."""
 
 import contextlib
+import math
 import re
 import signal
 import threading
 import time
 from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ds.checkpoint.load import latest
-from tests.harness.pretraining import MOCK, TINY, losses, records, run_pretrain, train
-from tests.harness.spoilers import signal_at_step
+from megatron_ds.host import places
+from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.training.saves import Saves
+from tests.harness.pretraining import (
+    GLOBAL_BATCH,
+    MOCK,
+    TINY,
+    losses,
+    records,
+    run_pretrain,
+    train,
+)
+from tests.harness.spoilers import poisoned, signal_at_step
 
 pytestmark = pytest.mark.processes
 
@@ -102,6 +115,15 @@ def test_a_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path):
         assert all(record["save_seconds"] > 0 for record in saves)
 
 
+def test_a_save_before_the_first_step_is_reported(tmp_path):
+    """Also where --load is given, and there was nothing to load: the newest step is 0 from the start."""
+    words = ["--save", tmp_path, "--load", tmp_path, "--extra-save-iters", "0"]
+    words += ["--async-save", "--train-iters", "1", "--lr-warmup-iters", "0"]
+    ended = train(1, [*MOCK, *words])
+    assert SAVED.findall(ended[0].out) == ["0"]
+    assert [record["step"] for record in records(tmp_path, "save")] == [0, 1]
+
+
 def test_a_save_waits_for_the_one_before(tmp_path):
     """Each step asks for one while a file takes longer than a step: none is lost."""
     job = [*MOCK, *EACH_STEP, "--save", tmp_path, "--async-save"]
@@ -119,6 +141,46 @@ def test_an_error_of_a_writer_ends_all_ranks_with_its_code(tmp_path, victim):
     assert error in ended[0].err and f"rank {victim}" in ended[0].err
     assert "No space left" in ended[0].err
     assert latest(tmp_path) == 2
+
+
+def test_an_update_that_waits_for_copies_is_in_the_phase_of_a_save(
+    tmp_path, monkeypatch
+):
+    """A rank may take long in it. The launcher counts one that trains as hung after ten seconds and two steps."""
+    path = tmp_path / "places"
+    writer = PlaceWriter(path, {})
+    writer.step(2)
+    monkeypatch.setattr(places, "_writer", [writer])
+    seen = []
+    note = lambda: seen.append(read_places(path).places[-1].phase)
+    save = SimpleNamespace(copied=SimpleNamespace(wait=note))
+    checkpoint = SimpleNamespace(async_save=False)
+    engine = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint))
+    found = Saves(engine, {}, None)
+    found._pending = SimpleNamespace(save=save, stall=0.0)
+    found.before_update()
+    note()
+    assert seen == [places.SAVING, places.TRAINING]
+
+
+@contextlib.contextmanager
+def overflowing(rank: int, *, step: int):
+    """All gradients of a step overflow, while the save before it is written."""
+    samples = range(step * GLOBAL_BATCH - GLOBAL_BATCH, step * GLOBAL_BATCH)
+    with poisoned(rank, module="decoder.layers.1", samples=samples, value=math.inf):
+        with slow_writers(rank, seconds=0.5):
+            yield
+
+
+def test_an_error_of_all_ranks_completes_the_save_under_way(tmp_path):
+    """The loss scale cannot be lowered."""
+    job = [*MOCK, "--fp16", "--hysteresis", "1", "--save-interval", "3"]
+    job += ["--initial-loss-scale", "2", "--min-loss-scale", "2"]
+    job += ["--save", tmp_path, "--async-save"]
+    ended = run_pretrain(2, job, spoil=partial(overflowing, step=4))
+    assert [rank.code for rank in ended] == [2, 2]
+    assert "at its minimum of 2" in ended[0].err
+    assert latest(tmp_path) == 3
 
 
 def test_a_signal_completes_the_save_under_way_and_saves_the_last_step(tmp_path):

@@ -3,13 +3,13 @@
     before   x → norm → linear_qkv
     after    attended → linear_proj → + x, norm → linear_fc1 → activation → linear_fc2 → + sum
 
-A function of autograd that is written in Python takes the host about 10 µs, and views between functions as much:
-more than a GPU takes for a small block. Both compute what the layers compute one by one, in the same order, and
-keep the same tensors.
+A function of autograd that is written in Python takes the host about 10 µs, and views between functions as much. For
+a small block that is more than a GPU takes. The two functions compute what the layers compute one by one, in the same
+order, and keep the same tensors.
 """
 
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ...models.attention import SelfAttention
 from ...models.block import MLP, Block
 from ...ops.kernel_table import CHOICES, Bound
 from ...ops.linear_products import UNBOUND, LinearProducts
+from ...ops.norms import NORMS
 from ...tensor_parallel.linear import (
     ColumnParallelLinear,
     LinearCall,
@@ -41,15 +42,18 @@ HOOKS = (
 )
 HOOKS_OF_ALL = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
 _REQUIRES_GRAD = attrgetter("requires_grad")
+# Second arguments of `map`.
+_ADDS = repeat(ADDS)
+_FORWARD = repeat("forward")
 Linear = tuple[Parameters, LinearCall, LinearProducts]
 
 
 class JoinedNorm(NamedTuple):
-    """A norm and how it is computed."""
+    """A norm: the functions that compute it, its parameters, and the module, which has its `eps`."""
 
     halves: Halves
     parameters: Parameters
-    eps: float
+    module: nn.Module
 
     def add_gradients(self, dw: torch.Tensor, db: torch.Tensor | None) -> None:
         """Add the gradients of the parameters."""
@@ -102,13 +106,17 @@ class JoinedLayers(NamedTuple):
         return [p for layer in self[:6] for p in layer.parameters()]
 
     def joined(self, x: torch.Tensor) -> JoinedBlock | None:
-        """The layers for inputs like x. None with an adapter, or another linear layer; where autograd accumulates a
-        gradient, since ZeRO does not manage the parameter; and where an implementation has no halves."""
+        """The layers for inputs like x. None with an adapter, or another layer of any kind; where autograd
+        accumulates a gradient, since ZeRO does not manage the parameter; and where an implementation has no halves.
+        """
         columns = type(self.qkv), type(self.fc1)
         rows = type(self.proj), type(self.fc2)
         if {*columns} != {ColumnParallelLinear} or {*rows} != {RowParallelLinear}:
             return None
-        if not all(hasattr(p, ADDS) for p in self.parameters):
+        norms = {type(self.norm_before), type(self.norm_after)}
+        if not norms <= {*NORMS.values()}:
+            return None
+        if not all(map(hasattr, self.parameters, _ADDS)):
             return None
         if not isinstance(self.activation, Bound):
             return None
@@ -131,7 +139,7 @@ class JoinedLayers(NamedTuple):
 
 
 def _norm(norm: nn.Module, halves: Halves) -> JoinedNorm:
-    return JoinedNorm(halves, tuple(norm._parameters.values()), norm.eps)
+    return JoinedNorm(halves, tuple(norm._parameters.values()), norm)
 
 
 def _linear(layer: nn.Module) -> Linear:
@@ -161,13 +169,15 @@ def _layers_of(block: Block) -> JoinedLayers | None:
 
 
 class Join:
-    """Joins the functions of one block: again when its inputs have another shape, or layers or parameters are
-    replaced."""
+    """The joined functions of one block. They are joined again when its inputs have another shape, when a layer, a
+    parameter or the activation is replaced, and when ZeRO begins or ceases to manage the parameters."""
 
     def __init__(self):
         self._key: tuple | None = None
         self._joined: JoinedBlock | None = None
         self._hooks: list[dict] = []
+        # Attributes of the modules; a `forward` among them takes the place of that of the class.
+        self._attributes: list[dict] = []
         self._parameters: list[torch.Tensor] = []
         # Members of modules, and what they were when the functions were joined.
         self._members: list[dict] = []
@@ -177,18 +187,22 @@ class Join:
         return Join()
 
     def __call__(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
-        """The joined functions of the block for x; None where its layers run one by one: outside of training, with
-        hooks on them, under torch's autocast, and where parameters are frozen."""
+        """The joined functions of the block for x. None where its layers run one by one: outside of training, with
+        hooks on them or a `forward` of their own, under torch's autocast, and where parameters are frozen."""
         if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
             return None
-        # The same as in the last call, in most calls.
-        key = x.shape, x.dtype, CHOICES.number
+        # In most calls all of this is as in the last call.
+        activation = vars(block._modules["mlp"]).get("activation")
+        is_managed = all(map(hasattr, self._parameters, _ADDS))
+        key = x.shape, x.dtype, CHOICES.number, activation, is_managed
         is_known = key == self._key and key[2] is not None
         members = chain.from_iterable(map(dict.values, self._members))
         if not is_known or not all(map(is_, members, self._known)):
             self._find(x, block)
             self._key = key
         if self._joined is None or not torch.is_grad_enabled() or any(self._hooks):
+            return None
+        if any(map(contains, self._attributes, _FORWARD)):
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
@@ -206,6 +220,7 @@ class Join:
             self._members += (layer._parameters for layer in layers.modules)
             own = [getattr(m, name) for m in layers.modules for name in HOOKS]
             self._hooks = [*own, *HOOKS_OF_ALL]
+            self._attributes = [vars(m) for m in layers.modules]
         self._known = [value for each in self._members for value in each.values()]
 
 
@@ -216,9 +231,9 @@ class BeforeAttention(Function):
     def forward(ctx, x, block):
         ctx.block = block
         ctx.shape = x.shape
-        (forward, _), parameters, eps = block.norm_before
+        (forward, _), parameters, norm = block.norm_before
         samples, width = x.shape[1:]
-        normed, *kept = forward(x.reshape(-1, width), None, *parameters, eps)
+        normed, *kept = forward(x.reshape(-1, width), None, *parameters, norm.eps)
         qkv = column_rows(normed, *block.qkv)
         ctx.save_for_backward(normed, *kept)
         return qkv.resize_(len(qkv) // samples, samples, qkv.shape[1])
@@ -244,11 +259,11 @@ class AfterAttention(Function):
     def forward(ctx, attended, x, block):
         ctx.block = block
         ctx.shapes = attended.shape, x.shape
-        (forward, _), parameters, eps = block.norm_after
-        attended = attended.reshape(-1, attended.shape[-1])
+        (forward, _), parameters, norm = block.norm_after
+        attended = attended.reshape(-1, attended.shape[-1]).contiguous()
         residual = x.reshape(-1, x.shape[-1])
         out = row_rows(attended, *block.proj)
-        normed, *kept = forward(out, residual, *parameters, eps)
+        normed, *kept = forward(out, residual, *parameters, norm.eps)
         total = kept[0]
         # The feed-forward.
         wide = column_rows(normed, *block.fc1)
