@@ -85,16 +85,24 @@ class HeldPace(Pace):
 
 
 class HeldSaves(Saves):
-    """Saves whose thread works while `may_work` is set."""
+    """Saves whose thread works while `may_work` is set.
+
+    stall: seconds for which steps waited for the last save: to begin it, for the copies, and between steps
+    """
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.may_work = threading.Event()
         self.may_work.set()
+        self.stall = 0.0
+        self.report = self._keep
 
     def pace(self) -> Pace:
         """The pace of a run, held."""
         return HeldPace(WRITERS_SHARE, self.may_work)
+
+    def _keep(self, step: int, seconds: float) -> None:
+        self.stall = seconds
 
 
 def turn(run: Run, waiting: Saves, background: HeldSaves) -> dict[str, float]:
@@ -113,24 +121,24 @@ def turn(run: Run, waiting: Saves, background: HeldSaves) -> dict[str, float]:
     shutil.rmtree(run.folder / f"iter_{step:07d}")
     begin = time.perf_counter()
     background.save(run.progress)
-    copied = time.perf_counter() - begin
+    begins = time.perf_counter() - begin
     first, ready = run.step(background)
     alone = [before]
     beside = [first]
-    advanced = after_step(background, ready)
+    background.after_step(ready)
     while background.step != step:
         # Which step of a pair is the first alternates.
         for works in (len(beside) % 2 == 0, len(beside) % 2 == 1):
             seconds, ready = step_of_pair(run, background, works)
             (beside if works else alone).append(seconds)
-        advanced += after_step(background, ready)
+        background.after_step(ready)
     background.may_work.set()
     background.finish()
     assert digest(run.folder, step) == expected, "other bytes"
     return {
         "waits": waited,
-        "begins": copied,
-        "advances": advanced,
+        "begins": begins,
+        "stall": background.stall,
         "step alone": statistics.fmean(alone),
         "step beside": statistics.fmean(beside),
         "first alone": before,
@@ -147,13 +155,6 @@ def step_of_pair(run: Run, background: HeldSaves, works: bool) -> tuple[float, i
     else:
         background.may_work.clear()
     return run.step(background)
-
-
-def after_step(saves: Saves, ready: int) -> float:
-    """Seconds for which a run waits between two steps."""
-    begin = time.perf_counter()
-    saves.after_step(ready)
-    return time.perf_counter() - begin
 
 
 def digest(folder: Path, step: int) -> str:
@@ -201,8 +202,7 @@ def report(turns: list[dict[str, float]]) -> None:
         middle = statistics.median(values)
         print(f"{name:13} {middle:8.3f}   ({min(values):.3f} to {max(values):.3f})")
     middle = {name: statistics.median(values) for name, values in found.items()}
-    stall = middle["begins"] + middle["advances"]
-    print(f"stall: {stall / middle['waits']:.1%} of a save that waits")
+    print(f"stall: {middle['stall'] / middle['waits']:.1%} of a save that waits")
     print(f"steps beside the thread are {middle['slower']:+.1%} slower")
 
 
