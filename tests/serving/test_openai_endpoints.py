@@ -233,6 +233,18 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "1 to 128"),
         (COMPLETIONS, {"prompt": "a", "n": 65}, None, "65 texts at once"),
         (COMPLETIONS, {"prompt": ["a"] * 33, "n": 128}, "prompt", "are 4,224 texts"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "min_tokens": 17},
+            "min_tokens",
+            "at most 16 new tokens",
+        ),
+        (
+            CHAT,
+            {**HI, "max_tokens": 2, "min_tokens": 3},
+            "min_tokens",
+            "min_tokens is 3, and the text has at most 2",
+        ),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop", "list of strings"),

@@ -147,7 +147,8 @@ def _in_config(path: Path) -> str | None:
     content = read_json_text(path, str(path))
     found = content.get("chat_template") if isinstance(content, dict) else None
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
+        tables = [entry for entry in found if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in tables}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
         raise DataError(f"{path}: chat_template is no text and has no default.")

@@ -65,7 +65,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         _set_up_logging(launch.rank)
         config = evaluation_config(rest, launch)
     with joined(config, launch) as mesh:
-        model = load_model(config, mesh)
+        model = load_model(config, mesh, args.iteration)
         results = TASKS[args.task](model, args) if args.task else harness(model, args)
     if launch.rank == 0:
         show(results, args.output)
@@ -75,6 +75,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
+    add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
     # Megatron's tasks.
     add("--task", choices=tuple(TASKS), help="a zero-shot task of Megatron")
     add("--valid-data", type=Path, metavar="FILE", help="the file of --task")

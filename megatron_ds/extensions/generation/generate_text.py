@@ -24,6 +24,7 @@ from megatron_ds.console import set_up_logging
 from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
+from megatron_ds.extensions.corpora.text_files import read_blocks, texts_of
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
@@ -47,6 +48,7 @@ from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.agree import on_one_rank
 from megatron_ds.training.distributed import joined
 
+PROMPT_KEYS = ["prompt"]  # of a line of JSON
 LIMITS = {
     "--max-new-tokens": (int, 64, "generate at most this many tokens"),
     "--min-new-tokens": (int, 0, "generate at least this many tokens"),
@@ -151,6 +153,11 @@ def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
         raise ConfigError(
             f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
         )
+    if not 0 <= args.min_new_tokens <= args.max_new_tokens:
+        raise ConfigError(
+            f"--min-new-tokens {args.min_new_tokens} is not between 0 and --max-new-tokens {args.max_new_tokens}. "
+            "Lower it, or raise --max-new-tokens."
+        )
     given = [bool(args.prompt), args.prompts_file is not None, args.chat]
     if sum(given) != 1:
         raise ConfigError(
@@ -169,7 +176,19 @@ def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
                 f"--context-parallel-size {''.join(size)}: each rank keeps the keys of whole texts. Use 1; "
                 "checkpoints of every size load."
             )
+    for text in (*args.prompt, *args.stop, args.system or ""):
+        check_text(text)
     sampling_of(args)
+
+
+def check_text(text: str) -> None:
+    """Raises ConfigError for the text of a flag that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{text!r} is not UTF-8 at character {error.start}. Give it in UTF-8, or prompts in a --prompts-file."
+        ) from None
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
@@ -191,18 +210,19 @@ def request_of(
     max_length: int,
 ) -> GenerationRequest:
     """A request by the flags, up to the last position of the model. Raises ConfigError without room."""
-    room = max_length - len(tokens)
-    if room < 1:
+    room = max(max_length - len(tokens), 0)
+    least = max(args.min_new_tokens, 1)
+    if room < least:
         raise ConfigError(
-            f"the prompt, or the conversation so far, of {len(tokens)} tokens fills all {max_length} positions. "
-            "Shorten the prompt, or begin another conversation."
+            f"the prompt, or the conversation so far, of {len(tokens)} tokens leaves {room} of {max_length} positions, "
+            f"and {least} are needed. Shorten the prompt, lower --min-new-tokens, or begin another conversation."
         )
     most = min(args.max_new_tokens, room)
     return GenerationRequest(
         tuple(tokens),
         sampling_of(args),
         most,
-        min(args.min_new_tokens, most),
+        args.min_new_tokens,
         stop_tokens,
         args.logprobs,
         args.prompt_logprobs,
@@ -215,8 +235,14 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     prompts = args.prompt or read_prompts(args.prompts_file)
     ends = frozenset() if args.ignore_eod else frozenset([tokenizer.eod])
     requests = []
-    for prompt in prompts:
-        request = request_of(args, tokenizer.encode(prompt), ends, generator.max_length)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            tokens = tokenizer.encode(prompt)
+            request = request_of(args, tokens, ends, generator.max_length)
+            generator.check(request)
+        except (ConfigError, DataError) as error:
+            text = f"prompt {number} of {len(prompts)}: {error}"
+            raise type(error)(text) from None
         requests.append(TextRequest(request, tuple(args.stop)))
     # Texts end in any order.
     found = [Continuation() for _ in prompts]
@@ -258,22 +284,37 @@ def scores_of(token: GeneratedToken) -> dict:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file. Raises DataError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if line.strip()]
-        if path.suffix == ".jsonl":
-            lines = [json.loads(line)["prompt"] for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"--prompts-file {path} cannot be read: {type(error).__name__}: {error}. Use UTF-8 text with a prompt on "
-            'each line, or .jsonl with {"prompt": "…"}.'
-        ) from None
-    if not lines or not all(isinstance(line, str) for line in lines):
+    """The prompts of a file, in its lines that are not blank. Raises DataError."""
+    found = _json_prompts(path) if path.suffix == ".jsonl" else _plain_prompts(path)
+    if not found:
         raise DataError(
             f"--prompts-file {path} has no prompts. Write one on each line."
         )
-    return lines
+    return found
+
+
+def _json_prompts(path: Path) -> list[str]:
+    """The texts under "prompt". Raises DataError with the number of a line that has none."""
+    prompts: list[str] = []
+    for block in read_blocks(str(path), keys=PROMPT_KEYS):
+        columns, bad = texts_of(block, PROMPT_KEYS)
+        if bad:
+            raise DataError(
+                f'--prompts-file {bad[0]}. Write {{"prompt": "…"}} on each line.'
+            )
+        prompts += columns[0]
+    return prompts
+
+
+def _plain_prompts(path: Path) -> list[str]:
+    """The lines, which end with a line feed alone: other separators may be part of a prompt. Raises DataError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"--prompts-file {path} cannot be read: {error}. Use UTF-8 text with a prompt on each line."
+        ) from None
+    return list(filter(str.strip, text.split("\n")))
 
 
 def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:
