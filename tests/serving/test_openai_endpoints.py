@@ -245,6 +245,13 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
             "min_tokens",
             "min_tokens is 3, and the text has at most 2",
         ),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "stop_token_ids": [258]},
+            "stop_token_ids",
+            "token 258, and the vocabulary is 0 to 257",
+        ),
+        (CHAT, {**HI, "stop_token_ids": [-1]}, "stop_token_ids", "0 to 257"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop", "list of strings"),

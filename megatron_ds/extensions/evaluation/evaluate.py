@@ -31,6 +31,7 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
     load_model,
+    own_flags,
 )
 from megatron_ds.extensions.evaluation.detokenizers import DETOKENIZERS
 from megatron_ds.extensions.evaluation.harness import (
@@ -59,7 +60,7 @@ LEAST = {"overlapping_eval": 1, "num_fewshot": 0, "limit": 1, "bootstrap": 0}
 def run_tool(argv: Sequence[str] | None = None) -> int:
     """Evaluate, and print the results on rank 0."""
     with launching.reported_to_others():
-        args, rest = _parser().parse_known_args(argv)
+        args, rest = own_flags(_parser(), argv)
         check(args)
         launch = launching.read_launch(os.environ)
         _set_up_logging(launch.rank)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments
-from megatron_ds.console import set_up_logging
+from megatron_ds.console import escape_unknown, set_up_logging
 from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
@@ -29,6 +29,7 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
     load_model,
+    own_flags,
 )
 from megatron_ds.extensions.generation.chat_turns import ChatTurns
 from megatron_ds.extensions.generation.continuation import (
@@ -119,7 +120,7 @@ def parse_arguments(
         action="store_true",
         help="with --logprobs: those of the prompt's tokens, too",
     )
-    return parser.parse_known_args(argv)
+    return own_flags(parser, argv)
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
@@ -129,6 +130,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         check(args, rest)
         launch = launching.read_launch(os.environ)
         set_up_logging(logging.WARNING, stream=sys.stderr)
+        escape_unknown(sys.stdout)
         flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
         config = evaluation_config(flags, launch)
     with joined(config, launch) as mesh:
@@ -149,20 +151,18 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
 
 def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
     """Raises ConfigError for flags that contradict each other, before anything is loaded."""
-    if args.max_new_tokens < 1:
-        raise ConfigError(
-            f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
-        )
-    if not 0 <= args.min_new_tokens <= args.max_new_tokens:
-        raise ConfigError(
-            f"--min-new-tokens {args.min_new_tokens} is not between 0 and --max-new-tokens {args.max_new_tokens}. "
-            "Lower it, or raise --max-new-tokens."
-        )
+    check_numbers(args)
+    # One kind of prompts, and the flags of that kind.
     given = [bool(args.prompt), args.prompts_file is not None, args.chat]
     if sum(given) != 1:
         raise ConfigError(
             f"{sum(given)} of --prompt, --prompts-file and --chat are given. Use one of them."
         )
+    for name in ("system", "chat_template"):
+        if getattr(args, name) is not None and not args.chat:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is about a --chat. Add it, or remove {flag}.")
+    # What is printed, and how it is computed.
     if args.logprobs is not None and not args.json:
         raise ConfigError("--logprobs is printed with --json. Add it.")
     if args.prompt_logprobs and args.logprobs is None:
@@ -178,6 +178,21 @@ def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
             )
     for text in (*args.prompt, *args.stop, args.system or ""):
         check_text(text)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises ConfigError for numbers that no text can have."""
+    if args.max_new_tokens < 1:
+        raise ConfigError(
+            f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
+        )
+    if not 0 <= args.min_new_tokens <= args.max_new_tokens:
+        raise ConfigError(
+            f"--min-new-tokens {args.min_new_tokens} is not between 0 and --max-new-tokens {args.max_new_tokens}. "
+            "Lower it, or raise --max-new-tokens."
+        )
+    if (args.logprobs or 0) < 0:
+        raise ConfigError(f"--logprobs {args.logprobs}: use 0 or more.")
     sampling_of(args)
 
 
@@ -214,8 +229,9 @@ def request_of(
     least = max(args.min_new_tokens, 1)
     if room < least:
         raise ConfigError(
-            f"the prompt, or the conversation so far, of {len(tokens)} tokens leaves {room} of {max_length} positions, "
-            f"and {least} are needed. Shorten the prompt, lower --min-new-tokens, or begin another conversation."
+            f"the prompt, or the conversation so far, of {len(tokens)} tokens leaves {room} of {max_length} positions "
+            f"for new ones, and at least {least} are asked for. Shorten the prompt, lower --min-new-tokens, or begin "
+            "another conversation."
         )
     most = min(args.max_new_tokens, room)
     return GenerationRequest(

@@ -110,6 +110,7 @@ def _parts_of(
     """The n answers, each with a seed of its own."""
     given = values["max_completion_tokens"] or values["max_tokens"]
     most = given or max(model.room(tokens), 1)
+    model.check_ids(values["stop_token_ids"], "stop_token_ids")
     seed = seed_of(values)
     end_tokens, ends = model.answer_ends
     stops = (*stops_of(values), *ends)

@@ -100,6 +100,7 @@ def _parts_of(
     most = values["max_tokens"]
     if most is None:
         most = max(min(USUAL_TOKENS, model.room(tokens)), 1)
+    model.check_ids(values["stop_token_ids"], "stop_token_ids")
     seed = seed_of(values)
     for number in range(values["n"]):
         # A prompt that is only scored needs one token, which is dropped.
