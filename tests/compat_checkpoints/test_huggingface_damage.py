@@ -13,7 +13,6 @@ from megatron_ds.checkpoint.folder import TRACKER
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool
 from megatron_ds.compat.conversion.family import entries_of, model_of
 from megatron_ds.compat.conversion.files.stored_tensor import StoredProgress
-from megatron_ds.compat.conversion.foreign_start import foreign_format as format_of_run
 from megatron_ds.compat.conversion.formats import Wishes, detected, format_of
 from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
 from megatron_ds.compat.conversion.huggingface.huggingface_format import (
@@ -171,31 +170,6 @@ def test_shards_that_are_swapped_missing_or_outside(tmp_path):
         '{"weight_map": {"a": "../../etc/passwd"}}'
     )
     refused(source, tmp_path / "out", "not a table of file names")
-
-
-@pytest.mark.parametrize("left", [(), ("model-00001-of-00002.safetensors",)])
-def test_a_download_without_weights_or_their_index_says_what_it_lacks(tmp_path, left):
-    source = sharded(tmp_path / "in")
-    for path in source.glob("model*"):
-        if path.name not in left:
-            path.unlink()
-    assert detected(source) is HUGGING_FACE
-    assert format_of_run(str(source), None) == HUGGING_FACE.name
-    refused(source, tmp_path / "out", "has no model.safetensors and no model.saf.*Comp")
-
-
-def test_a_config_json_of_another_kind_is_no_model(tmp_path):
-    for content in ('{"train_batch_size": 4}', "[]", "{"):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(CheckpointError, match="is not known"):
-            detected(tmp_path)
-
-
-def test_a_pointer_of_git_lfs_is_named(tmp_path):
-    source = written(tmp_path / "in")
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    (source / "model.safetensors").write_text(text)
-    refused(source, tmp_path / "out", "a pointer of Git LFS.*run git lfs pull")
 
 
 def test_tensors_that_are_missing_unused_or_of_other_shapes(tmp_path):

@@ -138,11 +138,14 @@ def test_a_run_json_keeps_the_rows_of_its_model_with_and_without_a_tokenizer(
     OURS.write(found, tmp_path / "ours", Wishes())
     file = next((tmp_path / "ours").glob("iter_*/run.json"))
     rows = found.model["vocab_size"]
-    # What the run needs besides.
     words = ["--train-iters", 1, "--save", tmp_path / "run"]
     assert size_with(file, *words) == rows - 1
-    (ended,) = train(1, ["--config", file, *STEP, *words])
-    assert f"loaded {tmp_path / 'ours'}" in ended.out
+    (ended,) = run_pretrain(1, ["--config", file, *STEP, *words])
+    if has_tokenizer:
+        assert ended.code == 2 and "tokenizer.fingerprint: checkpoint" in ended.err
+        assert "with these positions" not in ended.err
+        return
+    assert ended.code == 0 and f"loaded {tmp_path / 'ours'}" in ended.out, ended.err
     # The run.json of that run has NullTokenizer, and other tokenizers have no such token.
     file = tmp_path / "run" / "iter_0000001" / "run.json"
     assert size_with(file) == rows - 1

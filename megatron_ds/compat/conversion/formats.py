@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from ...checkpoint.folder import is_ours
 from ...errors import CheckpointError, ConfigError
 from ...registry import did_you_mean
 from .files.stored_tensor import LogicalCheckpoint
@@ -56,8 +57,8 @@ class Format:
     read    function(folder, wishes) -> LogicalCheckpoint. Raises CheckpointError
     write   function(checkpoint, folder, wishes) -> lines that state what was written. The folder is written
             complete or not at all. None for a format that is only read
-    expects        whether a folder that no format detects is an incomplete one of this format, whose `read` says what
-                   it lacks
+    expects        whether a folder that no format detects is an incomplete one of this format, of which `read` raises
+                   an error with what is missing
     can_verify     whether a written folder describes its model, so that it can be read again
     reads, writes  names of the wishes that `read` and `write` use. weights_only and done hold for all
     """
@@ -112,6 +113,11 @@ def detected(folder: Path) -> Format:
     for found in formats:
         if found.expects(folder):
             return found
+    if is_ours(folder):
+        raise CheckpointError(
+            f"{folder} is a checkpoint itself: give the folder above it, {folder.resolve().parent}. --iteration "
+            "chooses one of several."
+        )
     what = (
         "is empty" if folder.is_dir() and not any(folder.iterdir()) else "matches none"
     )

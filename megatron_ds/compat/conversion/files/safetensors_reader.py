@@ -110,10 +110,17 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
 
 def _advice(path: Path) -> str:
     """What to do about a file that cannot be read."""
-    with suppress(OSError), open(path, "rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            return "It is a pointer of Git LFS, not the file itself: run git lfs pull in its folder."
-    return "Download or save it again."
+    start = b""
+    with suppress(OSError):
+        with open(path, "rb") as file:
+            start = file.read(len(POINTER))
+    # Git has a short text in place of a file that was not fetched.
+    if start != POINTER:
+        return "Download or save it again."
+    return (
+        "It is a pointer of Git LFS, not the file itself: run git lfs pull in its "
+        "folder."
+    )
 
 
 def _described(path: Path, name: str, stored: Any) -> StoredTensor:
