@@ -178,6 +178,11 @@ def test_a_damaged_file_of_special_tokens_is_one_error_that_names_it(
         made(folder)
 
 
+def test_a_folder_without_a_tokenizer_json_says_what_writes_one(tmp_path):
+    with pytest.raises(DataError, match="the folder has no tokenizer.json"):
+        made(tmp_path)
+
+
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     folder = written(tmp_path / "t", library_json(ADDED[:1]), tokenizer_config={})
 
