@@ -216,6 +216,11 @@ class Arguments(argparse.ArgumentParser):
         for flag, arguments in options.items():
             group.add_argument(flag, **arguments)
 
+    @property
+    def flags(self) -> list[str]:
+        """All flags."""
+        return list(self._option_string_actions)
+
     def parse_args(
         self,
         args: Sequence[str] | None = None,
@@ -223,7 +228,7 @@ class Arguments(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse like argparse, but raise ConfigError with suggestions for unknown flags."""
         args = sys.argv[1:] if args is None else list(args)
-        known = list(self._option_string_actions)
+        known = self.flags
         typed = [
             word.partition("=")[0]
             for word in args

@@ -101,13 +101,18 @@ def set_up_logging(
     replaces: remove the handlers that there are; False: a program that has set up logging keeps its own
     """
     stream = sys.stdout if stream is None else stream
+    escape_unknown(stream)
+    handler = _Handler(stream)
+    handler.setFormatter(_Formatter(form))
+    logging.basicConfig(level=level, handlers=[handler], force=replaces)
+
+
+def escape_unknown(stream: TextIO) -> None:
+    """Let the stream write characters that its encoding lacks as escapes; to print them would be an error."""
     if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
         # A descriptor that was replaced by a pipe after Python started has no position, which this asks for.
         with suppress(OSError):
             stream.reconfigure(errors="backslashreplace")
-    handler = _Handler(stream)
-    handler.setFormatter(_Formatter(form))
-    logging.basicConfig(level=level, handlers=[handler], force=replaces)
 
 
 def is_name_too_long(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ The exit code is 0 if no file has changed, else 2, with a line for each changed 
 import argparse
 from collections.abc import Sequence
 
-from megatron_ds.checkpoint.folder import read_tracker, steps_in
+from megatron_ds.checkpoint.folder import is_ours, read_tracker, steps_in
 from megatron_ds.checkpoint.load import find_checkpoint
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.checkpoint.run_file import damaged_files
@@ -36,6 +36,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> int:
     """Compare all files with their checksums. Raises CheckpointError."""
     step = args.iteration
+    if is_ours(args.load):
+        raise CheckpointError(
+            f"{args.load} is a checkpoint itself: --load takes the folder above it, {args.load.resolve().parent}, and "
+            "--iteration chooses one of several."
+        )
     if step is None:
         tracker = read_tracker(args.load)
         if tracker is None or not tracker.isdecimal():

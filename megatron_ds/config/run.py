@@ -28,13 +28,14 @@ from .options.training_options import (
     TrainConfig,
 )
 
+RUN = "run"  # kind of a source: the run.json of a checkpoint
 # Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a value; a default has none. kind: "script", "yaml", "deepspeed", "flag" or "derived"."""
+    """The source of a value; a default has none. kind: "script", "yaml", RUN, "deepspeed", "flag" or "derived"."""
 
     kind: str
     name: str

@@ -139,6 +139,8 @@ def with_positions_of(ours: Mapping, theirs: Mapping) -> dict:
 
 def why_positions_differ(ours: Mapping, theirs: Mapping) -> str:
     """A sentence on what to do, if the identities differ in positions alone; else ""."""
+    if _are_equal(theirs, ours):
+        return ""
     if _are_equal(with_positions_of(ours, theirs), ours):
         return " Add --finetune to train its weights with these positions, from step 0."
     rows = theirs.get("positions")

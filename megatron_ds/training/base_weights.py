@@ -24,7 +24,8 @@ from .foreign_checkpoints import foreign_checkpoints, has_checkpoint
 from .run_checkpoint import Start, check_same_run, find_weights, frozen_pieces
 
 logger = logging.getLogger(__name__)
-PRETRAINED = Source("derived", "--pretrained-checkpoint")
+FLAG = "--pretrained-checkpoint"
+PRETRAINED = Source("derived", FLAG)
 
 
 def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
@@ -91,11 +92,22 @@ def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights
     start = on_one_rank(world, lambda: find_weights(checkpoint))
     if start.step is not None:
         whole = description | {"identity": _without_adapters(description["identity"])}
-        on_all_ranks(world, lambda: check_same_run(start.run, whole, checkpoint))
+        on_all_ranks(world, lambda: _check_same(start.run, whole, checkpoint))
     foreign = on_all_ranks(
         world, lambda: foreign_checkpoints().read(below, start.foreign)
     )
     return BaseWeights(checkpoint, start, foreign)
+
+
+def _check_same(saved: dict, current: dict, checkpoint: CheckpointConfig) -> None:
+    """`check_same_run`, whose error names the flag of these weights."""
+    try:
+        check_same_run(saved, current, checkpoint)
+    except CheckpointError as error:
+        text = str(error)
+        for words in (f"--load {checkpoint.load}:", "another --load"):
+            text = text.replace(words, words.replace("--load", FLAG))
+        raise CheckpointError(text) from None
 
 
 def _without_adapters(identity: dict) -> dict:

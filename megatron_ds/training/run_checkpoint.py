@@ -565,7 +565,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             {p: ours[p] for p in parts},
         )
     except CheckpointError as error:
-        advice = _advice(theirs, ours, parts, directory)
+        advice = _advice({**theirs, "model": fitting}, ours, parts, directory)
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
     # The optimizer must be the same only where its state is loaded.
     before, now = (

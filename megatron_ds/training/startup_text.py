@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..config import RunConfig
 from ..config.messages import value_text
 from ..config.moe_notes import moe_notes
-from ..config.run import non_default
+from ..config.run import RUN, non_default
 from ..config.sources.config_text import report_without_effect
 from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
@@ -30,12 +30,20 @@ SHARES = {
     "uniform": "decoder layers",
     "measured": "measured time",
 }
+
+
+def file_in(source: str) -> str:
+    """The file of a source that is a line of it."""
+    return Path(source.rpartition(":")[0]).name
+
+
 # Kind of a value's source → title of the group in which the value is listed, from the name of the source.
 GROUPS = {
     "flag": lambda name: "flags",
     "script": lambda name: name,
     "derived": lambda name: "derived",
-    "yaml": lambda name: Path(name.rpartition(":")[0]).name,
+    "yaml": file_in,
+    RUN: file_in,
     "deepspeed": lambda name: Path(name.rpartition(" ")[0]).name,
 }
 WIDTH = 110

@@ -54,6 +54,20 @@ def test_a_task_has_the_same_result_at_every_layout(checkpoint):
     assert text["adjusted_perplexity"] == pytest.approx(text["perplexity"])
 
 
+def test_an_earlier_checkpoint_is_evaluated(checkpoint):
+    earlier = checkpoint / "earlier"
+    train(1, [*MOCK, "--save", earlier, "--save-interval", 3])
+    found = {}
+    for step in (3, 6):
+        flags = ["--iteration", step, "--load", earlier]
+        found[step] = evaluated(checkpoint, "WIKITEXT103", 1, *flags)["loss"]
+    assert found[3] != found[6]
+    words = ["--load", earlier, "--iteration", 4, "--task", "LAMBADA"]
+    words += ["--valid-data", checkpoint / "LAMBADA"]
+    (ended,) = run_pretrain(1, words, command="evaluate")
+    assert ended.code == 2 and "4" in ended.err
+
+
 @pytest.mark.parametrize(
     "flags, error",
     [

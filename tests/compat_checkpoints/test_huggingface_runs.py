@@ -9,11 +9,13 @@ from megatron_ds.compat.conversion.huggingface.huggingface_format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
+from megatron_ds.config import parse
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.evaluation.checkpoint_model import evaluation_config
 from megatron_ds.mpu.launch import Launch
 from megatron_ds.training.from_checkpoint import options_of_checkpoint
 from megatron_ds.training.run_tokenizer import with_tokenizer
+from tests.contracts.test_special_tokens import library_json
 from tests.harness.huggingface_models import POSITIONS, saved
 from tests.harness.pretraining import run_file, run_pretrain, train
 
@@ -115,6 +117,43 @@ def test_a_run_continues_without_a_size_and_another_size_is_an_error_that_names_
             1, ["--load", tmp_path / "run", *STEP, "--train-iters", 3, *flags]
         )
         assert ended.code == 2 and told in ended.err
+
+
+def size_with(file, *words):
+    """--vocab-size of a run whose --config is a run.json."""
+    return parse(["--config", str(file), *map(str, (*STEP, *words))]).model.vocab_size
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_run_json_keeps_the_rows_of_its_model_with_and_without_a_tokenizer(
+    tmp_path, has_tokenizer
+):
+    """NullTokenizer adds an end of document, which is one of the rows."""
+    theirs = saved("llama", tmp_path / "theirs")
+    library = json.dumps(library_json(("</s>",)))
+    (tmp_path / "tokenizer.json").write_text(library)
+    if has_tokenizer:
+        (theirs / "tokenizer.json").write_text(library)
+    found = HUGGING_FACE.read(theirs, Wishes())
+    OURS.write(found, tmp_path / "ours", Wishes())
+    file = next((tmp_path / "ours").glob("iter_*/run.json"))
+    rows = found.model["vocab_size"]
+    words = ["--train-iters", 1, "--save", tmp_path / "run"]
+    assert size_with(file, *words) == rows - 1
+    (ended,) = run_pretrain(1, ["--config", file, *STEP, *words])
+    if has_tokenizer:
+        assert ended.code == 2 and "tokenizer.fingerprint: checkpoint" in ended.err
+        assert "with these positions" not in ended.err
+        return
+    assert ended.code == 0 and f"loaded {tmp_path / 'ours'}" in ended.out, ended.err
+    # The run.json of that run has NullTokenizer, and other tokenizers have no such token.
+    file = tmp_path / "run" / "iter_0000001" / "run.json"
+    assert size_with(file) == rows - 1
+    assert size_with(file, "--vocab-size", 5) == 5
+    own = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", tmp_path]
+    config = parse(["--config", str(file), *map(str, own)])
+    config, tokenizer = with_tokenizer(config)
+    assert config.model.vocab_size == rows > tokenizer.vocab_size
 
 
 @pytest.mark.parametrize("words, tokens", [([], 0), (["--tokenizer-type", "x"], 1)])

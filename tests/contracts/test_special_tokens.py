@@ -1,5 +1,6 @@
 """Special tokens of Hugging Face tokenizers are those of transformers; damaged files are one clear error."""
 
+import errno
 import json
 
 import pytest
@@ -175,6 +176,22 @@ def test_a_damaged_file_of_special_tokens_is_one_error_that_names_it(
         return  # has no meaning there
     with pytest.raises(DataError, match=f"{file}.json"):
         made(folder)
+
+
+def test_a_folder_without_a_tokenizer_json_says_what_writes_one(tmp_path):
+    with pytest.raises(DataError, match="the folder has no tokenizer.json"):
+        made(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    folder = written(tmp_path / "t", library_json(ADDED[:1]), tokenizer_config={})
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)  # root may read any file
+    with pytest.raises(DataError, match="config.json cannot be read: Permission den"):
+        special_tokens(folder)
 
 
 CHARSMAP = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}

@@ -1,5 +1,6 @@
 """What is learned of a conversation: the answers, all of them, and nothing else."""
 
+import json
 import random
 import re
 from importlib.util import find_spec
@@ -332,7 +333,9 @@ def test_calls_and_results_of_both_formats_are_read():
         (chat("Q", "A", tools="[{"), "'tools' is a text that is not JSON"),
         ({"conversations": [{"from": "x", "value": "A"}]}, "turn 0 is from 'x'"),
         ({"instruction": "I"}, "message 1 of the assistant is empty"),
-        ({"prompt": "Q"}, "'prompt' is not a list"),
+        ({"prompt": "Q"}, "'prompt' is a text, and 'completion' is NoneType"),
+        ({"prompt": ["Q"]}, "'prompt' is not a list"),
+        ({"prompt": "Q", "chosen": "A"}, "'chosen' and .* with --preference"),
         # Values of other types than the format has.
         ({"conversations": [{"from": ["gpt"]}]}, "turn 0 is from"),
         ({"instruction": ["I"], "output": "A"}, "'instruction' or 'input' is not text"),
@@ -359,6 +362,16 @@ def test_the_template_is_that_of_the_tokenizer_or_of_a_file(tmp_path):
     assert template.render([]) == "<|endoftext|>hi"
     with pytest.raises(DataError, match="has no chat template"):
         load_template(str(write_tokenizer(tmp_path / "n", None)), None, {})
+    other.write_text("\n{% for")
+    template = load_template(str(folder), str(other), {})
+    with pytest.raises(DataError, match="no template of Jinja, line 2: .* Correct it"):
+        template.check()
+    other.write_text("{{ raise_exception('no') }}")
+    load_template(str(folder), str(other), {}).check()  # it takes other messages
+    settings = {"chat_template": ["a", {"name": "default", "template": "b"}]}
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_template(str(folder), None, {}).source == "b"
 
 
 TRL = find_spec("trl")

@@ -120,6 +120,8 @@ def test_the_shard_is_told_by_a_flag_or_by_the_scheduler(
         "error: --num-shards 3 does not choose the shard"
     )
     assert run_tool(capsys, *base, "--shard-index", 0)[0] == 0
+    monkeypatch.setenv("RANK", "a")
+    assert "RANK=a, which is no number" in run_tool(capsys, *base)[1]
     monkeypatch.setenv("RANK", "1")
     assert run_tool(capsys, *base)[0] == 0
     for name, value in (("SLURM_ARRAY_TASK_ID", "9"), ("SLURM_ARRAY_TASK_MIN", "7")):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool as convert
 from megatron_ds.data.samples.gpt_data import MockDataset
+from megatron_ds.data.tokenizers.base import NullTokenizer
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.distillation import teacher_config
 from tests.harness.pretraining import (
     MOCK,
     VOCAB,
@@ -174,6 +178,26 @@ def test_what_does_not_fit_is_refused(folder, words, problem):
     at = argv.index("--pretrained-checkpoint")
     [ended] = run_pretrain(1, [*argv[:at], *argv[at + 2 :], *words])
     assert ended.code == 2 and problem in ended.err, ended.err
+
+
+def test_tokens_with_other_ids_are_named_and_only_special_ones_may_have_them(
+    monkeypatch, caplog
+):
+    tokens = lambda *names: SimpleNamespace(vocab={n: i for i, n in enumerate(names)})
+    letters = "abcdefghijklmnopqrst"
+    theirs = tokens(*letters)
+    monkeypatch.setattr(teacher_config, "_saved", lambda folder: (None, theirs))
+    check_tokens = teacher_config.check_tokens
+    check_tokens("t", tokens(*letters))
+    check_tokens("t", NullTokenizer(20))
+    assert not caplog.records
+    check_tokens("t", tokens(*letters[:-1], "<end>"))
+    assert "of 20 tokens of the teacher 1 have other ids" in caplog.text
+    assert "such as 't', 19 there and None here" in caplog.text
+    with pytest.raises(ConfigError, match="20 have other ids .* 'a', 0 there and 19"):
+        check_tokens("t", tokens(*reversed(letters)))
+    theirs = NullTokenizer(20)
+    check_tokens("t", tokens(*letters))
 
 
 def test_a_dry_run_counts_the_teacher(folder):

@@ -120,7 +120,7 @@ def test_a_target_does_not_begin_with_the_token_that_begins_texts():
 def test_passages_are_lines_that_end_with_a_line_feed_alone(tmp_path):
     """JSON allows other line separators, such as U+2028, inside of a text."""
     path = tmp_path / "lambada.jsonl"
-    path.write_bytes('{"text": "1\u2028 2 3"}\r\n{"text": "1 2"}'.encode())
+    path.write_bytes('\ufeff{"text": "1\u2028 2 3"}\r\n{"text": "1 2"}'.encode())
     found = lambada(score, WORDS, path, length=4, strict=True)
     assert (found["correct"], found["passages"]) == (2, 2)
 
@@ -151,6 +151,9 @@ def test_what_cannot_be_evaluated_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"text:1: cannot read"):
         lambada(score, WORDS, path, length=4, strict=False)
     path.write_text('{"text": 1}')
+    with pytest.raises(DataError, match=r"text:1: cannot read"):
+        lambada(score, WORDS, path, length=4, strict=False)
+    path.write_text('{"text": "1 \\ud800"}')
     with pytest.raises(DataError, match=r"text:1: cannot read"):
         lambada(score, WORDS, path, length=4, strict=False)
     path.write_text('{"text": "1"}')

@@ -118,13 +118,17 @@ def test_adapters_alone_are_saved_and_continue_at_another_layout(
             [*LORA, "--pretrained-checkpoint", "{base}/none"],
             "error: --pretrained-checkpoint",
         ),
+        (
+            [*LORA, "--num-layers", "3", "--pretrained-checkpoint", "{base}"],
+            "error: --pretrained-checkpoint {base}: the checkpoint belongs",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(base, adapter, words, problem):
     given = [word.format(base=base, adapter=adapter) for word in words]
     [ended] = run_pretrain(1, [*JOB, *steps(3), *given])
     assert ended.code == 2
-    assert problem in ended.err, ended.err
+    assert problem.format(base=base) in ended.err, ended.err
 
 
 def test_of_a_base_that_has_trained_on_the_error_says_which_folder_to_make(

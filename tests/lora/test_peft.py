@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +207,22 @@ def test_damaged_folders_and_those_of_another_model_are_refused(tmp_path, monkey
         with pytest.raises(CheckpointError):
             format_of("peft").read(folder, Wishes())
             pytest.fail(what)
+
+
+def test_an_adapter_is_written_complete_or_not_at_all(tmp_path):
+    base = saved("llama", tmp_path / "base")
+    peft_of(base, "o_proj").save_pretrained(tmp_path / "adapter")
+    wishes = Wishes(base=base)
+    found = format_of("peft").read(tmp_path / "adapter", wishes)
+    format_of("peft").write(found, tmp_path / "again", wishes)
+    again = format_of("peft").read(tmp_path / "again", wishes)
+    assert again.adapters.tensors.keys() == found.adapters.tensors.keys()
+    # A file, and a folder in which none can be made.
+    (tmp_path / "file").write_text("")
+    for place, why in ((tmp_path / "file", "not empty"), (Path("/proc/a"), "written")):
+        with pytest.raises(CheckpointError, match=why):
+            format_of("peft").write(found, place, wishes)
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_half_an_adapter_is_refused(tmp_path):

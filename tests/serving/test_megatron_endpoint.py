@@ -93,6 +93,7 @@ def test_an_empty_prompt_needs_a_token_in_front(served):
         ({"prompts": ["a"], "beam_width": 2}, "beam_width 2 is not supported"),
         ({"prompts": ["a"], "top_p": 0.9, "top_p_decay": 0.5}, "top_p_decay 0.5"),
         ({"prompts": ["a"], "stop_token": 258.5}, "an integer"),
+        ({"prompts": ["a"], "stop_token": 258}, "stop_token has the token 258"),
         ({"prompts": ["a"], "random_seed": -2}, "-1 to"),
         ({"prompts": ["a"], "max_len": 3}, "unknown field 'max_len'"),
     ],

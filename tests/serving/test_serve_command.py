@@ -62,6 +62,21 @@ def test_what_cannot_be_served_is_named(flags, error):
     assert ended.code == 2 and error in ended.err
 
 
+def test_texts_longer_than_the_positions_are_refused(checkpoint):
+    flags = ["--load", checkpoint, "--port", 0, "--max-length", 17]
+    (ended,) = run_pretrain(1, flags, command="serve")
+    assert ended.code == 2 and "--max-length 17: the model has 16 pos" in ended.err
+
+
+def test_a_template_that_is_none_is_an_error_at_the_start(checkpoint, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for")
+    flags = ["--load", checkpoint, "--port", 0, "--chat-template", template]
+    (ended,) = run_pretrain(1, flags, command="serve")
+    assert ended.code == 2 and "no template of Jinja, line 1" in ended.err
+
+
 def test_a_template_that_cannot_be_read_is_an_error(checkpoint):
     flags = ["--load", checkpoint, "--port", 0, "--chat-template", "absent.jinja"]
     (ended,) = run_pretrain(1, flags, command="serve")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from ...checkpoint.folder import is_ours
 from ...errors import CheckpointError, ConfigError
 from ...registry import did_you_mean
 from .files.stored_tensor import LogicalCheckpoint
@@ -56,6 +57,8 @@ class Format:
     read    function(folder, wishes) -> LogicalCheckpoint. Raises CheckpointError
     write   function(checkpoint, folder, wishes) -> lines that state what was written. The folder is written
             complete or not at all. None for a format that is only read
+    expects        whether a folder that no format detects is an incomplete one of this format, of which `read` raises
+                   an error with what is missing
     can_verify     whether a written folder describes its model, so that it can be read again
     reads, writes  names of the wishes that `read` and `write` use. weights_only and done hold for all
     """
@@ -68,6 +71,7 @@ class Format:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     can_verify: bool = True
+    expects: Callable[[Path], bool] = lambda folder: False
 
 
 # name → module of this package and the format's name in it. `detected` tries them in this order.
@@ -102,9 +106,18 @@ def format_of(name: str) -> Format:
 
 def detected(folder: Path) -> Format:
     """The format of a folder, from the names of its files. Raises CheckpointError if none matches."""
-    for name in FORMATS:
-        if (found := format_of(name)).detect(folder):
+    formats = list(map(format_of, FORMATS))
+    for found in formats:
+        if found.detect(folder):
             return found
+    for found in formats:
+        if found.expects(folder):
+            return found
+    if is_ours(folder):
+        raise CheckpointError(
+            f"{folder} is a checkpoint itself: give the folder above it, {folder.resolve().parent}. --iteration "
+            "chooses one of several."
+        )
     what = (
         "is empty" if folder.is_dir() and not any(folder.iterdir()) else "matches none"
     )

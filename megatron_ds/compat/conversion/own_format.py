@@ -10,7 +10,9 @@ such a checkpoint, or from the folder of another program, has the same values as
 
 import math
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,8 @@ from ...checkpoint.lock import locked
 from ...checkpoint.pieces import MadePiece
 from ...checkpoint.run_file import progress_of, require
 from ...checkpoint.save import save
-from ...checkpoint.save_folder import check_vacant
+from ...checkpoint.save_folder import TOKENIZERS as TOKENIZER_COPIES
+from ...checkpoint.save_folder import saved_run_in
 from ...checkpoint.tokenizer_files import keep_tokenizer_files, named_copies
 from ...checkpoint.whole_tensors import StoredTensors
 from ...config import CheckpointConfig, RunConfig, Source
@@ -49,6 +52,7 @@ from .files.stored_tensor import (
     StoredTensor,
 )
 from .formats import Format, Wishes, detected
+from .published import unwritten
 from .run_values import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
@@ -247,12 +251,8 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             f"--dtype {wishes.dtype}: checkpoints of this package hold weights in float32, "
             "from which the optimizer continues. Omit it."
         )
-    run_id = secrets.token_hex(4)
-    folders.check_writable(folder)
-    with locked(folder, solo()):
-        check_vacant(folder, run_id, 0, "Give an empty folder")
+    with _made(folder), locked(folder, solo()), _vacant(folder):
         # Each tensor becomes one piece of a single-process save.
-        lines, run, config = run_of(checkpoint, model, folder, run_id)
         specs = {spec.name: spec for spec in specs_of(model)}
         kinds = (WEIGHT, *sorted(checkpoint.tensors.keys() - {WEIGHT}))
         items: list[tuple[str, str, StoredTensor]] = []
@@ -265,6 +265,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             )
         pieces = [_piece(specs[name], kind, tensor) for kind, name, tensor in items]
         check_room(folder, pieces, coordinates={}, world=solo(), saves=1, limit=None)
+        lines, run, config = run_of(checkpoint, model, folder, secrets.token_hex(4))
         # Tensors are read ahead while earlier ones are written.
         with ReadAhead(
             [tensor for *_, tensor in items], [torch.float32] * len(items), wishes.done
@@ -285,6 +286,41 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     kept = f", with {', '.join(kinds[1:])}" if len(kinds) > 1 else ", weights only"
     size = sum(piece.tensor.nbytes for piece in pieces) / 2**20
     return [f"wrote {path}: {len(items)} tensors, {size:.1f} MiB{kept}", *lines]
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Inside, there is the folder. Where an error leaves it empty, a new one is removed. Raises CheckpointError."""
+    is_new = not folder.exists()
+    try:
+        folders.make(folder)
+        folders.probe(folder, 1)
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(unwritten(folder, reason)) from error
+    finally:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def _vacant(folder: Path) -> Iterator[None]:
+    """Inside, a checkpoint is written into the folder of no run, and nothing is left of it after an error. Raises
+    CheckpointError for the folder of a run."""
+    there = saved_run_in(folder)
+    if there is not None:
+        raise CheckpointError(
+            f"--save {folder} holds {there}: a conversion does not mix its files with others. Give a new folder, or "
+            "delete this one."
+        )
+    try:
+        yield
+    except BaseException:
+        for path in (*folder.glob(TOKENIZER_COPIES), *folder.glob(".iter_*")):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:

@@ -10,6 +10,8 @@ from pathlib import Path
 from ...checkpoint.folder import sync_directory
 from ...errors import CheckpointError
 
+WRITER = "inline_container"  # the writer of torch.save, in its errors
+
 
 def check_vacant_folder(folder: Path) -> None:
     """Raises CheckpointError if the folder exists and is not empty."""
@@ -42,13 +44,28 @@ def published(folder: Path) -> Iterator[Path]:
             folder.rmdir()
         os.rename(hidden, folder)
         sync_directory(hidden.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"--save {folder} cannot be written: {error.strerror or error}. Nothing was "
-            "written."
-        ) from error
+    except (OSError, RuntimeError) as error:
+        if not (reason := _reason(error)):
+            raise
+        raise CheckpointError(unwritten(folder, reason)) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def unwritten(folder: Path, reason: str) -> str:
+    """The message about a folder that cannot be written."""
+    return f"--save {folder} cannot be written: {reason}. Nothing was written. Give another folder, or make room there."
+
+
+def _reason(error: BaseException) -> str:
+    """Why the system did not write a file; "" for another error. torch.save raises its own behind that of the system,
+    or without it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    if found is not None:
+        return found.strerror or str(found)
+    return f"torch.save failed ({error})" if WRITER in str(error) else ""
 
 
 def _sync(path: Path) -> None:

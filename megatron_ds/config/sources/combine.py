@@ -13,7 +13,7 @@ from typing import Any
 
 from ..options.moe_options import MOE_PATHS
 from ..rules.uneven_stages import uneven_layout
-from ..run import RunConfig, Source, all_options
+from ..run import RUN, RunConfig, Source, all_options
 from ..training_schedule import parse_batch_steps
 from .reading import PartOf, Setting, reject
 from .useless_options import SAVING, without, without_useless_options
@@ -76,6 +76,7 @@ def combined(
     config = _with_tokenizer(_with_experts(config))
     if config.data.mock_data:
         config = _with_mock_data(config)
+    config = _with_rows(config, files)
     config = without_useless_options(_with_recomputation(config))
     return with_batch_sizes(with_evaluation_only(_with_layout(config)))
 
@@ -228,6 +229,7 @@ DATA = (
     "data.blend_weights",
 )
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
+BARE = "NullTokenizer"  # of ids without text
 GPT2_TOKENS = 50_256  # plus the end-of-document token, which NullTokenizer adds
 
 
@@ -296,7 +298,7 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
         config = without(config, DATA, "--mock-data is used instead")
         size = config.sources.get("model.vocab_size")
         if (
-            config.data.tokenizer_type not in (None, "NullTokenizer")
+            config.data.tokenizer_type not in (None, BARE)
             and size
             and size.kind != "script"
         ):
@@ -308,7 +310,7 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
     # Without a tokenizer the ids are bare.
     if config.data.tokenizer_type is not None:
         return config
-    config = _derived(config, "data.tokenizer_type", "NullTokenizer", "for --mock-data")
+    config = _derived(config, "data.tokenizer_type", BARE, "for --mock-data")
     has_files = bool(config.data.vocab_file or config.data.merge_file)
     config = without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
     # Files of a vocabulary stand for GPT-2's size.
@@ -320,6 +322,21 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
             "GPT-2's vocabulary, for --mock-data",
         )
     return config
+
+
+def _with_rows(config: RunConfig, files: Sequence[Setting]) -> RunConfig:
+    """The --vocab-size by which the model of a run.json keeps its rows, of which NullTokenizer does not count one."""
+    size = "model.vocab_size"
+    source = config.sources.get(size)
+    if source is None or source.kind != RUN:
+        return config
+    saved = [s.value for s in files if s.path == "data.tokenizer_type"]
+    more = (BARE in saved) - (config.data.tokenizer_type == BARE)
+    if not more:
+        return config
+    return _derived(
+        config, size, config.model.vocab_size + more, f"{source} and {BARE}"
+    )
 
 
 def _with_experts(config: RunConfig) -> RunConfig:

@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...plugins import missing_wings
 from ..messages import value_text
 from ..options.option import Option, coerce
-from ..run import RENAMED, SECTIONS, Source, all_options
+from ..run import RENAMED, RUN, SECTIONS, Source, all_options
 from .flags import Spelling, spellings
 from .reading import Setting, SourceReading
 from .suggest import near_key
@@ -88,20 +88,23 @@ def _top(path: str, root: Any, reading: SourceReading) -> None:
         reading.is_complete = False
         return
     inner = _by_key(root)
+    kind = "yaml"
     if (
         "format_version" in inner
         and "config" in inner
         and inner["config"].id == "mapping"
     ):
-        root = inner["config"]  # a run.json
+        root = inner["config"]
+        kind = RUN
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
         name = RENAMED.get(name, name)
         if name in SECTIONS and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, reading):
-                _read(FileEntry(path, inner_line, field, inner_value, name), reading)
+                entry = FileEntry(path, inner_line, field, inner_value, name, kind)
+                _read(entry, reading)
         elif name not in ignored:
-            _read(FileEntry(path, line, name, value), reading)
+            _read(FileEntry(path, line, name, value, kind=kind), reading)
 
 
 def _by_key(mapping: Any) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def _read(entry: FileEntry, reading: SourceReading) -> None:
         if entry.value.tag != NULL:
             value = coerce(option, entry.plain(), f"{entry.where}: {entry.name}")
             reading.settings.append(
-                Setting(option.path, value, Source("yaml", entry.where))
+                Setting(option.path, value, Source(entry.kind, entry.where))
             )
     except ConfigError as error:
         reading.refuse(error, option.path if option else None)
@@ -146,13 +149,14 @@ def _read(entry: FileEntry, reading: SourceReading) -> None:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A `name: value` of the file. section: None outside of a section."""
+    """A `name: value` of the file. section: None outside of a section; kind: of the source."""
 
     path: str
     line: int
     name: str
     value: Any
     section: str | None = None
+    kind: str = "yaml"
 
     @property
     def where(self) -> str:

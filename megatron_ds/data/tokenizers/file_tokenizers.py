@@ -68,6 +68,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         (path,) = required_files(
             options, ("tokenizer_model",), "HuggingFaceTokenizer", folder_ok=True
         )
+        if os.path.isdir(path) and not os.path.exists(f"{path}/tokenizer.json"):
+            raise DataError(
+                f"--tokenizer-model {path}: the folder has no tokenizer.json. AutoTokenizer of transformers writes one "
+                "with save_pretrained(DIR); SentencePieceTokenizer reads a tokenizer.model."
+            )
         return cls(path, options.backend)
 
 

@@ -81,6 +81,8 @@ def read_json_text(path: str | Path, name: str) -> Any:
             return json.load(file)
     except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
         raise DataError(f"{name} is not JSON text: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror}.") from None
     except RecursionError:
         raise DataError(
             f"{name} is not a file of a tokenizer: its JSON is nested too deeply."

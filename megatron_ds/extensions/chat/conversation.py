@@ -163,6 +163,15 @@ def _prompt_completion(record: Mapping[str, Any]) -> list[Message]:
     if isinstance(prompt, str) and isinstance(completion, str):
         question = {"role": "user", "content": prompt}
         return [question, {"role": "assistant", "content": completion}]
+    if isinstance(prompt, str):
+        pair = (
+            "; 'chosen' and 'rejected' are read with --preference"
+            if "chosen" in record
+            else ""
+        )
+        raise ValueError(
+            f"'prompt' is a text, and 'completion' is {type(completion).__name__}, not a text{pair}"
+        )
     # An answer within the prompt is given, not learned.
     given = [{**message, "weight": 0} for message in _list(prompt, "prompt")]
     return [*given, *_list(completion, "completion")]

@@ -49,6 +49,13 @@ class ChatTemplate:
         text = json.dumps([self.source, dict(self.values)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def check(self) -> None:
+        """Raises DataError if no messages can be rendered."""
+        try:
+            self.render([{"role": "user", "content": "?"}])
+        except TemplateRefusal:
+            pass  # it takes other messages
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
     ) -> str:
@@ -79,7 +86,13 @@ class ChatTemplate:
                 **self.values,
             )
         except Exception as error:  # a template can fail in any way that a program can
-            reason = f"{type(error).__name__}: {error}".strip(": ")
+            kind = type(error).__name__
+            if kind == "TemplateSyntaxError":
+                raise DataError(
+                    f"the chat template is no template of Jinja, line {error.lineno}: {error}. Correct it, or give "
+                    "another one with --chat-template FILE."
+                ) from None
+            reason = f"{kind}: {error}".strip(": ")
             raise TemplateRefusal(reason) from None
         return texts[0], next(iter(spans), [])
 
@@ -92,7 +105,7 @@ def _renderer() -> Callable:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
         raise ConfigError(
-            f"--chat renders chat templates with transformers and jinja2 ({error}). Install them "
+            f"chat templates are rendered with transformers and jinja2 ({error}). Install them "
             "with: pip install 'megatron_ds[chat]'"
         ) from None
     return render_jinja_template
@@ -147,7 +160,8 @@ def _in_config(path: Path) -> str | None:
     content = read_json_text(path, str(path))
     found = content.get("chat_template") if isinstance(content, dict) else None
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
+        tables = [entry for entry in found if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in tables}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
         raise DataError(f"{path}: chat_template is no text and has no default.")

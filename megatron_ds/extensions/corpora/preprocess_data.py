@@ -190,11 +190,10 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
         return None
     index = args.shard_index
     if index is None and "SLURM_ARRAY_TASK_ID" in env:
-        index = int(env["SLURM_ARRAY_TASK_ID"]) - int(
-            env.get("SLURM_ARRAY_TASK_MIN", 0)
-        )
+        first = _number(env, "SLURM_ARRAY_TASK_MIN")
+        index = _number(env, "SLURM_ARRAY_TASK_ID") - first
     elif index is None and "RANK" in env:
-        index = int(env["RANK"])
+        index = _number(env, "RANK")
     if index is None:
         raise ConfigError(
             f"--num-shards {args.num_shards} does not choose the shard to make. Give "
@@ -206,6 +205,16 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
             f"{args.num_shards - 1}."
         )
     return index, args.num_shards
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    """The number in a variable, 0 without it. Raises ConfigError."""
+    text = env.get(name, "0")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"the environment has {name}={text}, which is no number of a shard. Give --shard-index."
+        )
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -90,6 +90,15 @@ def _pieces(text: str) -> Iterator[str]:
     yield text
 
 
+def _save(tokenizer: "Tokenizer", folder: Path) -> None:
+    """Write the files of a tokenizer. Raises OSError."""
+    try:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        tokenizer.model.save(str(folder))
+    except Exception as error:  # the library raises plain Exception for everything
+        raise OSError(str(error)) from None
+
+
 def _learn(
     texts: Iterable[str],
     folder: str | os.PathLike,
@@ -111,8 +120,7 @@ def _learn(
             )
         pieces = (piece for text in chain([first], texts) for piece in _pieces(text))
         tokenizer.train_from_iterator(pieces, trainer)
-        tokenizer.save(str(beside / "tokenizer.json"))
-        tokenizer.model.save(str(beside))
+        _save(tokenizer, beside)
         folder.mkdir(exist_ok=True)
         for name in files:
             (beside / name).replace(folder / name)

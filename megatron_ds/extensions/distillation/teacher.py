@@ -31,7 +31,7 @@ from .distillation_options import DistillationConfig
 from .distilled_loss import Logits
 from .divergence import Columns, TeacherTokens
 from .likeliest_tokens import LikeliestTokens, likeliest_tokens
-from .teacher_config import of_teacher, teacher_config
+from .teacher_config import check_tokens, of_teacher, teacher_config
 from .whole_teacher import WholeTeacher
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,9 @@ def likeliest(
 
 def open_teacher(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
     """What builds and loads the teacher. Raises for a folder without a teacher that suits the run."""
-    return partial(_prepare, teacher_config(config), tokenizer)
+    teacher = teacher_config(config)
+    check_tokens(config.distillation.distill_from, tokenizer)
+    return partial(_prepare, teacher, tokenizer)
 
 
 def _prepare(

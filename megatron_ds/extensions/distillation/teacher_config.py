@@ -1,5 +1,6 @@
 """The configuration of a teacher: the model of its checkpoint, in the layout of the student's run."""
 
+import logging
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,13 +13,16 @@ from ...config.options.training_options import (
     TrainConfig,
 )
 from ...config.parse import check
+from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.launch import Launch
 from ...planning.run_plan import RULES, pipeline_shape
 from ...training.run_tokenizer import with_tokenizer
 from ..evaluation.checkpoint_model import evaluation_config
 
+logger = logging.getLogger(__name__)
 TEACHER = Source("script", "the checkpoint of --distill-from")
+MOST_OTHER = 0.1  # of the teacher's tokens
 # Chunks of the head of a teacher whose hidden states are kept: any number above 1 leaves its product to the loss.
 NOT_COMPUTED = 2
 # Lengths of the data and of the padded vocabulary, which are those of the run.
@@ -72,6 +76,25 @@ def teacher_config(config: RunConfig) -> RunConfig:
     return teacher
 
 
+def check_tokens(folder: str, ours: Tokenizer) -> None:
+    """Raises ConfigError if more of the teacher's tokens have other ids in this run than special ones may, and logs
+    where some have. A folder without a tokenizer has no names of tokens."""
+    theirs = getattr(_saved(folder)[1], "vocab", {})
+    here = getattr(ours, "vocab", theirs)
+    others = [token for token, number in theirs.items() if here.get(token) != number]
+    if not others:
+        return
+    first = others[0]
+    text = (
+        f"--distill-from {folder}: of {len(theirs):,} tokens of the teacher {len(others):,} have other ids in this run,"
+        f" such as {first!r}, {theirs[first]} there and {here.get(first)} here: its predictions are of other tokens. "
+        "Train with the teacher's tokenizer."
+    )
+    if len(others) > MOST_OTHER * len(theirs):
+        raise ConfigError(text)
+    logger.warning("%s", text)
+
+
 def of_teacher(error: Exception, folder: str) -> CheckpointError:
     """The error about the folder of a teacher, which loads as that of --load does."""
     text = str(error).replace(f"--load {folder}", folder)
@@ -79,11 +102,14 @@ def of_teacher(error: Exception, folder: str) -> CheckpointError:
     return CheckpointError(f"--distill-from: {text}")
 
 
-@lru_cache(maxsize=4)
 def saved_model(folder: str) -> ModelConfig:
     """The model in a folder, with the size of its vocabulary."""
-    config, _ = with_tokenizer(evaluation_config(["--load", folder], Launch()))
-    return config.model
+    return _saved(folder)[0].model
+
+
+@lru_cache(maxsize=4)
+def _saved(folder: str) -> tuple[RunConfig, Tokenizer]:
+    return with_tokenizer(evaluation_config(["--load", folder], Launch()))
 
 
 def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:

@@ -1,12 +1,14 @@
 """The model of a checkpoint, at the layout of the flags, that does not train: weights without an optimizer."""
 
+import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...checkpoint.load import latest, read_run
+from ...cli import Arguments
 from ...config import RunConfig, Source, parse
-from ...config.sources.flags import read_flags
+from ...config.sources.flags import canonical, read_flags, spellings
 from ...config.sources.reading import Setting
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
@@ -15,6 +17,7 @@ from ...mpu.launch import Launch
 from ...mpu.mesh import Mesh
 from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES
+from ...registry import did_you_mean
 from ...training.base_weights import check_same_base, find_base, load_base
 from ...training.build import Replica, build_engine
 from ...training.foreign_checkpoints import foreign_checkpoints
@@ -52,6 +55,22 @@ class LoadedModel:
     engine: Replica
     tokenizer: Tokenizer
     iteration: int | None
+
+
+def own_flags(
+    parser: Arguments, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """(the flags of a command, those of the run). Raises ConfigError for a misspelt flag of the command."""
+    args, rest = parser.parse_known_args(argv)
+    own = parser.flags
+    known = spellings()
+    for word in rest:
+        flag = word.partition("=")[0]
+        near = did_you_mean(flag, [*own, *known])
+        is_own = any(f"{name!r}?" in near for name in own)
+        if flag.startswith("--") and canonical(flag) not in known and is_own:
+            raise ConfigError(f"unknown flag {flag}{near} --help lists the flags.")
+    return args, rest
 
 
 def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:

@@ -31,6 +31,7 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
     load_model,
+    own_flags,
 )
 from megatron_ds.extensions.evaluation.detokenizers import DETOKENIZERS
 from megatron_ds.extensions.evaluation.harness import (
@@ -59,13 +60,13 @@ LEAST = {"overlapping_eval": 1, "num_fewshot": 0, "limit": 1, "bootstrap": 0}
 def run_tool(argv: Sequence[str] | None = None) -> int:
     """Evaluate, and print the results on rank 0."""
     with launching.reported_to_others():
-        args, rest = _parser().parse_known_args(argv)
+        args, rest = own_flags(_parser(), argv)
         check(args)
         launch = launching.read_launch(os.environ)
         _set_up_logging(launch.rank)
         config = evaluation_config(rest, launch)
     with joined(config, launch) as mesh:
-        model = load_model(config, mesh)
+        model = load_model(config, mesh, args.iteration)
         results = TASKS[args.task](model, args) if args.task else harness(model, args)
     if launch.rank == 0:
         show(results, args.output)
@@ -75,6 +76,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
+    add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
     # Megatron's tasks.
     add("--task", choices=tuple(TASKS), help="a zero-shot task of Megatron")
     add("--valid-data", type=Path, metavar="FILE", help="the file of --task")

@@ -176,6 +176,7 @@ def _text_of(line: str, place: str) -> str:
         text = json.loads(line)["text"]
         if not isinstance(text, str):
             raise TypeError(f"the text is {type(text).__name__}")
+        text.encode()  # half a surrogate pair is JSON, and no character
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f'{place}: cannot read {{"text": …}} from this line ({error!r}). LAMBADA is one JSON object a line.'
@@ -185,6 +186,6 @@ def _text_of(line: str, place: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--valid-data {path} cannot be read: {error}.") from None

@@ -6,6 +6,7 @@ Texts stand in the first rows without a gap, so that those of a batch are a view
 as sequence parallelism needs, are written to the spare row.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...batch.batch import Batch
+from ...errors import DeviceMemoryError
 from ...models.attention import CoreAttention
 from ...ops.key_rows import KeyRows
 
@@ -47,12 +49,24 @@ class CachedKeys:
         if name not in self._layers:
             # Hidden values count 0 times, which must be numbers.
             shape = (self.rows + 1, self.length, *k.shape[2:])
-            self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
+            try:
+                self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
+            except (
+                RuntimeError
+            ) as error:  # that of torch, which has no class of its own on CPUs
+                raise self._too_large(2 * math.prod(shape) * k.itemsize) from error
             self._flat[name] = tuple(t.flatten(0, 1) for t in self._layers[name])
         keys, values = self._flat[name]
         keys.index_copy_(0, places, k[:, 0])
         values.index_copy_(0, places, v[:, 0])
         return self._layers[name]
+
+    def _too_large(self, size: int) -> DeviceMemoryError:
+        return DeviceMemoryError(
+            f"keys and values of {self.rows:,} texts of {self.length:,} tokens take {size / 2**30:,.1f} GiB in each "
+            "layer, which do not fit the memory. Generate fewer texts at once (--requests; --batch-size in serving), "
+            "or serve shorter ones (--max-length)."
+        )
 
     def clear(self, rows: Sequence[int]) -> None:
         """Forget the tokens of some rows: keys that are no numbers would spoil the next text there, which counts

@@ -20,14 +20,16 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments
-from megatron_ds.console import set_up_logging
+from megatron_ds.console import escape_unknown, set_up_logging
 from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
+from megatron_ds.extensions.corpora.text_files import read_blocks, texts_of
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
     load_model,
+    own_flags,
 )
 from megatron_ds.extensions.generation.chat_turns import ChatTurns
 from megatron_ds.extensions.generation.continuation import (
@@ -47,6 +49,7 @@ from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.agree import on_one_rank
 from megatron_ds.training.distributed import joined
 
+PROMPT_KEYS = ["prompt"]  # of a line of JSON
 LIMITS = {
     "--max-new-tokens": (int, 64, "generate at most this many tokens"),
     "--min-new-tokens": (int, 0, "generate at least this many tokens"),
@@ -117,7 +120,7 @@ def parse_arguments(
         action="store_true",
         help="with --logprobs: those of the prompt's tokens, too",
     )
-    return parser.parse_known_args(argv)
+    return own_flags(parser, argv)
 
 
 def run_tool(argv: Sequence[str] | None = None) -> int:
@@ -127,6 +130,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         check(args, rest)
         launch = launching.read_launch(os.environ)
         set_up_logging(logging.WARNING, stream=sys.stderr)
+        escape_unknown(sys.stdout)
         flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
         config = evaluation_config(flags, launch)
     with joined(config, launch) as mesh:
@@ -147,15 +151,18 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
 
 def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
     """Raises ConfigError for flags that contradict each other, before anything is loaded."""
-    if args.max_new_tokens < 1:
-        raise ConfigError(
-            f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
-        )
+    check_numbers(args)
+    # One kind of prompts, and the flags of that kind.
     given = [bool(args.prompt), args.prompts_file is not None, args.chat]
     if sum(given) != 1:
         raise ConfigError(
             f"{sum(given)} of --prompt, --prompts-file and --chat are given. Use one of them."
         )
+    for name in ("system", "chat_template"):
+        if getattr(args, name) is not None and not args.chat:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is about a --chat. Add it, or remove {flag}.")
+    # What is printed, and how it is computed.
     if args.logprobs is not None and not args.json:
         raise ConfigError("--logprobs is printed with --json. Add it.")
     if args.prompt_logprobs and args.logprobs is None:
@@ -169,7 +176,34 @@ def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
                 f"--context-parallel-size {''.join(size)}: each rank keeps the keys of whole texts. Use 1; "
                 "checkpoints of every size load."
             )
+    for text in (*args.prompt, *args.stop, args.system or ""):
+        check_text(text)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises ConfigError for numbers that no text can have."""
+    if args.max_new_tokens < 1:
+        raise ConfigError(
+            f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number."
+        )
+    if not 0 <= args.min_new_tokens <= args.max_new_tokens:
+        raise ConfigError(
+            f"--min-new-tokens {args.min_new_tokens} is not between 0 and --max-new-tokens {args.max_new_tokens}. "
+            "Lower it, or raise --max-new-tokens."
+        )
+    if (args.logprobs or 0) < 0:
+        raise ConfigError(f"--logprobs {args.logprobs}: use 0 or more.")
     sampling_of(args)
+
+
+def check_text(text: str) -> None:
+    """Raises ConfigError for the text of a flag that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{text!r} is not UTF-8 at character {error.start}. Give it in UTF-8, or prompts in a --prompts-file."
+        ) from None
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
@@ -191,18 +225,20 @@ def request_of(
     max_length: int,
 ) -> GenerationRequest:
     """A request by the flags, up to the last position of the model. Raises ConfigError without room."""
-    room = max_length - len(tokens)
-    if room < 1:
+    room = max(max_length - len(tokens), 0)
+    least = max(args.min_new_tokens, 1)
+    if room < least:
         raise ConfigError(
-            f"the prompt, or the conversation so far, of {len(tokens)} tokens fills all {max_length} positions. "
-            "Shorten the prompt, or begin another conversation."
+            f"the prompt, or the conversation so far, of {len(tokens)} tokens leaves {room} of {max_length} positions "
+            f"for new ones, and at least {least} are asked for. Shorten the prompt, lower --min-new-tokens, or begin "
+            "another conversation."
         )
     most = min(args.max_new_tokens, room)
     return GenerationRequest(
         tuple(tokens),
         sampling_of(args),
         most,
-        min(args.min_new_tokens, most),
+        args.min_new_tokens,
         stop_tokens,
         args.logprobs,
         args.prompt_logprobs,
@@ -215,8 +251,14 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     prompts = args.prompt or read_prompts(args.prompts_file)
     ends = frozenset() if args.ignore_eod else frozenset([tokenizer.eod])
     requests = []
-    for prompt in prompts:
-        request = request_of(args, tokenizer.encode(prompt), ends, generator.max_length)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            tokens = tokenizer.encode(prompt)
+            request = request_of(args, tokens, ends, generator.max_length)
+            generator.check(request)
+        except (ConfigError, DataError) as error:
+            text = f"prompt {number} of {len(prompts)}: {error}"
+            raise type(error)(text) from None
         requests.append(TextRequest(request, tuple(args.stop)))
     # Texts end in any order.
     found = [Continuation() for _ in prompts]
@@ -258,22 +300,37 @@ def scores_of(token: GeneratedToken) -> dict:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file. Raises DataError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if line.strip()]
-        if path.suffix == ".jsonl":
-            lines = [json.loads(line)["prompt"] for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"--prompts-file {path} cannot be read: {type(error).__name__}: {error}. Use UTF-8 text with a prompt on "
-            'each line, or .jsonl with {"prompt": "…"}.'
-        ) from None
-    if not lines or not all(isinstance(line, str) for line in lines):
+    """The prompts of a file, in its lines that are not blank. Raises DataError."""
+    found = _json_prompts(path) if path.suffix == ".jsonl" else _plain_prompts(path)
+    if not found:
         raise DataError(
             f"--prompts-file {path} has no prompts. Write one on each line."
         )
-    return lines
+    return found
+
+
+def _json_prompts(path: Path) -> list[str]:
+    """The texts under "prompt". Raises DataError with the number of a line that has none."""
+    prompts: list[str] = []
+    for block in read_blocks(str(path), keys=PROMPT_KEYS):
+        columns, bad = texts_of(block, PROMPT_KEYS)
+        if bad:
+            raise DataError(
+                f'--prompts-file {bad[0]}. Write {{"prompt": "…"}} on each line.'
+            )
+        prompts += columns[0]
+    return prompts
+
+
+def _plain_prompts(path: Path) -> list[str]:
+    """The lines, which end with a line feed alone: other separators may be part of a prompt. Raises DataError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"--prompts-file {path} cannot be read: {error}. Use UTF-8 text with a prompt on each line."
+        ) from None
+    return list(filter(str.strip, text.split("\n")))
 
 
 def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:

@@ -50,5 +50,7 @@ def _saved(load: Path, iteration: int | None) -> Mapping:
             f"--load {load} is a checkpoint, and --load takes the folder that holds it. Use --load "
             f"{load.resolve().parent}{chosen}."
         )
-    step = latest(load) if iteration is None else iteration
-    return {} if step is None else read_run(load, step).get("config", {})
+    newest = latest(load)
+    if newest is None:
+        return {}
+    return read_run(load, newest if iteration is None else iteration).get("config", {})

@@ -10,6 +10,7 @@ from .request_fields import IGNORED, RequestField, Values, read_fields
 from .sampling_fields import (
     MOST_TOKENS,
     SAMPLING,
+    least_of,
     sampling_of,
     seed_of,
     stop_tokens_of,
@@ -109,6 +110,7 @@ def _parts_of(
     """The n answers, each with a seed of its own."""
     given = values["max_completion_tokens"] or values["max_tokens"]
     most = given or max(model.room(tokens), 1)
+    model.check_ids(values["stop_token_ids"], "stop_token_ids")
     seed = seed_of(values)
     end_tokens, ends = model.answer_ends
     stops = (*stops_of(values), *ends)
@@ -118,7 +120,7 @@ def _parts_of(
             tokens=tokens,
             sampling=sampling_of(values, seed + number),
             max_new_tokens=most,
-            min_new_tokens=min(values["min_tokens"], most),
+            min_new_tokens=least_of(values, most),
             stop_tokens=stop_tokens_of(values, end_tokens),
             alternatives=(values["top_logprobs"] or 0) if values["logprobs"] else None,
         )

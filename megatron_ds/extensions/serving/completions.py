@@ -9,6 +9,7 @@ from .request_fields import RequestField, Values, is_integers, read_fields
 from .sampling_fields import (
     MOST_TOKENS,
     SAMPLING,
+    least_of,
     sampling_of,
     seed_of,
     stop_tokens_of,
@@ -99,6 +100,7 @@ def _parts_of(
     most = values["max_tokens"]
     if most is None:
         most = max(min(USUAL_TOKENS, model.room(tokens)), 1)
+    model.check_ids(values["stop_token_ids"], "stop_token_ids")
     seed = seed_of(values)
     for number in range(values["n"]):
         # A prompt that is only scored needs one token, which is dropped.
@@ -107,7 +109,7 @@ def _parts_of(
             tokens=tokens,
             sampling=sampling_of(values, seed + number),
             max_new_tokens=max(most, 1),
-            min_new_tokens=min(values["min_tokens"], max(most, 1)),
+            min_new_tokens=least_of(values, max(most, 1)),
             stop_tokens=stop_tokens_of(values, model.end_tokens),
             alternatives=values["logprobs"],
             scores_prompt=values["echo"] and values["logprobs"] is not None,

@@ -104,6 +104,7 @@ def _part(
     tokens = _tokens(prompt, values, model)
     most = values["tokens_to_generate"]
     end = values["stop_token"]
+    model.check_ids([] if end is None else [end], "stop_token")
     request = model.request(
         "prompts",
         tokens=tokens,

@@ -58,6 +58,17 @@ def sampling_of(values: Mapping[str, Any], seed: int) -> Sampling:
         raise RefusedRequest(str(error)) from None
 
 
+def least_of(values: Mapping[str, Any], most: int) -> int:
+    """The tokens among which a continuation does not end. most: tokens that it has. Raises RefusedRequest."""
+    least = values["min_tokens"]
+    if least > most:
+        raise RefusedRequest(
+            f"min_tokens is {least:,}, and the text has at most {most:,} new tokens. Lower it, or raise max_tokens.",
+            "min_tokens",
+        )
+    return least
+
+
 def stops_of(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that end a continuation. An empty one ends nothing. Raises RefusedRequest for long ones: each
     new token is compared with all their beginnings."""

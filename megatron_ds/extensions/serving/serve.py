@@ -28,6 +28,7 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
     evaluation_config,
     load_model,
+    own_flags,
 )
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.saved_flags import saved_flags
@@ -47,13 +48,14 @@ logger = logging.getLogger(__name__)
 def run_tool(argv: Sequence[str] | None = None) -> int:
     """Serve on rank 0 until a signal; the other ranks compute with it."""
     with launching.reported_to_others():
-        args, rest = _parser().parse_known_args(argv)
+        args, rest = own_flags(_parser(), argv)
         check(args)
         launch = launching.read_launch(os.environ)
         level = logging.WARNING if launch.rank else logging.INFO
         set_up_logging(level, stream=sys.stderr)
         flags = saved_flags(args.load, args.iteration, rest, launch.world_size)
         config = evaluation_config(flags, launch)
+        check_length(args.max_length, config.model.positions)
         # An address that is taken is an error before the model is loaded.
         service = (
             None if launch.rank else HttpService(args.host, args.port, args.cors_origin)
@@ -152,12 +154,23 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: use 1 or more.")
 
 
+def check_length(length: int | None, positions: int) -> None:
+    """Raises ConfigError for texts that are longer than the model has positions."""
+    if length is not None and length > positions:
+        raise ConfigError(
+            f"--max-length {length}: the model has {positions} positions. Use at most as many, or leave it out for all."
+        )
+
+
 def template_of(model: LoadedModel, path: str | None) -> ChatTemplate | None:
-    """The chat template of a file, else of the tokenizer; None without one."""
+    """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is none."""
     tokenizer = model.engine.config.data.tokenizer_model
     if path is None and tokenizer is None:
         return None
-    return find_template(tokenizer or ".", path, {})
+    found = find_template(tokenizer or ".", path, {})
+    if found is not None:
+        found.check()
+    return found
 
 
 def served_model(

@@ -51,7 +51,7 @@ class ServedModel:
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[int, ...]:
         """The tokens of a prompt; the beginning of a text is put in front of a text. Raises RefusedRequest."""
         if not isinstance(prompt, str):
-            self._check_ids(prompt, param)
+            self.check_ids(prompt, param)
             return tuple(prompt)
         ids = self._encoded(prompt, param)
         begin = list(getattr(self.tokenizer, "beginning", ()))
@@ -66,7 +66,8 @@ class ServedModel:
         except MegatronDSError as error:
             raise RefusedRequest(f"{param}: {error}", param) from None
 
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises RefusedRequest for ids of a field that are no tokens."""
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise RefusedRequest(

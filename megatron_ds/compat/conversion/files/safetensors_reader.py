@@ -6,6 +6,7 @@ read by offset: the library maps the whole file, whose pages would then count as
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ....errors import CheckpointError
 from ....host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
+POINTER = b"version https://git-lfs.github.com"  # the beginning of the text that Git has for a file of LFS
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -93,8 +95,7 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         size = path.stat().st_size
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is damaged or no safetensors file: {error}. "
-            "Download or save it again."
+            f"{path} is damaged or no safetensors file: {error}. {_advice(path)}"
         ) from error
 
     # Offsets are those of the header's order, from the end of the file.
@@ -105,6 +106,21 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         found[name] = replace(tensor, read=partial(_read, path, name, at, tensor))
         at += tensor.nbytes
     return found
+
+
+def _advice(path: Path) -> str:
+    """What to do about a file that cannot be read."""
+    start = b""
+    with suppress(OSError):
+        with open(path, "rb") as file:
+            start = file.read(len(POINTER))
+    # Git has a short text in place of a file that was not fetched.
+    if start != POINTER:
+        return "Download or save it again."
+    return (
+        "It is a pointer of Git LFS, not the file itself: run git lfs pull in its "
+        "folder."
+    )
 
 
 def _described(path: Path, name: str, stored: Any) -> StoredTensor:

@@ -72,6 +72,16 @@ def detect(folder: Path) -> bool:
     return has_tensors and (folder / CONFIG).is_file() or bool(adapter_files(folder))
 
 
+def expects(folder: Path) -> bool:
+    """Whether a config.json names a model, whose weights are not there."""
+    if not (folder / CONFIG).is_file():
+        return False
+    try:
+        return "model_type" in read_json(folder / CONFIG)
+    except CheckpointError:
+        return False
+
+
 def read_raw(folder: Path) -> RawCheckpoint:
     """Settings and tensors as they are in the files. Raises CheckpointError."""
     check_adapter(folder)
@@ -458,4 +468,5 @@ FORMAT = Format(
     write,
     reads=("allow_missing", "allow_unused"),
     writes=("dtype", "family", "shard_bytes"),
+    expects=expects,
 )

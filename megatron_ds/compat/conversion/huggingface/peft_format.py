@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ....checkpoint.folder import write_durably
 from ....errors import CheckpointError
@@ -21,6 +21,7 @@ from ..family import entries_of, model_of
 from ..files.safetensors_reader import read_file, read_json
 from ..files.stored_tensor import WEIGHT, AdapterTensors, LogicalCheckpoint
 from ..formats import Format, Wishes, detected
+from ..published import published
 from .huggingface_format import family_for
 from .peft_adapter import (
     CONFIG,
@@ -152,17 +153,15 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         ),
         "inference_mode": True,
     }
-    # The settings are written last: without them the folder is no adapter.
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty. Give a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
     values = {
         key: value.to(torch.float32, copy=True).contiguous()
         for key, value in tensors.items()
     }
-    save_file(values, folder / WEIGHTS, metadata={"format": "pt"})
+    # Readers see the folder only when it is complete.
+    with published(folder) as hidden:
+        (hidden / WEIGHTS).write_bytes(save(values, metadata={"format": "pt"}))
+        write_durably(hidden / CONFIG, json.dumps(settings, indent=1))
     written = sum(".lora_A." in key for key in tensors)
-    write_durably(folder / CONFIG, json.dumps(settings, indent=1))
     return [
         f"wrote {folder}: adapters of {written} modules of a {family.name} model, rank {adapters.rank}"
     ]
