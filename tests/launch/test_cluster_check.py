@@ -5,9 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_ds.extensions.launch.cluster_check import rounds
+from megatron_ds.extensions.launch.cluster_check import ClusterMeter, rounds
 from megatron_ds.extensions.launch.cluster_findings import Measured, problems, text_of
+from megatron_ds.mpu.fake_group import FakeTransport
+from megatron_ds.mpu.group import Group
 from tests.launch.starts import launch
 
 pytestmark = pytest.mark.parts(2, together=True)
@@ -81,6 +84,15 @@ def test_a_slow_rank_a_wrong_clock_and_another_folder_are_found(tmp_path):
         )
         assert rank["ring"] > 0 and rank["reduces"]["1024"] > 0
     assert not [*tmp_path.glob("**/.check-*")]
+
+
+@pytest.mark.plan
+def test_a_folder_that_cannot_be_looked_into_is_a_finding(tmp_path):
+    group = Group("world", (0,), 0, FakeTransport("world", 1))
+    found = Measured(0, "n1")
+    ClusterMeter(group, torch.device("cpu")).look_into(tmp_path / ("x" * 300), found)
+    [said] = problems([found])
+    assert said.endswith("cannot write into the folder: File name too long")
 
 
 @pytest.mark.processes

@@ -5,6 +5,7 @@ it takes less than a minute: sizes grow and pairs go on only while time is left.
 """
 
 import json
+import os
 import platform
 import time
 import uuid
@@ -179,7 +180,8 @@ class ClusterMeter:
         except OSError as error:
             found.write_error = error.strerror or str(error)
         collectives.barrier(self.group)
-        seen = [(folder / name).exists() for name in names]
+        # unlike Path.exists, this is no error for folders that may not be entered
+        seen = [os.path.exists(folder / name) for name in names]
         collectives.barrier(self.group)
         with suppress(OSError):
             (folder / own).unlink()

@@ -175,12 +175,16 @@ INSTEAD = {
 
 
 def runner_named(name: str) -> Runner:
-    """The runner of --launcher. Raises ConfigError for an unknown one, and where its program is missing."""
+    """The runner of --launcher. Raises ConfigError for an unknown one."""
     if name in INSTEAD:
         raise ConfigError(f"--launcher {name} is not supported; use {INSTEAD[name]}.")
     if name not in RUNNERS:
         raise ConfigError(f"--launcher {name} is not known: use {', '.join(RUNNERS)}.")
-    runner = RUNNERS[name]
+    return RUNNERS[name]
+
+
+def check_program(runner: Runner, name: str) -> None:
+    """Raises ConfigError where the program of a runner is missing. name: of the runner"""
     if runner.program and not shutil.which(runner.program):
         programs = [other.program for other in RUNNERS.values() if other.program]
         others = [program for program in programs if shutil.which(program)]
@@ -188,4 +192,3 @@ def runner_named(name: str) -> Runner:
             f"--launcher {name} needs the program {runner.program}, which is not installed here. "
             f"Installed: {', '.join(others) or 'none of the others'}."
         )
-    return runner

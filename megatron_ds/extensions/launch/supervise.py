@@ -15,7 +15,7 @@ from pathlib import Path
 from .failures import Failure, failure_in, first_failure
 from .job import Job
 from .output import pieces
-from .rank_places import report_in
+from .rank_places import NodeReport, report_in
 from .restarts import Ended
 from .runners import Means, Runner, Started
 from .signals import END, FORWARDED, KILL, STACKS
@@ -24,6 +24,7 @@ from .stalls import HANG_CODE, Hang, Stalls
 POLL_SECONDS = 0.1
 STACK_SECONDS = 1.0  # in which ranks print their stacks
 CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
+MARKS = b"::megatron-ds "  # before the reports of agents
 
 
 class Processes:
@@ -151,13 +152,22 @@ class Processes:
             with self._lock:
                 if failure is not None:
                     self.failures.append(failure)
-                    continue
                 if report is not None:
                     self.stalls.add(report)
-                    continue
                 with contextlib.suppress(OSError, ValueError):
-                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.write(_of_ranks(line, failure or report))
                     sys.stdout.buffer.flush()
+
+
+def _of_ranks(line: bytes, report: Failure | NodeReport | None) -> bytes:
+    """What ranks have written of a line: all but a report, and the host that pdsh puts before it.
+
+    It is not empty before a report if a rank did not end its last line.
+    """
+    if report is None:
+        return line
+    before = line.partition(MARKS)[0]
+    return before.removeprefix(f"{report.host}: ".encode())
 
 
 def _started(one: Started, source: int, output: int) -> subprocess.Popen:
@@ -176,6 +186,7 @@ class Requests:
 
     def __init__(self):
         self.received: list[int] = []
+        self._unsent: list[int] = []  # received while there were no processes
         self._processes: Processes | None = None
 
     def install(self) -> None:
@@ -184,8 +195,10 @@ class Requests:
             signal.signal(number, self._handle)
 
     def go_to(self, processes: Processes | None) -> None:
-        """Pass signals on to these processes."""
+        """Pass signals on to these processes, also those that came when there were none."""
         self._processes = processes
+        while processes is not None and self._unsent:
+            processes.request(self._unsent.pop(0))
 
     def pause(self, seconds: float) -> bool:
         """Wait; False if a signal has come, then or before."""
@@ -196,7 +209,9 @@ class Requests:
 
     def _handle(self, number: int, frame: object) -> None:
         self.received.append(number)
-        if self._processes is not None:
+        if self._processes is None:
+            self._unsent.append(number)
+        else:
             self._processes.request(number)
 
 
