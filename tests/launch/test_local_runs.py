@@ -222,11 +222,14 @@ def test_dry_run_prints_the_commands_also_of_programs_that_are_not_here(
     folder, launcher, commands
 ):
     (folder / "hosts").write_text("n1 slots=1\nn2 slots=2\n")
-    words = ["--hostfile", "hosts", "--launcher", launcher, "--dry-run", "a script.py"]
+    words = ["--hostfile", "hosts", "--launcher", launcher, "--dry-run"]
+    words += ["a script.py", "$HOME", "two\nlines"]
     code, text = launch(words, folder, PATH=str(folder))
     assert code == 0, text
-    lines = text.splitlines()
+    comment, *lines = text.splitlines()
     assert len(lines) == len(commands)
+    assert comment.startswith("# 3 ranks on n1 (1), n2 (2); rank 0 at n1:29500 runs: ")
+    assert comment.endswith("-u 'a script.py' --local_rank=0 '$HOME' 'two\\nlines'")
     for line, command in zip(lines, commands):
         assert re.fullmatch(command, line) and sys.executable in line
     if launcher == "ssh":

@@ -16,12 +16,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from ...cli import Arguments
+from ...console import paragraph
 from ...errors import ConfigError
 from .autotuning import autotune, plan_lines, program_of
 from .flag_values import core_list, count, port, seconds, shell_words, whole
@@ -30,8 +31,8 @@ from .job import Job, RankProgram
 from .layout_check import LayoutCheck
 from .no_effect import is_file, sentences
 from .restarts import Attempts, Ended, Policy
-from .runners import Means, check_program, runner_named, ssh_to
-from .supervise import Requests, note, pid_of_launcher, run_all
+from .runners import Means, Started, check_program, runner_named, ssh_to
+from .supervise import Requests, note, pid_of_launcher, ranks_text, run_all
 from .variables import exported_variables
 
 HOSTFILE = Path("/job/hostfile")
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     _add_watch(made.add_argument_group("failures").add_argument)
     _add_own(made.add_argument_group("the launcher itself").add_argument)
     made.add_argument("script", help="the program that each rank runs")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    made.add_argument("arguments", nargs="*", default=(), help="its arguments")
     return made
 
 
@@ -195,12 +196,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         means = replace(means, host=job.hosts[args.node_rank])
     # Its commands, or the job itself.
     if args.dry_run:
-        for process in runner.start(job, means):
-            settings = [f"{key}={value}" for key, value in process.variables.items()]
-            print(shlex.join([*settings, *process.words]))
+        print(*dry_run_lines(job, runner.start(job, means)), sep="\n")
         return 0
     with pid_of_launcher() if args.save_pid else contextlib.nullcontext():
         return attempts_of(args, job, name, means).run(slots, policy)
+
+
+def dry_run_lines(job: Job, commands: Sequence[Started]) -> Iterator[str]:
+    """What a shell runs to start the job, behind a comment with its ranks and the program of one."""
+    program = paragraph(shlex.join(job.program.command(0)))
+    place = f"{job.master_address}:{job.master_port}"
+    yield f"# {ranks_text(job)}; rank 0 at {place} runs: {program}"
+    for command in commands:
+        settings = [f"{key}={value}" for key, value in command.variables.items()]
+        yield shlex.join([*settings, *command.words])
 
 
 def check_combination(args: argparse.Namespace) -> None:

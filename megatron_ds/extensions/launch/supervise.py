@@ -220,8 +220,7 @@ def run_all(
 ) -> Ended:
     """Run a job. Its exit code is 0, or that of the rank that failed first."""
     if not quiet:
-        ranks = "rank" if job.world_size == 1 else "ranks"
-        note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
+        note(ranks_text(job))
     processes = Processes(job, runner, means)
     requests.go_to(processes)
     codes = processes.wait()
@@ -256,10 +255,13 @@ def note(text: str) -> None:
     print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
 
 
-def _hosts_text(job: Job) -> str:
+def ranks_text(job: Job) -> str:
+    """The number of ranks, and the hosts with that of each: "3 ranks on n1 (1), n2 (2)"."""
+    ranks = "rank" if job.world_size == 1 else "ranks"
     listed = [f"{host} ({len(slots)})" for host, slots in job.slots.items()]
     more = len(listed) - 8
-    return ", ".join(listed[:8]) + (f" and {more} more hosts" if more > 0 else "")
+    others = f" and {more} more hosts" if more > 0 else ""
+    return f"{job.world_size} {ranks} on {', '.join(listed[:8])}{others}"
 
 
 @contextlib.contextmanager
