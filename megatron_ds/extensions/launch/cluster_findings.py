@@ -103,7 +103,9 @@ def _unseen(found: Ranks) -> Iterator[str]:
 def text_of(found: Ranks, wrong: Sequence[str]) -> str:
     """The findings for reading. wrong: the sentences of `problems`"""
     hosts = {one.host for one in found}
-    lines = [f"{_counted(len(found), 'rank')} on {_counted(len(hosts), 'host')}"]
+    ranks = _counted(len(found), "rank")
+    places = _counted(len(hosts), "host")
+    lines = [f"{ranks} on {places}"]
     # The network.
     for size, bandwidth in found[0].reduces.items():
         lines.append(f"all-reduce of {_size(size)}: {bandwidth:.3f} GB/s of each rank")
@@ -145,7 +147,9 @@ def _links(found: Ranks, is_near: bool) -> list[float]:
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """ "2 ranks" or "1 rank" """
+    ending = "" if number == 1 else "s"
+    return f"{number} {noun}{ending}"
 
 
 def _range(values: Sequence[float], unit: str) -> str:

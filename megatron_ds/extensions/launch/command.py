@@ -498,6 +498,7 @@ def master_address(
         )
     if args.dry_run or not can_ask:
         return first
+    # It is asked, and thereby tried.
     words = ssh_to(first, "hostname -I", means.ssh_arguments).words
     try:
         answer = subprocess.run(
