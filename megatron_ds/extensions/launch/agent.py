@@ -178,6 +178,7 @@ class Node:
         self.host = host
         self.ranks: list[RankProcess] = []
         self._received: list[int] = []
+        self._held: list[int] | None = []  # signals for ranks that have not started
         self._end_time: float | None = None
 
     def run(self, listens: bool = False) -> int:
@@ -221,6 +222,7 @@ class Node:
         # threads begin after the last fork
         for started in self.ranks:
             started.read()
+        self._send_held()
 
     def _report_no_start(self, error: ConfigError) -> None:
         """Print the failure of the first rank of this node, which another start would not mend."""
@@ -305,7 +307,19 @@ class Node:
     def _forward(self, number: int, frame: object) -> None:
         is_second = number == signal.SIGINT and number in self._received
         self._received.append(number)
-        self._send(signal.SIGKILL if is_second else number)
+        if self._held is None:
+            self._send(signal.SIGKILL if is_second else number)
+        else:
+            self._held.append(number)
+
+    def _send_held(self) -> None:
+        """All ranks have started: they get the signals that came meanwhile."""
+        held = self._held
+        self._held = None
+        for number in held:
+            self._send(number)
+        if self._end_time is not None:
+            self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         for rank in self.ranks:

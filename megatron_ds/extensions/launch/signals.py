@@ -24,6 +24,8 @@ STACKS = places.STACKS
 """An agent has its ranks print their stacks."""
 KILL = signal.SIGABRT
 """An agent ends its ranks by SIGKILL."""
+START_SECONDS = 10
+"""Within which an agent starts on its host."""
 
 
 def pid_name(job: Job, node: int | str) -> str:
@@ -44,7 +46,12 @@ def pid_file(job: Job, host: str) -> Iterator[None]:
 
 
 def signal_text(job: Job, node: int | str, number: int) -> str:
-    """The command for another host's shell that signals the agent there; without an agent it does nothing."""
+    """The command for another host's shell that signals the agent there; without an agent it does nothing.
+
+    An agent that is about to start is waited for, if the signal is the user's.
+    """
     name = signal.Signals(number).name.removeprefix("SIG")
     path = f'"${{TMPDIR:-/tmp}}/{pid_name(job, node)}"'
-    return f"sh -c {shlex.quote(f'test ! -f {path} || kill -s {name} $(cat {path})')}"
+    seconds = " ".join(map(str, range(START_SECONDS if number in FORWARDED else 0)))
+    wait = f"for i in {seconds}; do test -f {path} || sleep 1; done"
+    return f"sh -c {shlex.quote(f'{wait}; test ! -f {path} || kill -s {name} $(cat {path})')}"
