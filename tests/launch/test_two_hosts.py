@@ -182,6 +182,20 @@ def test_nothing_is_left_behind_when_connections_are_cut(cluster, folder, alloca
     assert started.end() in (137, -9)
 
 
+@pytest.mark.parametrize("watched", ["8", "0"])
+def test_nothing_is_left_behind_when_the_launcher_is_killed(
+    cluster, folder, allocated, watched
+):
+    """By a program that prints nothing, too."""
+    (folder / ".deepspeed_env").write_text(f"PLAN={json.dumps({'others': 'wait'})}\n")
+    words = [*cluster.before, "--grace-seconds", str(LEAST), "--hang-seconds", watched]
+    started = Launcher([*words, PROGRAM], folder, **allocated)
+    started.wait_for(*(f"rank {rank} waits" for rank in range(cluster.ranks)))
+    started.process.kill()
+    assert started.end() == -signal.SIGKILL
+    assert all_end(folder, 30), processes_of(folder)
+
+
 def test_a_training_ends_with_the_loss_of_torchrun(cluster, folder, allocated):
     words = [*cluster.before, *TRAINING, "--metrics-jsonl", "launch.jsonl"]
     code, text = launch(words, folder, OMP_NUM_THREADS="1", **allocated)

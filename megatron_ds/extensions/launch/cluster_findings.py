@@ -128,8 +128,9 @@ def text_of(found: Ranks, wrong: Sequence[str]) -> str:
 
 def problems_text(wrong: Sequence[str]) -> str:
     """A line for each problem."""
-    lines = [f"problem: {sentence}" for sentence in wrong]
-    return "\n".join(lines) or "nothing is wrong"
+    if not wrong:
+        return "nothing is wrong"
+    return "\n".join(f"problem: {sentence}" for sentence in wrong)
 
 
 def _links(found: Ranks, is_near: bool) -> list[float]:

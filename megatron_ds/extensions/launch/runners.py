@@ -150,6 +150,7 @@ class Runner:
     has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
                end everything by the signals that a training is to see
     can_probe  ssh shows whether a host can be reached
+    stays      they go on when the reader of their output is gone
     """
 
     start: Callable[[Job, Means], list[Started]]
@@ -157,12 +158,13 @@ class Runner:
     signals: Callable[[Job, Means, int], list[Started]] | None = None
     has_input: bool = False
     can_probe: bool = False
+    stays: bool = False
 
 
 RUNNERS = {
     "local": Runner(local),
     "ssh": Runner(ssh, "ssh", ssh_signals, can_probe=True),
-    "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True),
+    "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True, stays=True),
     "slurm": Runner(slurm, "srun", has_input=True),
     "openmpi": Runner(openmpi, "mpirun", has_input=True),
 }

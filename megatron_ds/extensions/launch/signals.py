@@ -6,11 +6,13 @@ knows, and the launcher sends a signal by a second connection that reads the fil
 """
 
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...host import places
@@ -24,6 +26,7 @@ STACKS = places.STACKS
 """An agent has its ranks print their stacks."""
 KILL = signal.SIGABRT
 """An agent ends its ranks by SIGKILL."""
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 START_SECONDS = 10
 """Within which an agent starts on its host."""
 
@@ -43,6 +46,14 @@ def pid_file(job: Job, host: str) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def dying_with_parent(number: int) -> Callable[[], object] | None:
+    """What a new process calls so that the kernel signals it when this one is gone; None where there is no such."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # found before the fork
+    return lambda: prctl(PR_SET_PDEATHSIG, number)
 
 
 def signal_text(job: Job, node: int | str, number: int) -> str:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .failures import Failure, failure_in, first_failure
@@ -18,7 +18,7 @@ from .output import pieces
 from .rank_places import NodeReport, report_in
 from .restarts import Ended
 from .runners import Means, Runner, Started
-from .signals import END, FORWARDED, KILL, STACKS
+from .signals import END, FORWARDED, KILL, STACKS, dying_with_parent
 from .stalls import HANG_CODE, Hang, Stalls
 
 POLL_SECONDS = 0.1
@@ -46,8 +46,9 @@ class Processes:
         self._lock = threading.Lock()
         # The processes, with a thread for the output of each.
         source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
+        first = dying_with_parent(signal.SIGTERM) if runner.stays else None
         self._processes = [
-            _started(one, source, subprocess.PIPE) for one in self.commands
+            _started(one, source, subprocess.PIPE, first) for one in self.commands
         ]
         self._signallers: list[subprocess.Popen] = []
         self._readers = [
@@ -170,7 +171,13 @@ def _of_ranks(line: bytes, report: Failure | NodeReport | None) -> bytes:
     return before.removeprefix(f"{report.host}: ".encode())
 
 
-def _started(one: Started, source: int, output: int) -> subprocess.Popen:
+def _started(
+    one: Started,
+    source: int,
+    output: int,
+    first: Callable[[], object] | None = None,
+) -> subprocess.Popen:
+    """first: what the new process calls"""
     return subprocess.Popen(
         one.words,
         env={**os.environ, **one.variables},
@@ -178,6 +185,7 @@ def _started(one: Started, source: int, output: int) -> subprocess.Popen:
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C comes to them once, from here
+        preexec_fn=first,
     )
 
 
