@@ -10,7 +10,7 @@ set -euo pipefail
 hosts="${1:?give a hostfile}"
 SAVE="${SAVE:-runs/llama-7b}"
 
-# Before a long run: are all hosts as fast as the others, and do they see the same folder?
+# Before a long run: are all hosts as fast as the others, and do they see the same folder? NO_CHECK=1 leaves this out.
 mkdir -p "$SAVE"
 [ -n "${NO_CHECK:-}" ] || python -m megatron_ds launch --hostfile "$hosts" ${LAUNCH:-} \
     --module megatron_ds env --check --folder "$SAVE"

@@ -77,8 +77,16 @@ def test_without_torch_the_report_says_so():
 
 
 def test_variables_of_libraries_are_shown_and_secrets_are_not():
-    environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "0123", "HOME": "/root"}
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "WANDB_API_KEY": "0123",
+        "MLFLOW_TRACKING_URI": "https://me:0123@host/x",
+        "HF_ENDPOINT": "https://host/@x",
+        "HOME": "/root",
+    }
     assert env_report.variables(environ) == {
+        "HF_ENDPOINT": "https://host/@x",
+        "MLFLOW_TRACKING_URI": "(set)",
         "NCCL_DEBUG": "INFO",
         "WANDB_API_KEY": "(set)",
     }

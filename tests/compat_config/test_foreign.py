@@ -248,11 +248,12 @@ def test_a_divisor_of_gradients_matters_only_when_they_are_summed_in_fp16():
 
 
 def test_saving_options_without_a_folder_are_listed():
-    config = parse([*MOCK, "--save-interval", "10", "--save-total-limit", "3"], env={})
-    assert config.checkpoint.save_interval is None
-    assert "no checkpoint is written without --save DIR" in report_without_effect(
-        config
-    )
+    words = ["--save-interval", "10", "--save-total-limit", "3", "--async-save"]
+    config = parse([*MOCK, *words], env={})
+    assert config.checkpoint.save_interval is None and not config.checkpoint.async_save
+    listed = report_without_effect(config)
+    assert "no checkpoint is written without --save DIR" in listed
+    assert "--async-save" in listed
 
 
 def test_the_flag_for_mock_data_replaces_the_data_of_a_recipe(tmp_path):

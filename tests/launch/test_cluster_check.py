@@ -5,9 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_ds.extensions.launch.cluster_check import rounds
+from megatron_ds.extensions.launch.cluster_check import ClusterMeter, rounds
 from megatron_ds.extensions.launch.cluster_findings import Measured, problems, text_of
+from megatron_ds.mpu.fake_group import FakeTransport
+from megatron_ds.mpu.group import Group
 from tests.launch.starts import launch
 
 pytestmark = pytest.mark.parts(2, together=True)
@@ -81,6 +84,21 @@ def test_a_slow_rank_a_wrong_clock_and_another_folder_are_found(tmp_path):
         )
         assert rank["ring"] > 0 and rank["reduces"]["1024"] > 0
     assert not [*tmp_path.glob("**/.check-*")]
+    # The launcher repeats the problems, and not the whole report.
+    last = text[text.index("failed first") :]
+    assert "problem: rank 1 on" in last and '"reduces"' not in last
+
+
+@pytest.mark.plan
+def test_a_folder_that_cannot_be_looked_into_is_a_finding(tmp_path):
+    group = Group("world", (0,), 0, FakeTransport("world", 1))
+    found = Measured(0, "n1")
+    ClusterMeter(group, torch.device("cpu")).look_into(tmp_path / ("x" * 300), found)
+    [said] = problems([found])
+    assert said.endswith("cannot write into the folder: File name too long")
+    # One rank has no network.
+    text = text_of([found], [said])
+    assert text.startswith("1 rank on 1 host\nproduct: ")
 
 
 @pytest.mark.processes
@@ -89,7 +107,7 @@ def test_two_ranks_are_described(tmp_path):
     code, text = launch(words, tmp_path, OMP_NUM_THREADS="1")
     assert code in (0, 1), text
     for words in (
-        "2 ranks on 1 hosts",
+        "2 ranks on 1 host",
         "all-reduce of 1 KiB",
         "ring:",
         "pairs on one host:",

@@ -12,6 +12,7 @@ from megatron_ds.extensions.launch import command
 from megatron_ds.extensions.launch.agent import _cores, host_of
 from megatron_ds.extensions.launch.flag_values import core_list
 from megatron_ds.extensions.launch.job import Job, RankProgram
+from megatron_ds.extensions.launch.no_effect import sentences
 from megatron_ds.extensions.launch.variables import exported_variables
 
 pytestmark = pytest.mark.plan
@@ -168,6 +169,16 @@ LINES = [
     ),
     ("--launcher_args --exclusive --num_gpus 1 train.py", "train.py --local_rank=0"),
     ("--num_nodes -1 --num_gpus 1 train.py", "train.py --local_rank=0"),
+    # The beginning of a flag, and values that have no effect.
+    ("--num_gpu 1 --mod --master_p=29511 train", "train --local_rank=0"),
+    (
+        "--hostfile= --num_gpus 1 train.py --num_gpu 2",
+        "train.py --local_rank=0 --num_gpu 2",
+    ),
+    (
+        "--hostfile /nowhere --node_rank 0 --num_gpus 1 train.py",
+        "train.py --local_rank=0",
+    ),
 ]
 
 
@@ -188,7 +199,7 @@ def test_command_lines_of_deepspeed_start_the_same_programs(line, program):
     assert made[made.index(job.program.words[0]) :] == program.split()
     interpreter = [] if "--no_python" in line else [os.sys.executable, "-u"]
     assert made[: len(interpreter)] == interpreter
-    assert ("-m" in made) == ("--module" in line)
+    assert ("-m" in made) == ("--mod" in line)
 
 
 def test_deepspeeds_parser_finds_the_same_script_and_arguments():
@@ -222,6 +233,8 @@ def test_the_visible_devices_are_the_slots_of_this_machine(visible, slots):
     args = command._parsed(["train.py"])
     environ = {"CUDA_VISIBLE_DEVICES": visible}
     assert command.slots_of(args, environ) == {"localhost": slots}
+    args = command._parsed(["--num_nodes", "1", "train.py"])
+    assert command.slots_of(args, environ) == {"localhost": slots}
 
 
 def test_devices_that_are_visible_by_name_are_refused():
@@ -247,7 +260,10 @@ def test_devices_that_are_visible_by_name_are_refused():
         ("--autotuning tune train.py", "add --deepspeed_config FILE"),
         ("--launcher impi train.py", "not supported; use openmpi or slurm"),
         ("--numgpus 2 train.py", "unknown flag --numgpus; did you mean '--num_gpus'"),
-        ("--hostfile /nowhere train.py", "cannot be read"),
+        ("--hostfile /nowhere --num_nodes 2 train.py", "without a hostfile"),
+        ("--hostfile /proc/self/mem train.py", "mem cannot be read: .*Input/output"),
+        ("--no_s train.py", "unknown flag --no_s"),
+        ("--num_gpus 1", r"arguments are required: script\."),
         ("--launcher slurm train.py", "within an allocation"),
     ],
 )
@@ -307,6 +323,79 @@ def test_a_file_that_sets_no_variables_is_refused(tmp_path, text, reason):
         exported_variables({}, tmp_path, tmp_path / "absent")
 
 
-def test_a_file_that_is_named_and_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="DS_ENV_FILE=cluster.env: there is no such"):
-        exported_variables({"DS_ENV_FILE": "cluster.env"}, tmp_path, tmp_path)
+def test_a_file_that_is_named_and_is_not_there_sets_nothing(tmp_path):
+    for name in ("cluster.env", "/nowhere/cluster.env", ""):
+        found = exported_variables({"DS_ENV_FILE": name}, tmp_path, tmp_path)
+        assert found == {"PYTHONPATH": str(tmp_path)}
+
+
+# ------------------------------------------------------------------------------------ what has no effect
+@pytest.mark.parametrize(
+    "line, environ, said",
+    [
+        ("train.py", {"CUDA_VISIBLE_DEVICES": "0", "DS_ENV_FILE": ""}, []),
+        ("--node_rank 0 --hostfile= train.py", {}, []),
+        ("--hostfile /nowhere train.py", {}, ["no file --hostfile /nowhere"]),
+        ("--hostfile / train.py", {}, ["on this machine"]),
+        ("--num_gpus 2 train.py", {"CUDA_VISIBLE_DEVICES": "2,3"}, ["=2,3 is ignored"]),
+        ("-i localhost:0 train.py", {"CUDA_VISIBLE_DEVICES": "2"}, ["=2 is ignored"]),
+        ("train.py", {"DS_ENV_FILE": "no.env"}, ["DS_ENV_FILE=no.env, neither in"]),
+        ("--hostfile HOSTS --node_rank 0 train.py", {}, ["ranks of 2 hosts"]),
+        ("--hostfile HOSTS --no_ssh --node_rank 0 train.py", {}, []),
+    ],
+)
+def test_what_has_no_effect_is_said(line, environ, said, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1 slots=2\nn2 slots=2\n")
+    args = command._parsed(line.replace("HOSTS", str(hosts)).split())
+    found = [*sentences(args, command.slots_of(args, environ), environ)]
+    assert len(found) == len(said)
+    assert all(text in sentence for text, sentence in zip(said, found))
+
+
+def test_a_hostfile_may_be_a_pipe_of_the_shell():
+    reader, writer = os.pipe()
+    os.write(writer, b"n1 slots=2\n")
+    os.close(writer)
+    args = command._parsed(["--hostfile", f"/dev/fd/{reader}", "train.py"])
+    assert command.slots_of(args, {}) == {"n1": (0, 1)}
+    os.close(reader)
+
+
+# ------------------------------------------------------------------------------------ the address of rank 0
+@pytest.mark.parametrize(
+    "hosts, flags, address",
+    [
+        (["localhost"], [], "127.0.0.1"),
+        (["n1"], [], "127.0.0.1"),
+        (["n1", "n2"], ["--no_ssh", "--node_rank", "1"], "n1"),
+        (["n1", "n2"], ["--launcher", "slurm"], "n1"),
+        (["localhost", "n2"], ["--no_ssh", "--node_rank", "1"], None),
+        (["localhost", "n2"], ["--launcher", "openmpi"], None),
+    ],
+)
+def test_all_hosts_of_a_job_find_its_rank_0(hosts, flags, address):
+    args = command._parsed([*flags, "train.py"])
+    slots = {host: (0,) for host in hosts}
+    name = command.launcher_of(args, slots)
+    means = command.means_of(args, name, {})
+    if address is None:
+        with pytest.raises(ConfigError, match="another machine on each of the 2 hosts"):
+            command.master_address(args, slots, name, means)
+        return
+    assert command.master_address(args, slots, name, means) == address
+
+
+def test_a_first_host_that_is_this_machine_is_asked_for_its_address(monkeypatch):
+    asked = []
+
+    def answer(words, **options):
+        asked.append(words[-2:])
+        return argparse.Namespace(stdout="10.0.0.7 172.17.0.1\n")
+
+    monkeypatch.setattr(command.subprocess, "run", answer)
+    args = command._parsed(["train.py"])
+    slots = {"localhost": (0,), "n2": (0,)}
+    means = command.means_of(args, "ssh", {})
+    assert command.master_address(args, slots, "ssh", means) == "10.0.0.7"
+    assert asked == [["localhost", "hostname -I"]]

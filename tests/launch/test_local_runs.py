@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,14 +203,42 @@ def test_errors_of_all_ranks_are_printed_once(folder):
     assert "rank 0 on localhost" in text
 
 
-def test_dry_run_prints_the_commands(folder):
+def test_a_last_line_without_an_end_is_printed(folder):
+    (folder / "hello.py").write_text("print('the last words', end='')\n")
+    code, text = launch(["--num_gpus", "1", "hello.py"], folder)
+    assert code == 0 and "the last words" in text
+
+
+@pytest.mark.parametrize(
+    "launcher, commands",
+    [
+        ("ssh", ["ssh .* n1 .*", "ssh .* n2 .*"]),
+        ("pdsh", ["PDSH_RCMD_TYPE=ssh .* -w n1,n2 .* --host %n'"]),
+        ("slurm", ["srun --nodes 2 .* --nodelist n1,n2 .*"]),
+        ("openmpi", ["PYTHONPATH=.* mpirun -n 2 --host n1:1,n2:1 .*"]),
+    ],
+)
+def test_dry_run_prints_the_commands_also_of_programs_that_are_not_here(
+    folder, launcher, commands
+):
     (folder / "hosts").write_text("n1 slots=1\nn2 slots=2\n")
-    words = ["--hostfile", "hosts", "--launcher", "ssh", "--dry-run", "a script.py"]
-    code, text = launch(words, folder)
-    assert code == 0
-    first, second = text.splitlines()
-    assert first.startswith("ssh ") and " n1 " in first and " n2 " in second
-    assert sys.executable in first
+    words = ["--hostfile", "hosts", "--launcher", launcher, "--dry-run"]
+    words += ["a script.py", "$HOME", "two\nlines"]
+    code, text = launch(words, folder, PATH=str(folder))
+    assert code == 0, text
+    comment, *lines = text.splitlines()
+    assert len(lines) == len(commands)
+    assert comment.startswith("# 3 ranks on n1 (1), n2 (2); rank 0 at n1:29500 runs: ")
+    assert comment.endswith("-u 'a script.py' --local_rank=0 '$HOME' 'two\\nlines'")
+    for line, command in zip(lines, commands):
+        assert re.fullmatch(command, line) and sys.executable in line
+    if launcher == "ssh":
+        return
+    # Without --dry-run its program is asked for.
+    code, text = launch(
+        [word for word in words if word != "--dry-run"], folder, PATH=""
+    )
+    assert code == 2 and "which is not installed here" in text
 
 
 SLOW_AGENT = """

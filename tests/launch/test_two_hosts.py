@@ -158,6 +158,16 @@ def test_a_signal_reaches_the_ranks_of_both_hosts(cluster, folder, allocated, nu
         assert f"rank {rank} saved" in started.text
 
 
+def test_a_signal_is_not_lost_while_agents_start(cluster, folder, allocated):
+    """Ranks end by it, or save where they have begun to handle it."""
+    plan = json.dumps({"others": "wait"})
+    (folder / ".deepspeed_env").write_text(f"PLAN={plan}\n")
+    started = Launcher([*cluster.before, PROGRAM], folder, **allocated)
+    started.wait_for(f"{cluster.ranks} ranks on")
+    started.signal(signal.SIGTERM)
+    assert started.end() in (0, 128 + signal.SIGTERM), started.text
+
+
 def test_nothing_is_left_behind_when_connections_are_cut(cluster, folder, allocated):
     """One of two ssh is killed, and the ranks ignore SIGTERM. Under Slurm the launcher is killed: slurmd owns tasks."""
     plan = json.dumps({"others": "ignore"})
@@ -170,6 +180,20 @@ def test_nothing_is_left_behind_when_connections_are_cut(cluster, folder, alloca
     victim = started.process.pid if cluster.name == "slurm" else clients[0]
     os.kill(victim, signal.SIGKILL)
     assert started.end() in (137, -9)
+
+
+@pytest.mark.parametrize("watched", ["8", "0"])
+def test_nothing_is_left_behind_when_the_launcher_is_killed(
+    cluster, folder, allocated, watched
+):
+    """By a program that prints nothing, too."""
+    (folder / ".deepspeed_env").write_text(f"PLAN={json.dumps({'others': 'wait'})}\n")
+    words = [*cluster.before, "--grace-seconds", str(LEAST), "--hang-seconds", watched]
+    started = Launcher([*words, PROGRAM], folder, **allocated)
+    started.wait_for(*(f"rank {rank} waits" for rank in range(cluster.ranks)))
+    started.process.kill()
+    assert started.end() == -signal.SIGKILL
+    assert all_end(folder, 30), processes_of(folder)
 
 
 def test_a_training_ends_with_the_loss_of_torchrun(cluster, folder, allocated):

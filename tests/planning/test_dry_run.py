@@ -104,6 +104,18 @@ def test_the_parameters_are_those_of_the_closed_form():
     assert sum(held) == 2 * padded + split + 2 * copied
 
 
+def test_the_copy_of_a_save_in_the_background_is_counted(capsys):
+    """Masters and two moments of Adam, of 4 bytes each."""
+    flags = ["--mock-data", "--save", "run", "--async-save"]
+    plan = plan_world(parse([*JOB, *flags], world_size=1)).rank_plan(0)
+    assert plan.copied == 3 * 4 * plan.parameters
+    weights = plan_world(parse([*JOB, *flags, "--no-save-optim"])).rank_plan(0)
+    assert weights.copied == 4 * plan.parameters
+    for given, is_counted in ((flags, True), (flags[:-1], False)):
+        code, out, _ = said(capsys, *given, "--dry-run")
+        assert code == 0 and ("copy for --async-save, up to" in out) == is_counted
+
+
 @pytest.mark.parametrize(
     "flags, ranks",
     [

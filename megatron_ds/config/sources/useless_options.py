@@ -16,6 +16,7 @@ SAVING = (
     "checkpoint.save_interval",
     "checkpoint.save_total_limit",
     "checkpoint.save_retain_interval",
+    "checkpoint.async_save",
     "checkpoint.no_save_optim",
     "checkpoint.extra_save_iters",
 )

@@ -3,6 +3,7 @@
 hostfile     text → hosts and their slots; which of them are used
 job          one value with all that a node needs to start its ranks
 variables    the environment variables that go along
+no_effect    what of a command line is ignored, a sentence each
 runners      how the node agents are started: locally, by ssh, pdsh, srun or mpirun
 signals      what is forwarded, and how a signal reaches the agent of another host
 agent        runs on each node: starts its ranks, forwards signals, ends all when one fails

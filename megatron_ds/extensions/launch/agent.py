@@ -10,7 +10,6 @@ an agent that is killed are killed, too: nothing is left behind on a node.
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -21,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,7 +34,7 @@ from .output import pieces
 from .program_check import reason_against
 from .rank_places import NodeReport
 from .restarts import USER_ERROR
-from .signals import END, FORWARDED, KILL, STACKS, pid_file
+from .signals import END, FORWARDED, KILL, STACKS, dying_with_parent, pid_file
 from .watch import Watch, last_place, last_places
 
 LAST_LINES = 25  # of a failed rank's output that are reported
@@ -45,7 +44,6 @@ HOST_VARIABLES = ("SLURMD_NODENAME",)
 NUMBER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "SLURM_NODEID")
 REPORT_SECONDS = 1.0  # between two reports of the places of ranks
 SIGNAL_WORDS = {str(int(number)) for number in (*FORWARDED, END, STACKS, KILL)}
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 class RankProcess:
@@ -81,7 +79,7 @@ class RankProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=dying_with_parent(signal.SIGKILL),
             )
         except OSError as error:
             raise ConfigError(
@@ -178,6 +176,7 @@ class Node:
         self.host = host
         self.ranks: list[RankProcess] = []
         self._received: list[int] = []
+        self._held: list[int] | None = []  # signals for ranks that have not started
         self._end_time: float | None = None
 
     def run(self, listens: bool = False) -> int:
@@ -221,6 +220,7 @@ class Node:
         # threads begin after the last fork
         for started in self.ranks:
             started.read()
+        self._send_held()
 
     def _report_no_start(self, error: ConfigError) -> None:
         """Print the failure of the first rank of this node, which another start would not mend."""
@@ -250,9 +250,11 @@ class Node:
                 self._end()
             if all(code is not None for code in codes):
                 break
-            if self.job.hang_seconds and time.monotonic() > next_look:
+            # A connection finds by these lines that the launcher is gone.
+            if time.monotonic() > next_look:
                 next_look = time.monotonic() + REPORT_SECONDS
-                _print_line(watch.look())
+                report = watch.look() if self.job.hang_seconds else None
+                _print_line(report or NodeReport(self.host))
             # The launcher is gone, or the time is over.
             if self._end_time is None and _reader_is_gone():
                 self._end()
@@ -305,7 +307,19 @@ class Node:
     def _forward(self, number: int, frame: object) -> None:
         is_second = number == signal.SIGINT and number in self._received
         self._received.append(number)
-        self._send(signal.SIGKILL if is_second else number)
+        if self._held is None:
+            self._send(signal.SIGKILL if is_second else number)
+        else:
+            self._held.append(number)
+
+    def _send_held(self) -> None:
+        """All ranks have started: they get the signals that came meanwhile."""
+        held = self._held
+        self._held = None
+        for number in held:
+            self._send(number)
+        if self._end_time is not None:
+            self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         for rank in self.ranks:
@@ -354,14 +368,6 @@ def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.buffer.write(line.encode())
             sys.stdout.buffer.flush()
-
-
-def _die_with_parent() -> Callable[[], object] | None:
-    """What a new process calls so that the kernel kills it when this one is gone; None where there is no such."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl  # found before the fork
-    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _time_of_error(recorded: float, ended: float) -> float:

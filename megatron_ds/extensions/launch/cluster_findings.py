@@ -103,12 +103,15 @@ def _unseen(found: Ranks) -> Iterator[str]:
 def text_of(found: Ranks, wrong: Sequence[str]) -> str:
     """The findings for reading. wrong: the sentences of `problems`"""
     hosts = {one.host for one in found}
-    lines = [f"{len(found)} ranks on {len(hosts)} hosts"]
+    ranks = _counted(len(found), "rank")
+    places = _counted(len(hosts), "host")
+    lines = [f"{ranks} on {places}"]
     # The network.
     for size, bandwidth in found[0].reduces.items():
         lines.append(f"all-reduce of {_size(size)}: {bandwidth:.3f} GB/s of each rank")
-    rings = [one.ring for one in found]
-    lines.append(f"ring: {_range(rings, 'GB/s')}")
+    rings = [one.ring for one in found if one.ring]
+    if rings:
+        lines.append(f"ring: {_range(rings, 'GB/s')}")
     for title, is_near in (("on one host", True), ("between hosts", False)):
         links = _links(found, is_near)
         if links:
@@ -119,10 +122,15 @@ def text_of(found: Ranks, wrong: Sequence[str]) -> str:
     clock = max(abs(one.clock) for one in found)
     lines.append(f"clocks: within {clock:.3f} s of rank 0's")
     # The problems.
-    lines += [f"problem: {sentence}" for sentence in wrong]
-    if not wrong:
-        lines.append("nothing is wrong")
+    lines.append(problems_text(wrong))
     return "\n".join(lines)
+
+
+def problems_text(wrong: Sequence[str]) -> str:
+    """A line for each problem."""
+    if not wrong:
+        return "nothing is wrong"
+    return "\n".join(f"problem: {sentence}" for sentence in wrong)
 
 
 def _links(found: Ranks, is_near: bool) -> list[float]:
@@ -137,6 +145,12 @@ def _links(found: Ranks, is_near: bool) -> list[float]:
             if (hosts[other] == one.host) == is_near:
                 links.append(bandwidth)
     return links
+
+
+def _counted(number: int, noun: str) -> str:
+    """ "2 ranks" or "1 rank" """
+    ending = "" if number == 1 else "s"
+    return f"{number} {noun}{ending}"
 
 
 def _range(values: Sequence[float], unit: str) -> str:

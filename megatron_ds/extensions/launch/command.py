@@ -16,21 +16,23 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from ...cli import Arguments
+from ...console import paragraph
 from ...errors import ConfigError
 from .autotuning import autotune, plan_lines, program_of
 from .flag_values import core_list, count, port, seconds, shell_words, whole
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram
 from .layout_check import LayoutCheck
+from .no_effect import is_file, sentences
 from .restarts import Attempts, Ended, Policy
-from .runners import Means, runner_named, ssh_to
-from .supervise import Requests, note, pid_of_launcher, run_all
+from .runners import Means, Started, check_program, runner_named, ssh_to
+from .supervise import Requests, note, pid_of_launcher, ranks_text, run_all
 from .variables import exported_variables
 
 HOSTFILE = Path("/job/hostfile")
@@ -50,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     _add_watch(made.add_argument_group("failures").add_argument)
     _add_own(made.add_argument_group("the launcher itself").add_argument)
     made.add_argument("script", help="the program that each rank runs")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    made.add_argument("arguments", nargs="*", default=(), help="its arguments")
     return made
 
 
@@ -182,6 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots = slots_of(args, os.environ)
     name = launcher_of(args, slots)
     runner = runner_named(name)
+    if not args.dry_run:
+        check_program(runner, name)
+    if not args.quiet:
+        for sentence in sentences(args, slots, os.environ):
+            note(sentence)
     means = means_of(args, name, os.environ)
     policy = policy_of(args, slots)
     job = job_of(args, slots, name, means)
@@ -189,12 +196,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         means = replace(means, host=job.hosts[args.node_rank])
     # Its commands, or the job itself.
     if args.dry_run:
-        for process in runner.start(job, means):
-            settings = [f"{key}={value}" for key, value in process.variables.items()]
-            print(shlex.join([*settings, *process.words]))
+        print(*dry_run_lines(job, runner.start(job, means)), sep="\n")
         return 0
     with pid_of_launcher() if args.save_pid else contextlib.nullcontext():
         return attempts_of(args, job, name, means).run(slots, policy)
+
+
+def dry_run_lines(job: Job, commands: Sequence[Started]) -> Iterator[str]:
+    """What a shell runs to start the job, behind a comment with its ranks and the program of one."""
+    program = paragraph(shlex.join(job.program.command(0)))
+    place = f"{job.master_address}:{job.master_port}"
+    yield f"# {ranks_text(job)}; rank 0 at {place} runs: {program}"
+    for command in commands:
+        settings = [f"{key}={value}" for key, value in command.variables.items()]
+        yield shlex.join([*settings, *command.words])
 
 
 def check_combination(args: argparse.Namespace) -> None:
@@ -203,7 +218,8 @@ def check_combination(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--module runs a module by Python, and --no_python runs a program without it: give one of them."
         )
-    if args.node_rank >= 0 and not args.no_ssh:
+    # DeepSpeed's launcher ignores it; of several hosts each would start a training of its own.
+    if args.node_rank > 0 and not args.no_ssh:
         raise ConfigError(
             f"--node_rank {args.node_rank} is the number of this host for --no_ssh, which is not given: this command "
             "would start the ranks of all hosts. Add --no_ssh, or leave out --node_rank."
@@ -316,16 +332,28 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     since a value such as "--mca btl tcp" looks like a flag.
     """
     takes_value = _flags_with_values()
+    names = parser()._option_string_actions
     own: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-"):
-        flag = rest.pop(0)
+        flag = whole_flag(rest.pop(0), names)
         if flag in takes_value and rest:
             value = rest.pop(0)
             own.append(f"{flag}={value}" if flag.startswith("--") else flag + value)
         else:
             own.append(flag)
     return [*own, *rest[:1]], rest[1:]
+
+
+def whole_flag(word: str, names: Collection[str]) -> str:
+    """A flag of which only the beginning is given, as DeepSpeed's launcher takes it: --num_gpu=2 is --num_gpus=2.
+
+    Words that begin no flag, or several, are returned as they are.
+    """
+    name, equals, value = word.partition("=")
+    found = [other for other in names if other.startswith(name)]
+    is_short = word.startswith("--") and name not in names
+    return f"{found[0]}{equals}{value}" if is_short and len(found) == 1 else word
 
 
 def _flags_with_values() -> set[str]:
@@ -346,7 +374,7 @@ def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
     hosts = _hosts(args, environ)
     include = args.include
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    is_chosen = by_count or include or args.exclude
+    is_chosen = args.num_gpus or include or args.exclude
     # on one machine the visible devices are its slots
     if set(hosts) == {LOCAL} and visible and not is_chosen:
         return {LOCAL: _visible_slots(visible)}
@@ -356,8 +384,9 @@ def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
 
 def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
     """Host → slots: of the hostfile, of Slurm's allocation, or this machine."""
-    if args.hostfile is not None or HOSTFILE.is_file():
-        return read_hostfile(args.hostfile or HOSTFILE)
+    hostfile = HOSTFILE if args.hostfile is None else args.hostfile
+    if is_file(hostfile):
+        return read_hostfile(hostfile)
     if args.launcher == "slurm":
         return slurm_hosts(environ, args.num_gpus)
     if args.num_nodes is not None and args.num_nodes > 1:
@@ -454,12 +483,22 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
 def master_address(
     args: argparse.Namespace, slots: Slots, launcher: str, means: Means
 ) -> str:
-    """The address of the first host: asked by ssh, else its name. Tries whether ssh works."""
+    """The address of the first host: asked by ssh, else its name. Tries whether ssh works.
+
+    Raises ConfigError if that host does not answer, and where its name means another machine on each host.
+    """
     first = next(iter(slots))
-    if first == LOCAL or launcher == "local":
+    if len(slots) == 1 and (first == LOCAL or launcher == "local"):
         return "127.0.0.1"
-    if launcher not in ("ssh", "pdsh") or args.dry_run:
+    can_ask = launcher in ("ssh", "pdsh")
+    if first == LOCAL and not can_ask:
+        raise ConfigError(
+            f"the first host is {LOCAL}, which is another machine on each of the {len(slots)} hosts: they would not "
+            "find rank 0. Write its name into the hostfile, or give --master_addr."
+        )
+    if args.dry_run or not can_ask:
         return first
+    # It is asked, and thereby tried.
     words = ssh_to(first, "hostname -I", means.ssh_arguments).words
     try:
         answer = subprocess.run(

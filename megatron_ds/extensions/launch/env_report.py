@@ -69,7 +69,7 @@ PROGRAMS = {
     "mpirun": "launch --launcher openmpi",
 }
 LEAST_SHARED_GIB = 1  # of /dev/shm, which NCCL and data workers use
-SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 # ----------------------------------------------------------------------------------------------- sections
@@ -175,10 +175,16 @@ def network() -> Section:
 def variables(environ: Mapping[str, str] = os.environ) -> Section:
     """The variables that a launcher passes on; those with secrets without their values."""
     return {
-        name: "(set)" if any(word in name for word in SECRET) else value
+        name: "(set)" if _is_secret(name, value) else value
         for name, value in sorted(environ.items())
         if name.startswith(PREFIXES) or name.startswith(("CUDA", "SLURM_JOB"))
     }
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a variable looks like a secret: by a word of its name, or an address with a user's password."""
+    host = value.partition("://")[2].partition("/")[0]
+    return "@" in host or any(word in name for word in SECRET)
 
 
 def limits() -> Section:

@@ -150,6 +150,7 @@ class Runner:
     has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
                end everything by the signals that a training is to see
     can_probe  ssh shows whether a host can be reached
+    stays      they go on when the reader of their output is gone
     """
 
     start: Callable[[Job, Means], list[Started]]
@@ -157,12 +158,13 @@ class Runner:
     signals: Callable[[Job, Means, int], list[Started]] | None = None
     has_input: bool = False
     can_probe: bool = False
+    stays: bool = False
 
 
 RUNNERS = {
     "local": Runner(local),
     "ssh": Runner(ssh, "ssh", ssh_signals, can_probe=True),
-    "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True),
+    "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True, stays=True),
     "slurm": Runner(slurm, "srun", has_input=True),
     "openmpi": Runner(openmpi, "mpirun", has_input=True),
 }
@@ -175,12 +177,16 @@ INSTEAD = {
 
 
 def runner_named(name: str) -> Runner:
-    """The runner of --launcher. Raises ConfigError for an unknown one, and where its program is missing."""
+    """The runner of --launcher. Raises ConfigError for an unknown one."""
     if name in INSTEAD:
         raise ConfigError(f"--launcher {name} is not supported; use {INSTEAD[name]}.")
     if name not in RUNNERS:
         raise ConfigError(f"--launcher {name} is not known: use {', '.join(RUNNERS)}.")
-    runner = RUNNERS[name]
+    return RUNNERS[name]
+
+
+def check_program(runner: Runner, name: str) -> None:
+    """Raises ConfigError where the program of a runner is missing. name: of the runner"""
     if runner.program and not shutil.which(runner.program):
         programs = [other.program for other in RUNNERS.values() if other.program]
         others = [program for program in programs if shutil.which(program)]
@@ -188,4 +194,3 @@ def runner_named(name: str) -> Runner:
             f"--launcher {name} needs the program {runner.program}, which is not installed here. "
             f"Installed: {', '.join(others) or 'none of the others'}."
         )
-    return runner

@@ -6,11 +6,13 @@ knows, and the launcher sends a signal by a second connection that reads the fil
 """
 
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...host import places
@@ -24,6 +26,9 @@ STACKS = places.STACKS
 """An agent has its ranks print their stacks."""
 KILL = signal.SIGABRT
 """An agent ends its ranks by SIGKILL."""
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+START_SECONDS = 10
+"""Within which an agent starts on its host."""
 
 
 def pid_name(job: Job, node: int | str) -> str:
@@ -43,8 +48,21 @@ def pid_file(job: Job, host: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+def dying_with_parent(number: int) -> Callable[[], object] | None:
+    """What a new process calls so that the kernel signals it when this one is gone; None where there is no such."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # found before the fork
+    return lambda: prctl(PR_SET_PDEATHSIG, number)
+
+
 def signal_text(job: Job, node: int | str, number: int) -> str:
-    """The command for another host's shell that signals the agent there; without an agent it does nothing."""
+    """The command for another host's shell that signals the agent there; without an agent it does nothing.
+
+    An agent that is about to start is waited for, if the signal is the user's.
+    """
     name = signal.Signals(number).name.removeprefix("SIG")
     path = f'"${{TMPDIR:-/tmp}}/{pid_name(job, node)}"'
-    return f"sh -c {shlex.quote(f'test ! -f {path} || kill -s {name} $(cat {path})')}"
+    seconds = " ".join(map(str, range(START_SECONDS if number in FORWARDED else 0)))
+    wait = f"for i in {seconds}; do test -f {path} || sleep 1; done"
+    return f"sh -c {shlex.quote(f'{wait}; test ! -f {path} || kill -s {name} $(cat {path})')}"

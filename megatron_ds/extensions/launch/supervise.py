@@ -9,21 +9,22 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .failures import Failure, failure_in, first_failure
 from .job import Job
 from .output import pieces
-from .rank_places import report_in
+from .rank_places import NodeReport, report_in
 from .restarts import Ended
 from .runners import Means, Runner, Started
-from .signals import END, FORWARDED, KILL, STACKS
+from .signals import END, FORWARDED, KILL, STACKS, dying_with_parent
 from .stalls import HANG_CODE, Hang, Stalls
 
 POLL_SECONDS = 0.1
 STACK_SECONDS = 1.0  # in which ranks print their stacks
 CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
+MARKS = b"::megatron-ds "  # before the reports of agents
 
 
 class Processes:
@@ -45,8 +46,9 @@ class Processes:
         self._lock = threading.Lock()
         # The processes, with a thread for the output of each.
         source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
+        first = dying_with_parent(signal.SIGTERM) if runner.stays else None
         self._processes = [
-            _started(one, source, subprocess.PIPE) for one in self.commands
+            _started(one, source, subprocess.PIPE, first) for one in self.commands
         ]
         self._signallers: list[subprocess.Popen] = []
         self._readers = [
@@ -151,16 +153,31 @@ class Processes:
             with self._lock:
                 if failure is not None:
                     self.failures.append(failure)
-                    continue
                 if report is not None:
                     self.stalls.add(report)
-                    continue
                 with contextlib.suppress(OSError, ValueError):
-                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.write(_of_ranks(line, failure or report))
                     sys.stdout.buffer.flush()
 
 
-def _started(one: Started, source: int, output: int) -> subprocess.Popen:
+def _of_ranks(line: bytes, report: Failure | NodeReport | None) -> bytes:
+    """What ranks have written of a line: all but a report, and the host that pdsh puts before it.
+
+    It is not empty before a report if a rank did not end its last line.
+    """
+    if report is None:
+        return line
+    before = line.partition(MARKS)[0]
+    return before.removeprefix(f"{report.host}: ".encode())
+
+
+def _started(
+    one: Started,
+    source: int,
+    output: int,
+    first: Callable[[], object] | None = None,
+) -> subprocess.Popen:
+    """first: what the new process calls"""
     return subprocess.Popen(
         one.words,
         env={**os.environ, **one.variables},
@@ -168,6 +185,7 @@ def _started(one: Started, source: int, output: int) -> subprocess.Popen:
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C comes to them once, from here
+        preexec_fn=first,
     )
 
 
@@ -176,6 +194,7 @@ class Requests:
 
     def __init__(self):
         self.received: list[int] = []
+        self._unsent: list[int] = []  # received while there were no processes
         self._processes: Processes | None = None
 
     def install(self) -> None:
@@ -184,8 +203,10 @@ class Requests:
             signal.signal(number, self._handle)
 
     def go_to(self, processes: Processes | None) -> None:
-        """Pass signals on to these processes."""
+        """Pass signals on to these processes, also those that came when there were none."""
         self._processes = processes
+        while processes is not None and self._unsent:
+            processes.request(self._unsent.pop(0))
 
     def pause(self, seconds: float) -> bool:
         """Wait; False if a signal has come, then or before."""
@@ -196,7 +217,9 @@ class Requests:
 
     def _handle(self, number: int, frame: object) -> None:
         self.received.append(number)
-        if self._processes is not None:
+        if self._processes is None:
+            self._unsent.append(number)
+        else:
             self._processes.request(number)
 
 
@@ -205,8 +228,7 @@ def run_all(
 ) -> Ended:
     """Run a job. Its exit code is 0, or that of the rank that failed first."""
     if not quiet:
-        ranks = "rank" if job.world_size == 1 else "ranks"
-        note(f"{job.world_size} {ranks} on {_hosts_text(job)}")
+        note(ranks_text(job))
     processes = Processes(job, runner, means)
     requests.go_to(processes)
     codes = processes.wait()
@@ -241,10 +263,13 @@ def note(text: str) -> None:
     print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
 
 
-def _hosts_text(job: Job) -> str:
+def ranks_text(job: Job) -> str:
+    """The number of ranks, and the hosts with that of each: "3 ranks on n1 (1), n2 (2)"."""
+    ranks = "rank" if job.world_size == 1 else "ranks"
     listed = [f"{host} ({len(slots)})" for host, slots in job.slots.items()]
     more = len(listed) - 8
-    return ", ".join(listed[:8]) + (f" and {more} more hosts" if more > 0 else "")
+    others = f" and {more} more hosts" if more > 0 else ""
+    return f"{job.world_size} {ranks} on {', '.join(listed[:8])}{others}"
 
 
 @contextlib.contextmanager

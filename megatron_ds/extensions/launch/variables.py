@@ -1,7 +1,7 @@
 """Environment variables that the ranks of all nodes get: those that the launcher has, and those of a file.
 
 DeepSpeed's file `.deepspeed_env` has lines KEY=VALUE. It is read in the home folder and in the current one, whose
-lines win; DS_ENV_FILE is another name for it, or a path.
+lines win; DS_ENV_FILE is another name for it, or a path, and may name a file that is not there.
 """
 
 import os
@@ -38,19 +38,18 @@ def exported_variables(
     found = {
         name: value for name, value in environ.items() if name.startswith(PREFIXES)
     }
-    name = environ.get("DS_ENV_FILE", FILE)
-    # an absolute name is the path itself
-    paths = [path for place in (home, folder) if (path := place / name).is_file()]
-    if "DS_ENV_FILE" in environ and not paths:
-        raise ConfigError(
-            f"DS_ENV_FILE={name}: there is no such file, neither in {home} nor in {folder}."
-        )
-    for path in paths:
+    for path in env_paths(environ.get("DS_ENV_FILE", FILE), home, folder):
         found |= read_variables(path)
     # as DeepSpeed: modules beside the script are found
     given = found.get("PYTHONPATH", "")
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), given)))
     return found
+
+
+def env_paths(name: str, *folders: Path) -> list[Path]:
+    """The files of that name in the folders; an absolute name is the path itself."""
+    paths = dict.fromkeys(folder / name for folder in folders)
+    return [path for path in paths if path.is_file()]
 
 
 def read_variables(path: Path) -> dict[str, str]:

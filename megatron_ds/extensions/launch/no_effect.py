@@ -1,0 +1,48 @@
+"""What has no effect of a command line of DeepSpeed's launcher: it is accepted, and named in a sentence."""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from .hostfile import Slots
+from .variables import env_paths
+
+NO_HOSTFILE = Path("")
+"""`--hostfile ''` asks for this machine alone."""
+
+
+def is_file(hostfile: Path) -> bool:
+    """Whether there is a hostfile; it may be a pipe of the shell."""
+    return os.path.exists(hostfile) and not os.path.isdir(hostfile)
+
+
+def sentences(
+    args: argparse.Namespace, slots: Slots, environ: Mapping[str, str]
+) -> Iterator[str]:
+    """What is ignored of a command line, and what is done instead. slots: those of the job"""
+    is_one = len(slots) == 1
+    where = "this machine" if is_one else f"{len(slots)} hosts"
+    # Hosts and their slots.
+    hostfile = args.hostfile
+    is_named = hostfile not in (None, NO_HOSTFILE)
+    if is_named and not is_file(hostfile):
+        yield f"there is no file --hostfile {hostfile}: the ranks are started on {where}"
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    is_chosen = args.num_gpus or args.include or args.exclude
+    if visible and is_chosen:
+        yield (
+            f"CUDA_VISIBLE_DEVICES={visible} is ignored, since --num_gpus, --include or --exclude choose the slots; "
+            "leave them out to use the visible devices"
+        )
+    is_first = args.node_rank == 0
+    if is_first and not args.no_ssh and not is_one:
+        yield f"--node_rank 0 is ignored without --no_ssh: this command starts the ranks of {where}"
+    # Variables of the ranks.
+    name = environ.get("DS_ENV_FILE")
+    home = Path.home()
+    folder = Path.cwd()
+    if name and not env_paths(name, home, folder):
+        yield (
+            f"there is no file DS_ENV_FILE={name}, neither in {home} nor in {folder}: no variables are read from it"
+        )
