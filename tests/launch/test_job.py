@@ -263,6 +263,8 @@ def test_devices_that_are_visible_by_name_are_refused():
         ("--hostfile /nowhere --num_nodes 2 train.py", "without a hostfile"),
         ("--hostfile /proc/self/mem train.py", "mem cannot be read: .*Input/output"),
         ("--no_s train.py", "unknown flag --no_s"),
+        ("--nproc-per-node 2 train.py", "of torchrun: use --num_gpus"),
+        ("--nnodes=2 train.py", "of torchrun: use --num_nodes"),
         ("--num_gpus 1", r"arguments are required: script\."),
         ("--launcher slurm train.py", "within an allocation"),
     ],

@@ -41,6 +41,12 @@ LOCAL = "localhost"
 SSH_SECONDS = 30
 DRY_RUN = ("--dry-run", "--print-command")
 OWN = ("megatron_ds", "megatron-ds")  # their first argument is a command
+# Flags of torchrun, and those with their meaning here.
+TORCHRUN = {
+    "--nproc_per_node": "--num_gpus",
+    "--nnodes": "--num_nodes",
+    "--standalone": "--num_nodes 1",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -337,12 +343,24 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = list(words)
     while rest and rest[0].startswith("-"):
         flag = whole_flag(rest.pop(0), names)
+        check_flag(flag)
         if flag in takes_value and rest:
             value = rest.pop(0)
             own.append(f"{flag}={value}" if flag.startswith("--") else flag + value)
         else:
             own.append(flag)
     return [*own, *rest[:1]], rest[1:]
+
+
+def check_flag(word: str) -> None:
+    """Raises ConfigError for a flag of torchrun, with the one of this launcher."""
+    name, *_ = word.split("=")
+    spelt = name.removeprefix("--").replace("-", "_")
+    ours = TORCHRUN.get(f"--{spelt}")
+    if ours:
+        raise ConfigError(
+            f"{name} is a flag of torchrun: use {ours} here, or start the program by torchrun."
+        )
 
 
 def whole_flag(word: str, names: Collection[str]) -> str:
