@@ -44,9 +44,9 @@ def fill_disk() -> None:
 
 
 def write_slowly() -> None:
-    """A file of a checkpoint takes seconds, and the rank dies at the third one."""
+    """A file of a checkpoint takes seconds, and the rank dies at the second one: two saves follow the latest fault."""
     write = Saving.write
-    left = [3]
+    left = [2]
 
     def slowly(*arguments):
         left[0] -= 1
