@@ -200,7 +200,10 @@ def lock_removed_at_step(rank, step):
 
     def train_step(engine, batch, progress, **options):
         if progress.step + 1 == step:
-            [lock] = locks._held.values()
+            # Engines of other tests of this process may hold locks, too.
+            folder = Path(engine.config.checkpoint.save).resolve()
+            held = locks._held.values()
+            [lock] = [own for own in held if own.path.parent.resolve() == folder]
             lock._beat = 0.01
             lock.path.unlink()
             lock._renew()
