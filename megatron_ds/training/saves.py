@@ -29,7 +29,7 @@ from .run_checkpoint import (
 
 # The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
 # other, so a step is slower by the share that one of them loses.
-WRITERS_SHARE = 0.02
+WRITERS_SHARE = 0.01
 
 
 @dataclass
