@@ -63,12 +63,11 @@ def both(
     )
     theirs = object.__new__(BERTMaskedWordPieceDataset)
     texts = {i: f"##{i}" if known.continues[i] else str(i) for i in range(vocab_size)}
-    theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = (
-        sentences,
-        mapping,
-        PAD,
-        list(texts),
-    )
+    # Megatron's dataset, without the files that its own initialization reads.
+    theirs.dataset = sentences
+    theirs.sample_index = mapping
+    theirs._pad_token_id = PAD
+    theirs.token_lookup = list(texts)
     theirs.config = SimpleNamespace(
         tokenizer=SimpleNamespace(
             cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=texts

@@ -199,7 +199,7 @@ def main() -> int:
         "| schedule | ranks | chunks | bubble foretold | bubble measured | step foretold | step measured |"
     )
     print("|---" * 7 + "|")
-    # Each schedule, as the planner tells it and as it runs.
+    # The planned and the measured bubble of each schedule.
     strayed = False
     for name in args.schedules:
         for ranks in args.ranks:

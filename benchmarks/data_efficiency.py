@@ -121,6 +121,7 @@ def prepare(out: Path) -> None:
         for p in Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
         if not LEFT_OUT & set(p.parts)
     )
+    # The sources of Python's library, without repetitions, in the order of their hashes.
     texts = {path.read_text(encoding="utf-8", errors="ignore") for path in paths}
     ordered = sorted(
         filter(None, texts), key=lambda text: hashlib.sha256(text.encode()).digest()
@@ -128,6 +129,7 @@ def prepare(out: Path) -> None:
     (out / "corpus.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in ordered)
     )
+    # The tokenizer, and the tokens.
     call(
         "tools/train_tokenizer.py",
         "--input",
@@ -396,6 +398,7 @@ def cost(out: Path, contestant: Contestant) -> float | None:
         if config.curriculum.curriculum_type
         else None
     )
+    # The time of each step is interpolated between those that were measured.
     total = 0.0
     for step in range(contestant.steps):
         length = min(grows.at(step + 1), LENGTH) if grows else LENGTH

@@ -312,6 +312,7 @@ def mcore(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
         use_te=False, num_experts=shape.experts, moe_grouped_gemm=False
     )
     layer = MoELayer(config, spec.submodules)
+    # The weights of this rank's experts.
     values = values_of(shape)
     layer.set_layer_number(1)
     experts = layer.experts.local_experts

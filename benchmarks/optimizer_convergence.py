@@ -75,7 +75,7 @@ class Trial:
     seed: int
 
     def path(self, output: Path) -> Path:
-        """Of its metrics."""
+        """The file of the metrics of this run."""
         return (
             output
             / f"{self.name.replace('/', '-').replace(' ', '_')}_{self.rate:g}_{self.seed}.jsonl"

@@ -64,7 +64,7 @@ def compare(draw: random.Random) -> tuple[int, int]:
         compared = compared + 2
         differ = differ + (drop.kept_at(step) != upstream.get_current_seq())
         differ += consumed != state["consumed_layer_tokens"]
-    # The sum that is told beforehand.
+    # The total, which both compute without the steps.
     total = upstream_of(
         least, most, steps, multiple, blocks, dropping, batch
     ).get_total_layer_tokens(steps)

@@ -374,6 +374,7 @@ def record(args, work: Path) -> bool:
     tree = Tree(args.first, work)
     start = time.monotonic()
     made = {}
+    # The cases.
     runs = {
         name: partial(tree.train, name, *row) for name, row in rows(TRAINING).items()
     }
@@ -381,6 +382,7 @@ def record(args, work: Path) -> bool:
         f"plan-{name}": partial(tree.plan, name, *row)
         for name, row in rows(PLANS).items()
     }
+    # The processor, which decides about bits.
     described = (
         Path("/proc/cpuinfo").read_text()
         if Path("/proc/cpuinfo").exists()
@@ -390,6 +392,7 @@ def record(args, work: Path) -> bool:
         re.findall(r"^(?:model name|flags).*", described, re.MULTILINE)[:2] or described
     )
     recording = {"commit": tree.commit, "processor": processor, "cases": {}}
+    # The file is written after each case, so that a recording that is stopped keeps what it has.
     for threads, cases in (
         (1, {"corpus": tree.corpus} | runs),
         (2, plans),

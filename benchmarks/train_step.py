@@ -258,6 +258,7 @@ class Running:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
+        # The environment of a rank, with its share of the threads.
         threads = str(max(1, TOTAL_THREADS // world))
         env = os.environ | {
             "WORLD_SIZE": str(world),
@@ -290,6 +291,7 @@ class Running:
             "--rank-of",
             contestant,
         ]
+        # Rank 0 prints the results.
         self.ranks = [
             subprocess.Popen(
                 command,

@@ -385,7 +385,9 @@ def test_a_tokenizer_that_lies_about_its_size_is_an_error(tmp_path):
 class Words:
     """One id for each word: its length."""
 
-    vocab_size, eod, fingerprint = 50, 49, "Words"
+    vocab_size = 50
+    eod = 49
+    fingerprint = "Words"
 
     def encode_batch(self, texts):
         return [[len(word) for word in text.split()] for text in texts]

@@ -30,7 +30,7 @@ def test_what_a_rank_wrote_before_a_report_is_passed_on(report, written, label):
 
 
 def test_signals_that_come_before_a_start_are_passed_on_once():
-    """As while hosts are asked before a restart."""
+    """Signals come without processes while hosts are asked before a restart."""
     requests = Requests()
     first, second = Sent(), Sent()
     requests.go_to(first)

@@ -262,7 +262,9 @@ def test_gradients_of_frozen_weights_are_no_flops():
     adapters = with_lora.adapters
     whole = model_flops(model, 1, 16, 61)
     scores = sum(layer.flops(16, 61).scores for layer in layers_of(model))
-    h, kv, f = 32, 16, model.ffn_size
+    h = 32
+    kv = 16
+    f = model.ffn_size
     channels = (h + h + 2 * kv) + 2 * h + (h + 2 * f) + (f + h)
     expected = (whole - scores) * 2 / 3 + scores + 6 * 16 * 2 * 2 * channels
     assert model_flops(model, 1, 16, 61, adapters=adapters) == pytest.approx(expected)

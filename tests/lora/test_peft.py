@@ -37,7 +37,11 @@ from tests.harness.threads import run_ranks
 
 pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
 
-RANK, ALPHA, STEPS, BATCH, RATE = 3, 6, 10, 4, 1e-2
+RANK = 3
+ALPHA = 6
+STEPS = 10
+BATCH = 4
+RATE = 1e-2
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.01}
 FLAGS = (
     f"--lora-rank {RANK} --lora-alpha {ALPHA} --lr {RATE} --min-lr {RATE} --clip-grad 0 --adam-beta2 0.95 "

@@ -153,7 +153,8 @@ def test_queries_and_keys_of_different_lengths(sq, sk, pattern, dtype):
         draw(s, 2, 2, 64, seed=s, dtype=dtype).requires_grad_()
         for s in (sq, sk, sk + 1)
     ]
-    q, k, v = leaves[0], leaves[1], leaves[2][:sk]
+    q, k, v = leaves
+    v = v[:sk]
     out = attention(q, k, v, visible=KeyVisibility(pattern))
     assert out.grad_fn.name() == RUNS
     expected = reference_attention(

@@ -164,14 +164,13 @@ def check_foreign(
     if differing := differences(
         with_positions_of(ours, theirs) if finetune else theirs, ours
     ):
-        many = ours["vocab_size"] > theirs["vocab_size"]
-        words = (
-            " A tokenizer with more tokens than the model has rows is another model's."
-        )
+        words = ""
+        if ours["vocab_size"] > theirs["vocab_size"]:
+            words = " The tokenizer has more tokens than the model has rows: it is that of another model."
         raise CheckpointError(
             f"--load {found.folder} holds another model: {'; '.join(differing)}. Omit the "
             "flags of these options to take their values from the files."
-            f"{words * many}{why_positions_differ(ours, theirs)}"
+            f"{words}{why_positions_differ(ours, theirs)}"
         )
 
 
