@@ -51,21 +51,21 @@ class CachedKeys:
             shape = (self.rows + 1, self.length, *k.shape[2:])
             try:
                 self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
-            except (
-                RuntimeError
-            ) as error:  # that of torch, which has no class of its own on CPUs
-                raise self._too_large(2 * math.prod(shape) * k.itemsize) from error
+            except RuntimeError as error:
+                # On CPUs a lack of memory has no class of its own; the message repeats torch's reason.
+                size = 2 * math.prod(shape) * k.itemsize
+                raise self._too_large(size, error) from error
             self._flat[name] = tuple(t.flatten(0, 1) for t in self._layers[name])
         keys, values = self._flat[name]
         keys.index_copy_(0, places, k[:, 0])
         values.index_copy_(0, places, v[:, 0])
         return self._layers[name]
 
-    def _too_large(self, size: int) -> DeviceMemoryError:
+    def _too_large(self, size: int, error: RuntimeError) -> DeviceMemoryError:
         return DeviceMemoryError(
             f"keys and values of {self.rows:,} texts of {self.length:,} tokens take {size / 2**30:,.1f} GiB in each "
             "layer, which do not fit the memory. Generate fewer texts at once (--requests; --batch-size in serving), "
-            "or serve shorter ones (--max-length)."
+            f"or serve shorter ones (--max-length). torch: {error}"
         )
 
     def clear(self, rows: Sequence[int]) -> None:
