@@ -139,6 +139,42 @@ def test_a_run_continues_with_the_reference_of_its_first_step(folder, tmp_path):
     assert ended.code == 2 and "no log-probabilities of the reference" in ended.err
 
 
+def test_the_reference_scores_the_pairs_that_a_run_reaches_and_no_others(
+    folder, tmp_path
+):
+    save, later = tmp_path / "run", tmp_path / "later"
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    [first] = run_pretrain(1, job(folder, 1, *cache, "--save", save))
+    assert "4 pairs scored by the reference" in first.out + first.err
+    assert "of 4 that the run reaches and 10 in all" in first.out + first.err
+    [stored] = (tmp_path / "cache").glob("*Preference*.npy")
+    is_scored = ~np.isnan(np.load(stored)).any(axis=1)
+    assert np.flatnonzero(is_scored).tolist() == sorted(order(10, SIZE))
+    # These weights are gone in a run that continues further than the first start would have.
+    [ended] = run_pretrain(1, job(folder, 2, *cache, "--load", save))
+    assert ended.code == 2 and "for 4 of them" in ended.err
+    assert "reaches 8 pairs" in ended.err and "(now 2)" in ended.err
+    # Another run that begins with the same weights scores the rest, and then this one continues.
+    [other] = run_pretrain(1, job(folder, 3, *cache, "--save", later))
+    assert "6 pairs scored by the reference" in other.out + other.err
+    train(1, job(folder, 3, *cache, "--load", save, "--save", save))
+    expected = {step: losses(later)[step] for step in (2, 3)}
+    assert {step: losses(save)[step] for step in (2, 3)} == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+def test_a_run_continues_in_another_number_format(folder, tmp_path):
+    save = tmp_path / "run"
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    stop = ["--exit-interval", "1"]
+    train(1, job(folder, 3, *cache, *stop, "--save", save))
+    [stored] = (tmp_path / "cache").glob("*Preference*.npy")
+    [ended] = run_pretrain(1, job(folder, 3, *cache, "--bf16", "--load", save))
+    assert ended.code == 0 and "pairs scored" not in ended.out + ended.err
+    assert list((tmp_path / "cache").glob("*Preference*.npy")) == [stored]
+
+
 def test_other_frozen_weights_or_positions_have_a_reference_of_their_own(
     folder, tmp_path
 ):
