@@ -129,7 +129,7 @@ def test_a_template_is_read_from_a_regular_file_of_limited_size(tmp_path):
     large.write_bytes(b" " * (MOST_BYTES + 1))
     for path, why in (
         (pipe, "is not a regular file"),
-        ("/dev/zero", "is not a regular file"),
+        ("/dev/full", "is not a regular file"),
         (large, f"at most {MOST_BYTES:,} are read"),
         (tmp_path / "none", "cannot be read"),
     ):

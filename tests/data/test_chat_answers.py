@@ -13,8 +13,8 @@ from megatron_ds.extensions.chat.answer_spans import (
     NO_REASONING,
     find_answers,
 )
+from megatron_ds.extensions.chat.content_exchange import AnswerNotFound
 from megatron_ds.extensions.chat.conversation import conversation_of
-from megatron_ds.extensions.chat.exchange import AnswerNotFound
 from megatron_ds.extensions.chat.loss_masks import NO_END, ChatEncoder
 from megatron_ds.extensions.chat.template import ChatTemplate, load_template
 from tests.harness.chats import (
@@ -193,9 +193,14 @@ def turns_of(answer: str) -> list[dict]:
 @pytest.mark.parametrize(
     "number, mark, why",
     [
-        (1, {"is_trained": False}, "message 1 has 'is_trained': False, which may say"),
-        (1, {"golden": True}, "message 1 has 'golden': True, which may say"),
+        (
+            1,
+            {"is_trained": False},
+            "message 1 has 'is_trained': False, which may decide",
+        ),
+        (1, {"golden": True}, "message 1 has 'golden': True, which may decide"),
         (1, {"loss_mask": 0}, "message 1 has 'loss_mask': 0"),
+        (1, {"noTrain": 1}, "message 1 has 'noTrain': 1"),
         (1, {"train_detail": [{"begin_offset": 0}]}, "message 1 has 'train_detail'"),
         (1, {"weight": 0.5}, "message 1 has weight 0.5; it can be 0 or 1"),
         (1, {"train": "no"}, "message 1 has train 'no'"),
@@ -221,7 +226,12 @@ def test_a_mark_that_is_not_known_is_refused_by_its_name(number, mark, why):
 
 def test_keys_about_other_things_are_no_marks():
     record = chat("Q", "A")
-    record["messages"][1] |= {"id": 0, "model": "m", "toxic": False, "golden": None}
+    record["messages"][1] |= {
+        "id": 0,
+        "constraints": ["short"],
+        "toxic": False,
+        "golden": None,
+    }
     assert conversation_of(record) == conversation_of(chat("Q", "A"))
     with pytest.raises(ValueError, match="the record has 'train': False"):
         conversation_of({**record, "train": False})

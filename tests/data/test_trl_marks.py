@@ -13,8 +13,8 @@ from importlib.resources import files
 import pytest
 
 from megatron_ds.extensions.chat.answer_spans import Answers, find_answers
+from megatron_ds.extensions.chat.content_exchange import AnswerNotFound
 from megatron_ds.extensions.chat.conversation import Conversation, conversation_of
-from megatron_ds.extensions.chat.exchange import AnswerNotFound
 from megatron_ds.extensions.chat.template import ChatTemplate, TemplateRefusal
 from tests.harness.chats import LOOKUP
 

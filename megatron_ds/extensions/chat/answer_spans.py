@@ -9,8 +9,8 @@ content is a doubt, which is reported with the text.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from .content_exchange import AnswerNotFound
 from .conversation import Conversation, text_of
-from .exchange import AnswerNotFound
 from .template import ChatTemplate, Span, TemplateRefusal
 from .turns import THOUGHTS_END, Turns, parts_of
 
@@ -87,7 +87,8 @@ def _add(found: Answers, turns: Turns, number: int) -> None:
     """Append the span of a message. Raises AnswerNotFound."""
     begin = turns.begin(number)
     end = turns.end(number, begin.at)
-    start, stop = (begin.at, end.at)
+    start = begin.at
+    stop = end.at
     if not turns.text[start:stop].strip():
         raise AnswerNotFound(
             f"message {number} is not in the text: the template does not print what it has"

@@ -36,7 +36,7 @@ SPEAKERS = {
     "observation": "tool",
     "tool": "tool",
 }
-# Keys of a message that say whether it is learned, in files of OpenAI, axolotl, ms-swift and others.
+# Keys of a message that decide whether it is learned, in files of OpenAI, axolotl, ms-swift and others.
 MARKS = ("weight", "train", "training", "trainable", "loss")
 PARTS_OF_MESSAGE = (
     "role",
@@ -50,7 +50,7 @@ PARTS_OF_MESSAGE = (
 # Booleans that public files have of a message, and that are about other things.
 ABOUT_OTHERS = ("toxic", "redacted", "deleted", "synthetic", "review_result")
 # Words in the name of a key that seems to be about what is learned.
-SEEMS_MARK = re.compile("train|loss|mask|weight|learn|supervis|ignore", re.IGNORECASE)
+SEEMS_MARK = re.compile("(^|_)(train|loss|mask|weight|learn|supervis|ignore)")
 
 
 @dataclass(frozen=True)
@@ -304,13 +304,14 @@ def _is_answer(role: str, raw: Message, number: int) -> bool:
 
 
 def _check_marks(raw: Message, number: int) -> None:
-    """Raises ValueError for a key that may say whether a message is learned, and is not known."""
+    """Raises ValueError for a key that may decide whether a message is learned, and is not known."""
     for name, value in raw.items():
         if name in (*MARKS, *PARTS_OF_MESSAGE, *ABOUT_OTHERS) or value is None:
             continue
-        if isinstance(value, bool) or SEEMS_MARK.search(name):
+        words = re.sub("(?<=[a-z])(?=[A-Z])|-", "_", name).lower()
+        if isinstance(value, bool) or SEEMS_MARK.search(words):
             raise ValueError(
-                f"message {number} has {name!r}: {value!r}, which may say whether it is learned and is not known. "
+                f"message {number} has {name!r}: {value!r}, which may decide whether it is learned and is not known. "
                 f"Known marks are {', '.join(MARKS)}; remove it, or use one of them"
             )
 

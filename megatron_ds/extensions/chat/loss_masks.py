@@ -7,8 +7,8 @@ import numpy as np
 
 from ...data.tokenizers import Tokenizer
 from .answer_spans import SHOWN_AROUND, Answers, Doubt, find_answers
+from .content_exchange import AnswerNotFound
 from .conversation import Conversation
-from .exchange import AnswerNotFound
 from .template import ChatTemplate, Span
 
 SHOWN = 300  # characters of a sample in a message
@@ -97,8 +97,10 @@ class ChatEncoder:
 
     def _count(self, doubts: Sequence[Doubt]) -> None:
         """Count each reason once for a conversation."""
-        for reason, sample in dict(reversed(doubts)).items():
-            add_doubts(self.doubts, {reason: DoubtCount(1, _shown(sample))})
+        first = {doubt.reason: doubt.sample for doubt in reversed(doubts)}
+        for reason, sample in first.items():
+            count = DoubtCount(1, _shown(sample))
+            add_doubts(self.doubts, {reason: count})
 
     def _masked(self, answers: Answers) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """(ids, mask, places of answers that have no end to learn)."""
@@ -122,13 +124,17 @@ class ChatEncoder:
         self, stop: int, text: str, ids: Sequence[int], first: np.ndarray
     ) -> list[int]:
         """The positions of the special token that follows an answer, and of the white space before it."""
+        edges = [*first.tolist(), len(text)]
         passed = []
-        for position in range(int(np.searchsorted(first, stop)), len(ids)):
+        # Tokens from the end of the answer on.
+        begin = int(np.searchsorted(first, stop))
+        for position in range(begin, len(ids)):
             passed.append(position)
             if ids[position] in self.tokenizer.special_ids:
                 return passed
-            following = int(first[position + 1]) if position + 1 < len(ids) else None
-            if text[int(first[position]) : following].strip():
+            # Only white space may be before it.
+            part = text[edges[position] : edges[position + 1]]
+            if part.strip():
                 break
         return []
 

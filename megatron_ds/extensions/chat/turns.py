@@ -1,7 +1,7 @@
 """`Turns`: where a model begins to write an answer, and where its turn ends.
 
 A model continues the generation prompt, so its answer is what follows that prompt in the text. Its turn ends where
-the prompt of a further answer would begin, which is what the next turn begins with.
+the header of a further answer would begin, which is where the next turn begins.
 
     …user\nWhy?<end>\nassistant\n                              prompt of the answer
     …user\nWhy?<end>\nassistant\nBecause.<end>\nassistant\n    prompt of a further one: the same header ends it
@@ -14,12 +14,12 @@ tools. Then the end of the prompt is searched for between the messages around th
 
 import os
 from collections.abc import Iterator
-from functools import cached_property
 from typing import NamedTuple
 
+from .content_exchange import AnswerNotFound, Exchanges
 from .conversation import Conversation, Message, text_of
-from .exchange import STAND_INS, AnswerNotFound, Exchanges
-from .template import ChatTemplate, TemplateRefusal
+from .template import ChatTemplate
+from .turn_prompts import TurnPrompts, usual_end
 
 THOUGHTS_END = "</think>"
 SHORT = 8  # characters of an end that are searched for
@@ -41,23 +41,24 @@ class Turns:
         self.messages = conversation.messages
         self.tools = conversation.tools
         self.text = text
+        self.prompts = TurnPrompts(template, self.messages, self.tools)
         render = lambda messages: template.render(messages, self.tools)
         self.exchanges = Exchanges(render, text, self.messages)
-        self._rendered: dict[tuple[int, bool], str | None] = {}
 
     def begin(self, number: int) -> Edge:
         """Where the model begins to write a message. Raises AnswerNotFound."""
-        prompt = self._first(number, True)
+        prompt = self.prompts.prompt(number)
         if prompt is not None and self.text.startswith(prompt):
             return Edge(len(prompt))
-        aligned = self._end_of_prompt(number, prompt)
-        if aligned is not None:
-            return Edge(aligned)
+        # Earlier messages are printed in another way.
+        end = self._end_of_prompt(number, prompt)
+        if end is not None:
+            return Edge(end)
         # The prompt may open thoughts that the text has not.
         start = self.exchanges.place(number)[0]
-        common = self._part_of_prompt(number, prompt, start)
-        if common is not None:
-            return Edge(common)
+        part = self._part_of_prompt(number, prompt, start)
+        if part is not None:
+            return Edge(part)
         return Edge(start, False)
 
     def end(self, number: int, begin: int) -> Edge:
@@ -67,9 +68,11 @@ class Turns:
         kept = written.rstrip()
         # The white space at the end of an answer is its own.
         content = text_of(self.messages[number])
-        if content.strip() and kept.endswith(content.rstrip()):
-            own = content[len(content.rstrip()) :]
-            kept += os.path.commonprefix([own, written[len(kept) :]])
+        bare = content.rstrip()
+        if bare and kept.endswith(bare):
+            own = content[len(bare) :]
+            behind = written[len(kept) :]
+            kept += os.path.commonprefix([own, behind])
         return Edge(begin + len(kept), is_sure)
 
     def has_end(self, number: int, begin: int, stop: int) -> bool:
@@ -77,19 +80,26 @@ class Turns:
         message = self.messages[number]
         content = text_of(message).strip()
         if content and not message.get("tool_calls"):
-            return not self.text[begin:stop].rstrip().endswith(content)
-        return bool(self._usual_end.strip())
+            written = self.text[begin:stop].rstrip()
+            return not written.endswith(content)
+        # Calls may be printed in any way.
+        return bool(usual_end(self.template).strip())
 
     def _end(self, number: int, begin: int) -> Edge:
         is_last = number == len(self.messages) - 1
-        closed = self._closed(number)
-        if closed is not None and len(closed) >= begin:
-            if self.text.startswith(closed):
-                # A template without ends of turns may give the text one.
-                is_open = is_last and not self.has_end(number, begin, len(closed))
-                return Edge(len(self.text) if is_open else len(closed))
+        closed = self.prompts.closed(number)
+        # The usual case: a beginning of the text is what a further answer would follow.
+        if closed is not None and self.text.startswith(closed):
+            stop = len(closed)
+            # A template without ends of turns may give the text one.
+            if is_last and stop >= begin and not self.has_end(number, begin, stop):
+                stop = len(self.text)
+            if stop >= begin:
+                return Edge(stop)
+        # The last turn may end in another way than others.
         if is_last:
             return Edge(len(self.text))
+        # Earlier messages, or thoughts of this one, are printed in another way.
         shared = self._shared_end(number, begin, closed)
         if shared is not None:
             return Edge(shared)
@@ -102,62 +112,51 @@ class Turns:
         """
         if closed is None:
             return None
-        after = self.exchanges.place_if_any(number + 1)
-        high = len(self.text) if after is None else after[0]
+        # Between the beginning of this message and the next one.
+        high = self._start_of(number + 1)
+        if high is None:
+            high = len(self.text)
         places = _ends_of(closed[-SHORT:], self.text, begin, high)
-        shared = lambda stop: _common_end(self.text[begin:stop], closed)
-        best = max(places, key=shared, default=None)
-        if best is None:
-            return None
-        common = self.text[best - shared(best) : best]
-        has_all = all(part in common for part in parts_of(self.messages[number]))
-        return best if has_all else None
+        best, common = _most_alike(places, self.text, begin, closed)
+        # It is that end if all of the answer is before it.
+        for part in parts_of(self.messages[number]):
+            if part not in common:
+                return None
+        return best
 
     def _end_by_exchange(self, number: int, closed: str | None) -> Edge:
         """The end of a content, and what follows it in the conversation that ends with this message."""
         stop = self.exchanges.place(number)[1]
-        after = self.exchanges.place_if_any(number + 1)
-        if after and after[0] < stop:
+        following = self._start_of(number + 1)
+        if following is not None and following < stop:
             raise AnswerNotFound(
                 f"message {number} cannot be separated from the one after, which the template prints before its end"
             )
+        # What follows is known where the content occurs there.
         content = text_of(self.messages[number]).strip()
-        if closed is None or not content or content not in closed:
+        if closed is None or not content:
             return Edge(stop, False)
-        usual = closed.rpartition(content)[2]
-        is_same = self.text.startswith(usual, stop)
-        return Edge(stop + len(usual), True) if is_same else Edge(stop, False)
-
-    def _closed(self, number: int) -> str | None:
-        """The conversation that ends with a message, as it is before a further turn; None if it has no prompt."""
-        prompt = self._first(number + 1, True)
-        if prompt is None:
-            return self._first(number + 1, False)
-        header = self._header(number)
-        if header and prompt.endswith(header):
-            return prompt.removesuffix(header)
-        own = self._first(number + 1, False)
-        if own is not None and prompt.startswith(own):
-            return own
-        return prompt
+        _, found, usual = closed.rpartition(content)
+        if not found or not self.text.startswith(usual, stop):
+            return Edge(stop, False)
+        return Edge(stop + len(usual))
 
     def _end_of_prompt(self, number: int, prompt: str | None) -> int | None:
         """Where the text has the end of the prompt, between the messages before and after this one."""
-        header = self._header(number)
-        prompt = prompt or header
-        before = self.exchanges.place_if_any(number - 1)
-        if not prompt.strip() or (before is None and number > 0):
+        header = self.prompts.header(number)
+        low = self._stop_of(number - 1)
+        if low is None:
             return None
         # The content of the answer comes behind its header.
-        low = before[1] if before else 0
-        own = self.exchanges.place_if_any(number)
-        after = own or self.exchanges.place_if_any(number + 1)
-        high = after[0] if after else len(self.text)
+        high = self._start_of(number)
+        if high is None:
+            high = self._start_of(number + 1)
+        if high is None:
+            high = len(self.text)
         # Of all places that have the header, the one whose text before is the prompt's.
         places = _ends_of(header, self.text, low, high)
-        shared = lambda stop: _common_end(self.text[:stop], prompt)
-        best = max(places, key=shared, default=None)
-        if best is None or not prompt[len(prompt) - shared(best) :].strip():
+        best, common = _most_alike(places, self.text, 0, prompt or header)
+        if not common.strip():
             return None
         return best
 
@@ -165,102 +164,53 @@ class Turns:
         self, number: int, prompt: str | None, start: int
     ) -> int | None:
         """Where the text, which has a part of the header alone, leaves the prompt; at most at `start`."""
-        own = self._first(number, False)
-        header = self._header(number)
+        own = self.prompts.text(number)
+        header = self.prompts.header(number)
         # More than a half of it: less may be the beginning of another token.
         least = len(header) // 2 + 1
+        # Up to the header both may be the same.
         if prompt is not None and own is not None and prompt.startswith(own):
-            common = len(os.path.commonprefix([prompt, self.text[:start]]))
-            if common >= len(own) + least:
-                return common
-        # Or the text has the first part of the header, between the message before and the content.
-        before = self.exchanges.place_if_any(number - 1)
-        low = before[1] if before else 0
+            common = os.path.commonprefix([prompt, self.text[:start]])
+            if len(common) >= len(own) + least:
+                return len(common)
+        # Or the header begins between the message before and the content.
+        low = self._stop_of(number - 1) or 0
         for length in range(len(header), least - 1, -1):
             at = self.text.find(header[:length], low, start)
             if at >= 0:
                 return at + length
         return None
 
-    def _header(self, number: int) -> str:
-        """What the prompt adds to the messages before an answer."""
-        return self._added(number) or self._usual_header
+    def _start_of(self, number: int) -> int | None:
+        """Where the content of a message begins; None if it has no place of its own."""
+        place = self.exchanges.place_if_any(number)
+        if place is None:
+            return None
+        return place[0]
 
-    def _added(self, number: int) -> str:
-        prompt = self._first(number, True)
-        own = self._first(number, False)
-        if prompt is None or own is None or not prompt.startswith(own):
-            return ""
-        return prompt.removeprefix(own)
-
-    @cached_property
-    def _usual_header(self) -> str:
-        """The header of the first answer that has one, else that of the answer to a single question."""
-        for number, message in enumerate(self.messages):
-            if message["role"] == "assistant" and (added := self._added(number)):
-                return added
-        # A template may end every text, so that no prompt continues one.
-        bare = _rendered(self.template, (), self.tools, True) or ""
-        prompt = _rendered(self.template, opening(self.template), None, True) or ""
-        return bare if prompt.endswith(bare) else ""
-
-    @cached_property
-    def _usual_end(self) -> str:
-        """What ends the answer to a single question."""
-        return usual_end(self.template)
-
-    def _first(self, count: int, is_prompt: bool) -> str | None:
-        """The text of the first messages; with is_prompt the prompt behind them. None if the template refuses."""
-        key = (count, is_prompt)
-        if key not in self._rendered:
-            messages = self.messages[:count]
-            self._rendered[key] = _rendered(
-                self.template, messages, self.tools, is_prompt
-            )
-        return self._rendered[key]
-
-
-def opening(template: ChatTemplate) -> list[Message]:
-    """A question, after a system message if the template requires one; empty if it takes neither."""
-    system = {"role": "system", "content": STAND_INS[0]}
-    question = {"role": "user", "content": STAND_INS[0]}
-    for messages in ([question], [system, question]):
-        if _rendered(template, messages, None, False) is not None:
-            return messages
-    return []
-
-
-def usual_end(template: ChatTemplate) -> str:
-    """What a template writes behind the answer to a question, in a conversation that goes on."""
-    question = opening(template)
-    answer = {"role": "assistant", "content": STAND_INS[1]}
-    messages = (*question, answer)
-    text = _rendered(template, messages, None, False)
-    if not question or text is None or STAND_INS[1] not in text:
-        return ""
-    conversation = Conversation(messages, None, (False,) * len(question) + (True,))
-    turns = Turns(template, conversation, text)
-    begin = text.rindex(STAND_INS[1])
-    stop = turns.end(len(question), begin).at
-    return text[begin:stop].removeprefix(STAND_INS[1])
-
-
-def _rendered(template: ChatTemplate, messages, tools, is_prompt: bool) -> str | None:
-    render = template.render_prompt if is_prompt else template.render
-    try:
-        return render(messages, tools)
-    except TemplateRefusal:
-        return None
+    def _stop_of(self, number: int) -> int | None:
+        """Where the content of a message ends; 0 before the first one, None if it has no place of its own."""
+        if number < 0:
+            return 0
+        place = self.exchanges.place_if_any(number)
+        if place is None:
+            return None
+        return place[1]
 
 
 def parts_of(message: Message) -> list[str]:
-    """What every template prints of an answer as it is: names of functions and of their arguments; of an answer
-    without calls the content, behind its thoughts."""
-    calls = [call["function"] for call in message.get("tool_calls", ())]
+    """What every template prints of an answer as it is.
+
+    These are names of functions and of their arguments; of an answer without calls, the content behind its thoughts.
+    """
+    calls = message.get("tool_calls", ())
     if not calls:
-        return [text_of(message).rpartition(THOUGHTS_END)[2].strip()]
+        said = text_of(message).rpartition(THOUGHTS_END)[2]
+        return [said.strip()]
+    # Values of arguments are printed in many ways.
     parts = []
-    for function in calls:
+    for call in calls:
+        function = call["function"]
         parts.append(function["name"])
         if isinstance(function["arguments"], dict):
             parts.extend(function["arguments"])
@@ -275,7 +225,21 @@ def _ends_of(part: str, text: str, low: int, high: int) -> Iterator[int]:
         at = text.find(part, at + 1, high)
 
 
-def _common_end(one: str, other: str) -> int:
-    """The number of characters at the end of both, up to `REACH`."""
-    pair = [one[-REACH:][::-1], other[-REACH:][::-1]]
-    return len(os.path.commonprefix(pair))
+def _most_alike(
+    places: Iterator[int], text: str, begin: int, other: str
+) -> tuple[int | None, str]:
+    """The place before which a text from `begin` on ends most as another one does, and what both have there."""
+    best = None
+    longest = ""
+    for place in places:
+        common = _common_end(text[begin:place], other)
+        if best is None or len(common) > len(longest):
+            best = place
+            longest = common
+    return best, longest
+
+
+def _common_end(one: str, other: str) -> str:
+    """What both texts end with, up to `REACH` characters."""
+    reversed_ends = [one[-REACH:][::-1], other[-REACH:][::-1]]
+    return os.path.commonprefix(reversed_ends)[::-1]

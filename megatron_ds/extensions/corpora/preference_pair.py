@@ -26,16 +26,8 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
             "'chosen' and 'rejected' are equal, so that neither is preferred"
         )
     others = {name: record[name] for name in ("tools",) if name in record}
-    prompt = record.get("prompt")
-    if isinstance(prompt, str) and isinstance(chosen, list):
-        question = prompt
-        prompt, *answers = _divided(chosen, rejected)
-        _check_has(prompt, question)
-    elif prompt is not None:
-        answers = (chosen, rejected)
-        _check_kinds(prompt, *answers)
-    else:
-        prompt, *answers = _divided(chosen, rejected)
+    prompt, *answers = _prompt_and_answers(record.get("prompt"), chosen, rejected)
+    # What both begin with may be all of one.
     for name, answer in zip(ANSWERS, answers):
         if answer == []:
             raise ValueError(f"{name!r} has no message behind the prompt")
@@ -43,6 +35,20 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         {"prompt": prompt, "completion": answer, **others}
     )
     return of(answers[0]), of(answers[1])
+
+
+def _prompt_and_answers(
+    prompt: object, chosen: object, rejected: object
+) -> tuple[object, object, object]:
+    """(prompt, chosen answer, rejected answer) of any of the forms. Raises ValueError."""
+    if prompt is None:
+        return _divided(chosen, rejected)
+    if isinstance(prompt, str) and isinstance(chosen, list):
+        parts = _divided(chosen, rejected)
+        _check_has(parts[0], prompt)
+        return parts
+    _check_kinds(prompt, chosen, rejected)
+    return prompt, chosen, rejected
 
 
 def _check_has(messages: list, question: str) -> None:

@@ -227,7 +227,9 @@ class _Parquet:
     def _rows(self, part) -> list[tuple] | list[dict]:
         if self._keys is None:
             return part.to_pylist()
-        return list(zip(*(part.column(key).to_pylist() for key in self._keys)))
+        # One list for each column.
+        columns = [part.column(key).to_pylist() for key in self._keys]
+        return list(zip(*columns))
 
 
 class _HDF5:
