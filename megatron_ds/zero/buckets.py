@@ -32,8 +32,8 @@ from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Work
-from .content_exchange import BucketGradient, GradientExchange, reads_in_place
 from .data_groups import Hierarchy
+from .exchange import BucketGradient, GradientExchange, reads_in_place
 from .gradient_checksum import GradientChecksum
 from .layout import Layout, SlotPiece
 

@@ -28,7 +28,7 @@ from ..errors import MegatronDSError
 from ..host.async_io import Then
 from ..mpu.collectives import progress
 from .buckets import GradientStore, Holder, Reduction
-from .content_exchange import BufferPool
+from .exchange import BufferPool
 from .layout import Layout, SlotPiece
 
 

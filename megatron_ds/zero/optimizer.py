@@ -26,8 +26,8 @@ from torch import nn
 from ..mpu.collectives import barrier
 from ..mpu.host_reads import read_numbers
 from .arrival import Arrivals, is_gathered_whole
-from .content_exchange import BufferPool, reads_in_place
 from .data_groups import DATA_AXES, DataGroups
+from .exchange import BufferPool, reads_in_place
 from .gathering import LayerGathering
 from .gradient_checksum import GradientChecksum
 from .norm import (

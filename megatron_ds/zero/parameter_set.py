@@ -15,9 +15,9 @@ from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, solo
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
-from .content_exchange import BufferPool, GradientExchange
 from .data_groups import DataGroups, Hierarchy
 from .encoded_parameters import EncodedParameters
+from .exchange import BufferPool, GradientExchange
 from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
 from .gradient_checksum import GradientChecksum

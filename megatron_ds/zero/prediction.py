@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..mpu.group import Group, Traffic
-from .content_exchange import GradientExchange, Sent
 from .data_groups import Axes, Hierarchy, shard_of
+from .exchange import GradientExchange, Sent
 from .gathering import GatherUnit, LayerGathering
 from .offload import plan_sub_groups
 from .set_plan import SHARED, SetPlan

@@ -24,8 +24,8 @@ import torch
 
 from ..host.async_io import Then
 from ..mpu.group import Group, Work
-from .content_exchange import UNDER_WAY, BucketGradient, OrderedExchange, Sent
 from .data_groups import Hierarchy
+from .exchange import UNDER_WAY, BucketGradient, OrderedExchange, Sent
 from .number_blocks import Blocks, exchange_into
 
 FP32_BYTES = 4

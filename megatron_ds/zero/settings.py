@@ -16,7 +16,7 @@ from ..config import RunConfig
 from ..config.options.adapter_choice import FROZEN_BLOCK
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
-from .content_exchange import GradientExchange
+from .exchange import GradientExchange
 from .layout import ALIGN
 from .norm import LossScale, make_scaler
 from .number_blocks import Blocks, NormalBlocks

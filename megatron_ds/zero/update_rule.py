@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..mpu.group import Group
-from .content_exchange import FullPrecisionExchange, Sent
 from .data_groups import DataGroups, Hierarchy
+from .exchange import FullPrecisionExchange, Sent
 from .layout import Layout
 from .norm import ParameterNorms
 from .update_hook import UpdateHook

@@ -6,52 +6,50 @@ and with every kind of state. With new adapters, which begin at zero, it is the 
 
     first start      computed for the pairs that the run reaches, without those that another run that began with the
                      same weights has stored
-    later starts     read; these weights are no longer in memory
+    later starts     read; these weights are no longer in memory. Where the run goes on to pairs without scores, the
+                     model of the first step is built again (`FirstModel`)
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from ...batch.batch import Batch
 from ...checkpoint.save_folder import run_id_of
 from ...config import RunConfig
 from ...data.kind import Collator
 from ...data.loading.blend import BlendedDataset, count_draws
 from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache, locked
-from ...data.loading.loader import Loader
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
-from ...host import places
 from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
-from ...mpu.collectives import all_reduce_
-from ...mpu.host_reads import to_host
 from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.objective import Prepare
 from ...training.run_checkpoint import Start
 from ...training.trainer import Loaders
-from .answer_pairs import ANSWERS, PairDataset
-from .pair_loss import AnswerScores, Logits, answer_scores, sizes_of
+from .answer_pairs import PairDataset
+from .first_model import FirstModel, origin_of
 
 logger = logging.getLogger(__name__)
 TITLE = "PreferenceReference"
 FORMAT = "dtype"  # of the weights at the first step
+ORIGIN = "preference_origin"
 FORMATS = ("float32", "bfloat16", "float16")
 
 
 def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
     """What fills the references when the weights of the run are loaded."""
-    return fill_references
+    return partial(fill_references, tokenizer)
 
 
 def fill_references(
+    tokenizer: Tokenizer,
     engine: Replica,
     loaders: Loaders,
     start: Start,
@@ -70,15 +68,19 @@ def fill_references(
         bits = engine.config.adapters.base_bits
         weights = _first_weights(start, description, bits)
         weights[FORMAT] = engine.config.optimizer.params_dtype
+        origin = origin_of(engine.config, start)
+    else:
+        origin = start.run.get(ORIGIN)
+    model = FirstModel(engine, tokenizer, origin, is_new)
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is None:
             continue
         for dataset, num_samples in draws_of(loader.dataset):
             reached = dataset.reached(num_samples)
             dataset.reference = _stored_or_scored(
-                engine, dataset, reached, loader.collate, weights, is_new
+                model, dataset, reached, loader.collate, weights
             )
-    return {TITLE: weights}
+    return {TITLE: weights, ORIGIN: origin}
 
 
 def _warn_of_dropout(engine: Replica) -> None:
@@ -105,68 +107,6 @@ def draws_of(dataset: object) -> Iterator[tuple[PairDataset, int]]:
             yield part, int(count)
 
 
-def score_pairs(
-    engine: Replica, dataset: PairDataset, numbers: np.ndarray, collate: Collator
-) -> np.ndarray:
-    """The log-probabilities of pairs under the weights of `engine`, fp32 [numbers, 2], on all ranks.
-
-    numbers: their places in `dataset.pairs`, one or more. Collective over the world.
-    """
-    mesh = engine.mesh
-    train = engine.config.train
-    # Global batches as in training, for which programs and memory are planned; the last one is filled up.
-    size = train.global_batch_size
-    count = len(numbers)
-    padded = -(-count // size) * size
-    loader = Loader(
-        _Chosen(dataset, numbers, padded),
-        collate,
-        micro_batch_size=train.micro_batch_size,
-    )
-    sizes = sizes_of(engine.config, mesh)
-    scores = lambda logits, batch: answer_scores(logits, batch, **sizes)
-    # One rank of those with the same numbers reports them.
-    reports = not (mesh.coordinate("tp") or mesh.coordinate("cp"))
-    found = torch.zeros(padded, ANSWERS, device=mesh.device)
-    for first in range(0, padded, size):
-        with places.phase(places.EVALUATING):
-            batch = engine.batches.evaluation(loader, first, size)
-            outputs = _forward(engine, batch.split(train.micro_batch_size), scores)
-        if outputs and reports:
-            found[list(batch.sample_ids)] = torch.cat([o.log_probs for o in outputs])
-    all_reduce_(found, mesh.group("world"))
-    return to_host(found[:count], mesh.group("world")).numpy()
-
-
-def _forward(
-    engine: Replica,
-    microbatches: Sequence[Batch],
-    loss: Callable[[Logits, Batch], AnswerScores],
-) -> list[AnswerScores]:
-    """The scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
-    last = [stage for stage in engine.stages.values() if stage.is_last]
-    if not last:
-        return engine.executor.forward(microbatches)
-    with last[0].computing(loss):
-        return engine.executor.forward(microbatches)
-
-
-class _Chosen:
-    """The pairs with these numbers, and the last one repeatedly up to `size` samples."""
-
-    def __init__(self, dataset: PairDataset, numbers: np.ndarray, size: int):
-        self.dataset = dataset
-        self.numbers = numbers
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        place = min(i, len(self.numbers) - 1)
-        return self.dataset.pair(int(self.numbers[place]))
-
-
 def _first_weights(
     start: Start, description: dict, base_bits: int | None
 ) -> dict[str, Any]:
@@ -186,31 +126,31 @@ def _first_weights(
 
 
 def _stored_or_scored(
-    engine: Replica,
+    model: FirstModel,
     dataset: PairDataset,
     numbers: np.ndarray,
     collate: Collator,
     weights: dict[str, Any] | None,
-    is_new: bool,
 ) -> np.ndarray:
     """The scores of a dataset, NaN but for the pairs with these numbers and others that are stored. Collective over
     the world."""
     # What is stored already, by this run or another one.
+    engine = model.engine
     world = engine.mesh.group("world")
-    entries = _entries(engine, dataset, weights, is_new)
-    scores = on_one_rank(world, lambda: _read(entries))
+    entries = _entries(engine, dataset, weights, model.is_new)
+    entry, scores = on_one_rank(world, lambda: _read(entries))
+    if scores is None and not model.is_new:
+        raise CheckpointError(_not_stored(entry, dataset))
     if scores is None:
         scores = np.full_like(dataset.reference, np.nan)
-    missing = numbers[np.isnan(scores[numbers]).any(axis=1)]
+    is_missing = np.isnan(scores[numbers]).any(axis=1)
+    missing = numbers[is_missing]
     if not len(missing):
         return scores
-    if not is_new:
-        raise CheckpointError(
-            _not_stored(engine, dataset, entries[0], numbers, missing)
-        )
-    # The rest is computed with the weights that are loaded.
+    # The rest is computed with the weights of the first step.
     begin = time.monotonic()
-    scores[missing] = score_pairs(engine, dataset, missing, collate)
+    known = np.flatnonzero(~np.isnan(scores).any(axis=1))
+    scores[missing] = model.score(dataset, missing, collate, known, scores)
     if engine.mesh.rank == 0:
         seconds = time.monotonic() - begin
         logger.info(
@@ -221,7 +161,7 @@ def _stored_or_scored(
             len(numbers),
             len(scores),
         )
-        _write(entries[0], scores)
+        _write(entry, scores)
     return scores
 
 
@@ -254,33 +194,17 @@ def _entries(
     ]
 
 
-def _not_stored(
-    engine: Replica,
-    dataset: PairDataset,
-    entry: CacheEntry,
-    numbers: np.ndarray,
-    missing: np.ndarray,
-) -> str:
-    """The error of a run that continues, and reaches pairs without scores."""
-    prefix = dataset.corpus.prefix
-    first_weights = "They are computed with the weights of the first step, which later checkpoints do not have."
-    if len(missing) < len(numbers):
-        steps = engine.config.train.train_iters
-        return (
-            f"this run reaches {len(numbers):,} pairs of {prefix}, and {entry.directory} has no log-probabilities of "
-            f"the reference for {len(missing):,} of them. {first_weights} They were scored for the pairs that the "
-            f"first start reached. Give --train-iters (now {steps}), --eval-iters and --eval-interval of that start; "
-            "or begin another run from this checkpoint, with --finetune, whose reference is then the present model."
-        )
+def _not_stored(entry: CacheEntry, dataset: PairDataset) -> str:
+    """The error of a run that continues, and has no scores."""
     return (
-        f"{entry.directory} has no log-probabilities of the reference for {prefix}. {first_weights} Copy that folder "
-        "from where the run began, or name it with --data-cache-path; or begin another run from a checkpoint, with "
-        "--finetune."
+        f"{entry.directory} has no log-probabilities of the reference for {dataset.corpus.prefix}. They were computed "
+        "with the weights of the first step, which later checkpoints do not have. Copy that folder from where the run "
+        "began, or name it with --data-cache-path; or begin another run from a checkpoint, with --finetune."
     )
 
 
-def _read(entries: Sequence[CacheEntry]) -> np.ndarray | None:
-    """The stored scores of the first entry that is there."""
+def _read(entries: Sequence[CacheEntry]) -> tuple[CacheEntry, np.ndarray | None]:
+    """The first entry that is there, and its scores; without any, the first and None."""
     for entry in entries:
         try:
             found = entry.load(verify_large=True)
@@ -288,8 +212,8 @@ def _read(entries: Sequence[CacheEntry]) -> np.ndarray | None:
             logger.warning("stored scores of the reference cannot be used: %s", error)
             continue
         if found is not None:
-            return np.array(found["scores"])
-    return None
+            return entry, np.array(found["scores"])
+    return entries[0], None
 
 
 def _write(entry: CacheEntry, scores: np.ndarray) -> None:
@@ -297,7 +221,7 @@ def _write(entry: CacheEntry, scores: np.ndarray) -> None:
     try:
         entry.directory.mkdir(parents=True, exist_ok=True)
         with locked(entry.directory, TITLE):
-            stored = _read([entry])
+            _, stored = _read([entry])
             if stored is not None:
                 scores = np.where(np.isnan(scores), stored, scores)
             entry.store({"scores": scores}, is_alone=False)
