@@ -170,17 +170,12 @@ def _doubts_of_parts(turns: Turns, number: int, written: str) -> Iterator[str]:
     if said.strip() not in written:
         yield NO_CONTENT
     reasoning = message.get("reasoning_content") or thoughts.removeprefix("<think>")
-    if reasoning.strip() not in written and not _prints(turns, number, reasoning):
+    if reasoning.strip() in written:
+        return
+    # Thoughts of earlier turns are left out as they are when the model is used.
+    as_last = turns.prompts.text(number + 1) or ""
+    if reasoning.strip() not in as_last:
         yield NO_REASONING
-
-
-def _prints(turns: Turns, number: int, reasoning: str) -> bool:
-    """Whether the template has a place for the reasoning of an answer that is the last one."""
-    try:
-        text = turns.template.render(turns.messages[: number + 1], turns.tools)
-    except TemplateRefusal:
-        return False
-    return reasoning.strip() in text
 
 
 def _short(text: str, most: int = 60) -> str:

@@ -16,7 +16,11 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-SECONDS = 1.5  # processor time of one request
+SECONDS = 1.0  # processor time of one request
+SECONDS_OF_BYTE = (
+    1e-6  # besides, as loops over loops of a long conversation take longer
+)
+MOST_SECONDS = 5.0
 MEMORY = 320 << 20  # bytes that a worker may allocate
 MOST_CHARACTERS = 32 << 20  # of a result
 LENGTH = 8
@@ -42,7 +46,11 @@ def main() -> int:
         status = os.waitpid(worker, 0)[1]
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGPROF:
             return os.waitstatus_to_exitcode(status)
-        _write(replies, {"refusal": f"it took more than {SECONDS:g} s of a processor"})
+        reason = (
+            f"it took more than {SECONDS:g} s of a processor, and {1e6 * SECONDS_OF_BYTE:g} s for each MB of the "
+            f"conversation, at most {MOST_SECONDS:g} s"
+        )
+        _write(replies, {"refusal": reason})
 
 
 def _work(render, replies: int) -> NoReturn:
@@ -54,7 +62,8 @@ def _work(render, replies: int) -> NoReturn:
     try:
         while (request := _read(REQUESTS)) is not None:
             # The signal ends this process, also inside of one long operation.
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            seconds = min(SECONDS + len(request) * SECONDS_OF_BYTE, MOST_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             reply = _reply(render, request)
             signal.setitimer(signal.ITIMER_PROF, 0)
             _write(replies, reply)
