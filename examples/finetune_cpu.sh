@@ -39,7 +39,7 @@ step "3. conversations, with a mask of their answers"
 cat > "$out/chat_template.jinja" <<'TEMPLATE'
 {% for message in messages %}{% if message.role == 'assistant' %}Answer: {{ message.content }}<|endoftext|>
 {% else %}Question: {{ message.content }}
-{% endif %}{% endfor %}
+{% endif %}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}
 TEMPLATE
 [ -f "$out/chats.jsonl" ] || "$PYTHON" "$here/examples/python_chats.py" --output "$out/chats.jsonl"
 [ -f "$out/chats_chat_document.idx" ] || "$PYTHON" "$here/tools/preprocess_data.py" --chat --input "$out/chats.jsonl" \

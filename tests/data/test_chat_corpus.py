@@ -5,6 +5,8 @@ import os
 import random
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron_ds.config import parse
@@ -158,6 +160,36 @@ def test_a_bad_conversation_is_an_error_with_its_line_or_is_left_out(folder, cap
     assert bytes_of(folder / "bad_chat_document") == bytes_of(
         folder / "one_chat_document"
     )
+
+
+def test_rows_of_parquet_are_the_conversations_of_json_lines(folder):
+    records = [json.loads(line) for line in (folder / "c.jsonl").open()]
+    # A column that is empty in some rows, and one about something else.
+    table = pyarrow.Table.from_pylist(
+        [record | {"tools": None, "id": 1} for record in records]
+    )
+    pyarrow.parquet.write_table(table, folder / "c.parquet", row_group_size=7)
+    words = flags(folder, "rows")
+    words[words.index(str(folder / "c.jsonl"))] = str(folder / "c.parquet")
+    assert preprocess([*words, "--workers", "2"]) == 0
+    expected = bytes_of(folder / "one_chat_document")
+    assert bytes_of(folder / "rows_chat_document") == expected
+    # In shards, too.
+    for index in ("0", "1"):
+        assert preprocess([*words, "--num-shards", "2", "--shard-index", index]) == 0
+    shards = [f"rows_0000{i}_of_00002_chat_document" for i in range(2)]
+    parts = [len(IndexedDataset(folder / name)) for name in shards]
+    assert sum(parts) == COUNT and all(parts)
+
+
+def test_answers_that_are_probably_not_as_meant_are_reported(folder, capsys, caplog):
+    """The prompt has another header than the answers."""
+    other = CHATML.replace("<|im_start|>assistant\n", "<|assistant|>")
+    (folder / "other.jinja").write_text(other)
+    more = ["--chat-template", str(folder / "other.jinja"), "--workers", "2"]
+    assert preprocess(flags(folder, "doubtful", *more)) == 0
+    assert f"in {COUNT} conversations an answer does not continue" in caplog.text
+    assert "The sample: " in caplog.text
 
 
 @pytest.mark.parametrize(

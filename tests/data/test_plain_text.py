@@ -11,6 +11,7 @@ from megatron_ds.data.tokenizers.base import flat
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora import plain_text, vocabulary_training
 from megatron_ds.extensions.corpora.plain_text import TextCut
+from megatron_ds.extensions.corpora.preprocess_data import main as preprocess
 from megatron_ds.extensions.corpora.text_files import (
     FileSlice,
     check_files,
@@ -210,6 +211,18 @@ def test_a_folder_is_its_text_files_by_path(tmp_path, caplog):
         match="none: this folder has no text. Of a folder, files whose names end in .txt",
     ):
         files_of([str(tmp_path / "none")])
+
+
+def test_a_text_file_that_becomes_one_document_is_reported(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = write(tmp_path / "a.txt", "1 2\n3\n")
+    words = ["--input", path, "--output-prefix", str(tmp_path / "a")]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    assert preprocess(words) == 0
+    assert f"1 files of plain text, such as {path}, became one document" in caplog.text
+    caplog.clear()
+    assert preprocess([*words, "--text-documents", "line"]) == 0
+    assert "became one document" not in caplog.text
 
 
 def test_plain_text_has_one_key(tmp_path):

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron_ds.data.text.indexed import IndexedDataset
@@ -10,6 +12,7 @@ from megatron_ds.data.text.mask_file import LossMasks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora.inspect_dataset import main as inspect
+from megatron_ds.extensions.corpora.preference_pair import pair_of
 from megatron_ds.extensions.corpora.preprocess_data import main as preprocess
 from megatron_ds.extensions.preference.answer_lengths import (
     kept_lengths,
@@ -78,7 +81,12 @@ def test_inspect_shows_both_answers(folder, capsys):
         ({"chosen": "QA", "rejected": "QB"}, "are conversations: lists of messages"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
         ({"prompt": "Q", "chosen": "A", "rejected": 3}, "are str, str, int, and not"),
-        ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, "leave out 'prompt'"),
+        ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, "different messages"),
+        (
+            {"prompt": "Q", **FORMATS[2]},
+            "'prompt' is a text that is no message of what",
+        ),
+        ({"prompt": [QUESTION], "chosen": "A", "rejected": "B"}, "are list, str, str"),
         (
             {"chosen": [QUESTION, GOOD], "rejected": [QUESTION]},
             "'rejected' has no message",
@@ -96,6 +104,24 @@ def test_what_is_no_pair_is_an_error_with_its_line(
     assert preprocess(words) != 0
     message = capsys.readouterr().err
     assert "line 2" in message and why in message
+
+
+def test_a_question_beside_whole_conversations_is_that_of_theirs():
+    assert pair_of({"prompt": " Why?\n", **FORMATS[2]}) == pair_of(FORMATS[2])
+
+
+def test_pairs_in_parquet_are_those_of_json_lines(folder, tmp_path):
+    table = pyarrow.Table.from_pylist([FORMATS[2]] * 3)
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    (tmp_path / "q.jsonl").write_text("\n".join([json.dumps(FORMATS[2])] * 3))
+    for name in ("p.parquet", "q.jsonl"):
+        words = flags(folder)
+        words[words.index(str(folder / "p.jsonl"))] = str(tmp_path / name)
+        words[words.index(str(folder / "p"))] = str(tmp_path / name[0])
+        assert preprocess(words) == 0
+    for end in ("bin", "idx", "mask.bin"):
+        files = [tmp_path / f"{name}_preference_document.{end}" for name in "pq"]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_chats_and_pairs_are_records_of_different_formats(folder, capsys):

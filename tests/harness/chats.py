@@ -16,11 +16,17 @@ CHATML = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 )
+PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 # Marks what the assistant writes, and its end.
 MARKED = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
     "{%- generation %}{{ m.content + '<|im_end|>' }}{%- endgeneration %}"
     "{%- else %}{{ m.content + '<|im_end|>' }}{%- endif %}{{ '\n' }}{%- endfor %}"
+    + PROMPT
+)
+ENDS_UNMARKED = MARKED.replace(
+    "{{ m.content + '<|im_end|>' }}{%- endgeneration %}",
+    "{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}",
 )
 # Marks what the user writes: its author confused the roles.
 MISMARKED = MARKED.replace("== 'assistant'", "!= 'assistant'")
@@ -30,6 +36,7 @@ TRIMMED = (
     "{%- if m.role == 'system' %}{%- set ns.system = m.content + '\n\n' %}"
     "{%- else %}{{ '[' + m.role + '] ' + ns.system + m.content | trim + ' [end]\n' }}"
     "{%- set ns.system = '' %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '[assistant] ' }}{%- endif %}"
 )
 # Reasoning and calls; thoughts before the last question are dropped, as in several reasoning models.
 THINKING = (
@@ -42,7 +49,7 @@ THINKING = (
     "{{ m.content | trim }}"
     "{%- for call in m.tool_calls or [] %}"
     "{{ '\n<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{%- endfor %}"
-    "{{ '<|im_end|>\n' }}{%- endfor %}"
+    "{{ '<|im_end|>\n' }}{%- endfor %}" + PROMPT
 )
 # The result of a tool belongs to the call before it, and there is none without a call.
 RESULTS_OF_CALLS = THINKING.replace(
@@ -58,7 +65,12 @@ RESULTS_INSIDE = (
     "{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{%- endfor %}"
     "{%- if m.tool_calls %}{{ '<result>' }}{%- if not loop.last %}"
     "{{ messages[loop.index].content + '</result>' }}{%- endif %}"
-    "{%- else %}{{ '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+    "{%- else %}{{ '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}" + PROMPT
+)
+# Ends of turns are no special tokens, and the next turn begins with one, as in GLM.
+ENDLESS = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{%- endfor %}"
+    + PROMPT
 )
 TEMPLATES = {
     "chatml": CHATML,

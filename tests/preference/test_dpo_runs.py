@@ -1,5 +1,6 @@
 """Runs with --dpo are those of plain torch; they continue with the reference of their first step."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,6 +138,55 @@ def test_a_run_continues_with_the_reference_of_its_first_step(folder, tmp_path):
     elsewhere = ["--data-cache-path", tmp_path / "other", "--load", parts]
     [ended] = run_pretrain(1, job(folder, 3, *elsewhere))
     assert ended.code == 2 and "no log-probabilities of the reference" in ended.err
+
+
+def test_the_reference_scores_the_pairs_that_a_run_reaches_and_no_others(
+    folder, tmp_path
+):
+    save, whole = tmp_path / "run", tmp_path / "whole"
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    [first] = run_pretrain(1, job(folder, 1, *cache, "--save", save))
+    assert "4 pairs scored by the reference" in first.out + first.err
+    assert "of 4 that the run reaches and 10 in all" in first.out + first.err
+    [stored] = (tmp_path / "cache").glob("*Preference*.npy")
+    is_scored = ~np.isnan(np.load(stored)).any(axis=1)
+    assert np.flatnonzero(is_scored).tolist() == sorted(order(10, SIZE))
+    # A run that continues further reads them again for the others.
+    [second] = run_pretrain(1, job(folder, 3, *cache, "--load", save, "--save", save))
+    assert "6 pairs scored by the reference" in second.out + second.err
+    train(1, job(folder, 3, "--data-cache-path", tmp_path / "else", "--save", whole))
+    assert losses(save) == pytest.approx(losses(whole), rel=1e-5)
+    [other] = (tmp_path / "else").glob("*Preference*.npy")
+    np.testing.assert_allclose(np.load(stored), np.load(other), rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["removed", "trained on"])
+def test_a_run_does_not_continue_to_other_pairs_without_the_weights_of_its_first_step(
+    folder, tmp_path, change
+):
+    save, began = tmp_path / "run", tmp_path / "began"
+    shutil.copytree(folder / "base", began)
+    words = ["--data-cache-path", tmp_path / "cache", "--pretrained-checkpoint", began]
+    train(1, job(folder, 1, *words, "--save", save))
+    if change == "removed":
+        shutil.rmtree(began)
+    else:
+        more = ["--load", began, "--save", began]
+        train(1, [*MOCK, *LLAMA, "--train-iters", "4", *map(str, more)])
+    [ended] = run_pretrain(1, job(folder, 2, *words, "--load", save))
+    assert ended.code == 2 and "its first start did not" in ended.err
+    assert ("is at step 4" if change == "trained on" else "no complete") in ended.err
+
+
+def test_a_run_continues_in_another_number_format(folder, tmp_path):
+    save = tmp_path / "run"
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    stop = ["--exit-interval", "1"]
+    train(1, job(folder, 3, *cache, *stop, "--save", save))
+    [stored] = (tmp_path / "cache").glob("*Preference*.npy")
+    [ended] = run_pretrain(1, job(folder, 3, *cache, "--bf16", "--load", save))
+    assert ended.code == 0 and "pairs scored" not in ended.out + ended.err
+    assert list((tmp_path / "cache").glob("*Preference*.npy")) == [stored]
 
 
 def test_other_frozen_weights_or_positions_have_a_reference_of_their_own(

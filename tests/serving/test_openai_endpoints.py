@@ -291,6 +291,21 @@ def test_a_wrong_field_is_named(served, path, body, param, words):
     assert error["param"] == param and words in error["message"]
 
 
+def test_a_template_that_does_not_end_is_refused_while_other_requests_are_answered():
+    endless = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with serving(template=endless) as served, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.ask, "POST", CHAT, HI)
+        assert served.complete(prompt="a", max_tokens=2)["choices"]
+        assert served.ask("GET", "/health")[0] == 200
+        # It has 1 s of a processor, for which both compete.
+        assert not asked.done()
+        status, content, _ = asked.result(120)
+    assert status == 400
+    assert "took more than 1 s of a processor" in content["error"]["message"]
+
+
 def test_without_a_template_a_conversation_is_refused():
     with serving(template=None) as served:
         status, content, _ = served.ask("POST", CHAT, HI)

@@ -77,7 +77,7 @@ def cached_arrays(
     # One process builds it; others wait, and load what it stored.
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory, title) as is_alone:
+        with locked(directory, title) as is_alone:
             if (found := _load(entry)) is not None:
                 return found
             logger.info("building the indices of %s in %s", title, directory)
@@ -143,7 +143,7 @@ def _mib(arrays: Mapping[str, np.ndarray]) -> float:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, title: str) -> Iterator[bool]:
+def locked(directory: Path, title: str) -> Iterator[bool]:
     """Hold the directory's lock; yields whether it is held.
 
     On a file system without locks, two processes may build the same entry, which is harmless.

@@ -4,14 +4,17 @@
     {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}         ShareGPT
     {"instruction": "…", "input": "…", "output": "…", "history": [["…", "…"]]}     Alpaca
     {"prompt": "…", "completion": "…"}         texts, which become a turn each, or lists of messages
+    {"question": "…", "answer": "…"}           also "query" and "response"
 
-An assistant's message may have "reasoning_content" (also named "reasoning" or "thinking"), "tool_calls", and
-"weight": 0 if it is not an answer to learn.
+An assistant's message may have "reasoning_content" (also named "reasoning" or "thinking"), "tool_calls", and a mark
+(`MARKS`) that it is not an answer to learn. A mark that is not known is an error: dropped, it would be learned.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 Message = dict[str, Any]
@@ -23,11 +26,31 @@ SPEAKERS = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
     "assistant": "assistant",
     "function_call": "assistant",
     "observation": "tool",
     "tool": "tool",
 }
+# Keys of a message that decide whether it is learned, in files of OpenAI, axolotl, ms-swift and others.
+MARKS = ("weight", "train", "training", "trainable", "loss")
+PARTS_OF_MESSAGE = (
+    "role",
+    "content",
+    *REASONING,
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "name",
+)
+# Booleans that public files have of a message, and that are about other things.
+ABOUT_OTHERS = ("toxic", "redacted", "deleted", "synthetic", "review_result")
+# Words in the name of a key that seems to be about what is learned.
+SEEMS_MARK = re.compile("(^|_)(train|loss|mask|weight|learn|supervis|ignore)")
 
 
 @dataclass(frozen=True)
@@ -45,20 +68,42 @@ class Conversation:
     trained: tuple[bool, ...]
 
     def forms(self) -> Iterator["Conversation"]:
-        """The same conversation as templates take it: as it is, then forms of calls that some expect.
+        """The same conversation as templates take it: as it is, then forms that some expect.
 
-        Some print calls only of a message whose content is None, and some take arguments as a JSON text.
+        Some print calls only of a message whose content is None, some take arguments as a JSON text, and those of
+        models that see images take a content as a list of parts.
         """
         yield self
-        if not any(message.get("tool_calls") for message in self.messages):
-            return
-        bare = tuple(map(_without_content, self.messages))
-        for messages in (
-            bare,
-            tuple(map(_with_text, self.messages)),
-            tuple(map(_with_text, bare)),
-        ):
-            yield replace(self, messages=messages)
+        if any(message.get("tool_calls") for message in self.messages):
+            bare = tuple(map(_without_content, self.messages))
+            yield replace(self, messages=bare)
+            yield replace(self, messages=tuple(map(_with_text, self.messages)))
+            yield replace(self, messages=tuple(map(_with_text, bare)))
+        yield replace(self, messages=tuple(map(_with_parts, self.messages)))
+
+
+def text_of(message: Message) -> str:
+    """The content of a message of any form as a text."""
+    content = message["content"]
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def with_content(message: Message, text: str) -> Message:
+    """A message of the same role and form with another content; of the assistant, with nothing else."""
+    kept = {} if message["role"] == "assistant" else message
+    content = [_part(text)] if isinstance(message["content"], list) else text
+    return {**kept, "role": message["role"], "content": content}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _with_parts(message: Message) -> Message:
+    """A message with its content as a list of parts."""
+    return {**message, "content": [_part(message["content"])]}
 
 
 def _without_content(message: Message) -> Message:
@@ -80,7 +125,7 @@ def _with_text(message: Message) -> Message:
 
 def conversation_of(record: Mapping[str, Any]) -> Conversation:
     """The conversation of a record in any of the formats. Raises ValueError with what is wrong."""
-    key = next((key for key in FORMATS if key in record), None)
+    key = next((key for key in FORMATS if record.get(key) is not None), None)
     if key is None:
         found = ", ".join(map(repr, record)) or "none"
         known = ", ".join(map(repr, FORMATS))
@@ -88,12 +133,16 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
             f"no conversation: a record has one of the keys {known}, "
             f"and this one has {found}"
         )
+    _check_record(record)
     raw = FORMATS[key](record)
     messages = [_message(value, number) for number, value in enumerate(raw)]
-    trained = tuple(map(_is_answer, messages, raw))
+    trained = tuple(
+        _is_answer(message["role"], value, number)
+        for number, (message, value) in enumerate(zip(messages, raw))
+    )
     if not any(trained):
         raise ValueError(
-            "no answer to learn: it has no message of the assistant whose weight is not 0"
+            "no answer to learn: it has no message of the assistant that is not marked as given, such as with weight 0"
         )
     return Conversation(tuple(messages), _tools(record.get("tools")), trained)
 
@@ -115,19 +164,18 @@ def _sharegpt(record: Mapping[str, Any]) -> list[Message]:
         if "from" not in turn:
             messages.append(turn)
             continue
-        speaker = turn["from"]
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        speaker = str(turn["from"]).lower()
+        if speaker not in SPEAKERS:
             raise ValueError(
-                f"turn {number} is from {speaker!r}; known are {', '.join(SPEAKERS)}"
+                f"turn {number} is from {turn['from']!r}; known are {', '.join(SPEAKERS)}"
             )
         key = "content"
         value = turn.get("value")
         if speaker == "function_call":
             key = "tool_calls"
             value = _calls_in_text(value, number)
-        others = ("weight", *REASONING)
-        kept = {name: turn[name] for name in others if name in turn}
-        messages.append({"role": SPEAKERS[speaker], key: value, **kept})
+        others = {name: turn[name] for name in turn if name not in ("from", "value")}
+        messages.append({**others, "role": SPEAKERS[speaker], key: value})
     return messages
 
 
@@ -172,9 +220,26 @@ def _prompt_completion(record: Mapping[str, Any]) -> list[Message]:
         raise ValueError(
             f"'prompt' is a text, and 'completion' is {type(completion).__name__}, not a text{pair}"
         )
-    # An answer within the prompt is given, not learned.
-    given = [{**message, "weight": 0} for message in _list(prompt, "prompt")]
+    given = [_as_given(message) for message in _list(prompt, "prompt")]
     return [*given, *_list(completion, "completion")]
+
+
+def _as_given(message: Message) -> Message:
+    """A message that is not learned, whatever its marks are: an answer within a prompt."""
+    kept = {name: message[name] for name in message if name not in MARKS}
+    return {**kept, "weight": 0}
+
+
+def _question_answer(
+    names: tuple[str, str], record: Mapping[str, Any]
+) -> list[Message]:
+    """The turns of a record that has a question and an answer under these names."""
+    question, answer = (record.get(name) for name in names)
+    return [
+        *_system_of(record),
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 # The first key that a record has names its format.
@@ -183,6 +248,8 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
     "conversations": _sharegpt,
     "instruction": _alpaca,
     "prompt": _prompt_completion,
+    "question": partial(_question_answer, ("question", "answer")),
+    "query": partial(_question_answer, ("query", "response")),
 }
 
 
@@ -195,16 +262,58 @@ def _system_of(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _list(value: object, what: str) -> list[Message]:
+    """The messages in a list, or in the JSON text of one. Raises ValueError."""
+    if isinstance(value, str):
+        try:
+            value = _value_in(value)
+        except ValueError:
+            raise ValueError(f"{what!r} is a text that is no JSON") from None
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         return value
     raise ValueError(f"{what!r} is not a list of one or more messages")
 
 
-def _is_answer(message: Message, raw: Message) -> bool:
-    weight = raw.get("weight", 1)
-    if weight not in (0, 1):
-        raise ValueError(f"a message has weight {weight!r}; it can be 0 or 1")
-    return message["role"] == "assistant" and bool(weight)
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Raises ValueError for a mark of the whole record, which would be dropped."""
+    for name in MARKS:
+        if record.get(name) not in (None, 1):
+            raise ValueError(
+                f"the record has {name!r}: {record[name]!r}, and only messages are marked. Mark its "
+                "answers, or remove it"
+            )
+
+
+def _is_answer(role: str, raw: Message, number: int) -> bool:
+    """Whether a message is an answer to learn. Raises ValueError for marks that are not known, or contradict."""
+    _check_marks(raw, number)
+    given = {name: raw[name] for name in MARKS if raw.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1):
+            raise ValueError(
+                f"message {number} has {name} {value!r}; it can be 0 or 1, false or true"
+            )
+        is_weight = name == "weight"
+        if value and role != "assistant" and not is_weight:
+            raise ValueError(
+                f"message {number} is of role {role} and has {name!r}: {value!r}, and only answers of the assistant "
+                "are learned. Remove the mark"
+            )
+    if len(set(map(bool, given.values()))) > 1:
+        raise ValueError(f"message {number} has marks that contradict: {given}")
+    return role == "assistant" and all(given.values())
+
+
+def _check_marks(raw: Message, number: int) -> None:
+    """Raises ValueError for a key that may decide whether a message is learned, and is not known."""
+    for name, value in raw.items():
+        if name in (*MARKS, *PARTS_OF_MESSAGE, *ABOUT_OTHERS) or value is None:
+            continue
+        words = re.sub("(?<=[a-z])(?=[A-Z])|-", "_", name).lower()
+        if isinstance(value, bool) or SEEMS_MARK.search(words):
+            raise ValueError(
+                f"message {number} has {name!r}: {value!r}, which may decide whether it is learned and is not known. "
+                f"Known marks are {', '.join(MARKS)}; remove it, or use one of them"
+            )
 
 
 def _message(raw: Message, number: int) -> Message:
@@ -229,8 +338,8 @@ def _message(raw: Message, number: int) -> Message:
             message["reasoning_content"] = _text(reasoning, number)
         if calls:
             message["tool_calls"] = calls
-        if not (content or reasoning or calls):
-            raise ValueError(f"message {number} of the assistant is empty")
+        if content is None and not (reasoning or calls):
+            raise ValueError(f"message {number} of the assistant has no content")
     elif content is None:
         raise ValueError(f"message {number} of role {role} has no content")
     if role == "tool":

@@ -6,11 +6,33 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ...data.tokenizers import Tokenizer
-from .answer_spans import STAND_INS, AnswerNotFound, Answers, find_answers
+from .answer_spans import SHOWN_AROUND, Answers, Doubt, find_answers
+from .content_exchange import AnswerNotFound
 from .conversation import Conversation
-from .template import ChatTemplate, Span, TemplateRefusal
+from .template import ChatTemplate, Span
 
 SHOWN = 300  # characters of a sample in a message
+NO_END = (
+    "an answer has no end that the model could learn: the template writes none, and no special token follows. Add "
+    "--append-eod, or use a template that ends turns"
+)
+
+
+class DoubtCount(NamedTuple):
+    """The number of conversations with a doubt, and what the first of them has."""
+
+    number: int
+    sample: str
+
+
+Doubts = dict[str, DoubtCount]  # by reason
+
+
+def add_doubts(doubts: Doubts, others: Doubts) -> None:
+    """Add the counts of later conversations, in place."""
+    for reason, other in others.items():
+        known = doubts.get(reason, DoubtCount(0, other.sample))
+        doubts[reason] = DoubtCount(known.number + other.number, known.sample)
 
 
 class OffsetTokenizer(Tokenizer, Protocol):
@@ -38,7 +60,7 @@ class ChatEncoder:
     eod: id that is appended to each conversation, or None. It is learned if the last message is an answer to
     which the template gives no end of its own.
 
-    unmarked: conversations so far with an answer that the template's {% generation %} leaves out
+    doubts: what is probably not meant in the conversations so far
     """
 
     def __init__(
@@ -47,8 +69,7 @@ class ChatEncoder:
         self.template = template
         self.tokenizer = tokenizer
         self.eod = eod
-        self.turn_end = turn_end_of(template, tokenizer)
-        self.unmarked = 0
+        self.doubts: Doubts = {}
 
     def encode(self, conversation: Conversation) -> MaskedTokens:
         """Raises AnswerNotFound, also for a mask that is all ones or all zeros; the message shows the sample."""
@@ -56,32 +77,66 @@ class ChatEncoder:
             answers = find_answers(self.template, conversation)
         except AnswerNotFound as error:
             raise AnswerNotFound(f"{error}. {_shown(conversation.messages)}") from None
-        self.unmarked += answers.is_unmarked
-        ids, mask = self._masked(answers)
+        ids, mask, open_ends = self._masked(answers)
         # A mask of equal values is a mistake in the template or the data.
         if mask.all() or not mask.any():
             number = "every token" if mask.all() else "no token"
             raise AnswerNotFound(f"{number} would be learned. {_shown(answers.text)}")
-        if self.eod is None:
-            return MaskedTokens(ids, mask)
-        is_learned = not self.turn_end and conversation.trained[-1]
-        return MaskedTokens(
-            np.append(ids, self.eod), np.append(mask, mask.dtype.type(is_learned))
-        )
+        if self.eod is not None:
+            # The end of the document ends the last answer.
+            inner = [stop for stop in open_ends if answers.text[stop:].strip()]
+            is_learned = conversation.trained[-1] and len(inner) < len(open_ends)
+            ids = np.append(ids, self.eod)
+            mask = np.append(mask, mask.dtype.type(is_learned))
+            open_ends = inner
+        around = [
+            answers.text[max(0, stop - SHOWN_AROUND) : stop] for stop in open_ends
+        ]
+        self._count([*answers.doubts, *(Doubt(NO_END, text) for text in around)])
+        return MaskedTokens(ids, mask)
 
-    def _masked(self, answers: Answers) -> MaskedTokens:
-        text = answers.text
-        ids, offsets = self.tokenizer.encode_with_offsets(text)
+    def _count(self, doubts: Sequence[Doubt]) -> None:
+        """Count each reason once for a conversation."""
+        first = {doubt.reason: doubt.sample for doubt in reversed(doubts)}
+        for reason, sample in first.items():
+            count = DoubtCount(1, _shown(sample))
+            add_doubts(self.doubts, {reason: count})
+
+    def _masked(self, answers: Answers) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(ids, mask, places of answers that have no end to learn)."""
+        ids, offsets = self.tokenizer.encode_with_offsets(answers.text)
         mask = np.zeros(len(ids), np.uint8)
         first, last = covered(offsets)
         for start, stop in answers.spans:
-            # The end of a turn is learned with it.
-            if self.turn_end and text.startswith(self.turn_end, stop):
-                stop = stop + len(self.turn_end)
             mask |= (first < stop) & (
                 (last > start) | (first == last) & (first >= start)
             )
-        return MaskedTokens(np.array(ids, np.int64), mask)
+        # Some models stop with the token that begins the next turn.
+        open_ends = []
+        for stop in answers.unended:
+            following = self._special_after(stop, answers.text, ids, first)
+            mask[following] = 1
+            if not following:
+                open_ends.append(stop)
+        return np.array(ids, np.int64), mask, open_ends
+
+    def _special_after(
+        self, stop: int, text: str, ids: Sequence[int], first: np.ndarray
+    ) -> list[int]:
+        """The positions of the special token that follows an answer, and of the white space before it."""
+        edges = [*first.tolist(), len(text)]
+        passed = []
+        # Tokens from the end of the answer on.
+        begin = int(np.searchsorted(first, stop))
+        for position in range(begin, len(ids)):
+            passed.append(position)
+            if ids[position] in self.tokenizer.special_ids:
+                return passed
+            # Only white space may be before it.
+            part = text[edges[position] : edges[position + 1]]
+            if part.strip():
+                break
+        return []
 
 
 def covered(offsets: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
@@ -95,37 +150,6 @@ def covered(offsets: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
     )
     first = np.minimum(starts, before)
     return first, np.maximum(stops, first)
-
-
-def turn_end_of(template: ChatTemplate, tokenizer: OffsetTokenizer) -> str:
-    """What ends the last answer of a conversation: a special token, after white space or none; "" without one."""
-    text = _one_round(template)
-    answer = STAND_INS[1]
-    stop = text.rfind(answer) + len(answer)
-    after = text[stop:]
-    ids, offsets = tokenizer.encode_with_offsets(after)
-    for number, (first, last) in zip(ids, offsets):
-        if number in tokenizer.special_ids:
-            return after[:last]
-        if after[first:last].strip():
-            break
-    return ""
-
-
-def _one_round(template: ChatTemplate) -> str:
-    """The text of a question and an answer, after a system message if the template requires one."""
-    question, answer = STAND_INS
-    system = {"role": "system", "content": question}
-    messages = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
-    for form in (messages, [system, *messages]):
-        try:
-            return template.render(form)
-        except TemplateRefusal:
-            continue
-    return ""
 
 
 def _shown(sample: object) -> str:

@@ -1,25 +1,27 @@
 """`ChatTemplate`: the Jinja template that turns a conversation into text, in a sandbox.
 
 Templates are programs of other people. transformers renders them in an environment of jinja2 that can neither
-call Python nor change what it is given.
+call Python nor change what it is given, in a process with limits (`bounded_renderer`).
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...data.tokenizers.special_tokens import read_json_text, special_tokens
-from ...errors import ConfigError, DataError
+from ...errors import DataError
+from ...host.regular_file import read_regular
+from .bounded_renderer import render_bounded
 from .conversation import Message
 
 CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MOST_BYTES = 4 << 20  # of a template; published ones have some ten thousand
 Span = tuple[int, int]
 
 
@@ -77,38 +79,24 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict] | None, **wanted: bool
     ) -> tuple[str, list[Span]]:
-        try:
-            texts, spans = _renderer()(
-                [list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self.source,
-                **wanted,
-                **self.values,
+        arguments = {
+            "tools": list(tools) if tools else None,
+            "chat_template": self.source,
+            **wanted,
+        }
+        # A value with such a name, as a request may give, would be another template.
+        taken = sorted(arguments.keys() & self.values.keys())
+        if taken:
+            raise TemplateRefusal(f"{taken[0]!r} is not a value that a template takes")
+        reply = render_bounded(list(messages), {**self.values, **arguments})
+        if "syntax" in reply:
+            raise DataError(
+                f"the chat template is no template of Jinja, line {reply['line']}: {reply['syntax']}. Correct it, or "
+                "give another one with --chat-template FILE."
             )
-        except Exception as error:  # a template can fail in any way that a program can
-            kind = type(error).__name__
-            if kind == "TemplateSyntaxError":
-                raise DataError(
-                    f"the chat template is no template of Jinja, line {error.lineno}: {error}. Correct it, or give "
-                    "another one with --chat-template FILE."
-                ) from None
-            reason = f"{kind}: {error}".strip(": ")
-            raise TemplateRefusal(reason) from None
-        return texts[0], next(iter(spans), [])
-
-
-@cache
-def _renderer() -> Callable:
-    """transformers' function. Raises ConfigError without the package."""
-    try:
-        import jinja2  # noqa: F401
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise ConfigError(
-            f"chat templates are rendered with transformers and jinja2 ({error}). Install them "
-            "with: pip install 'megatron_ds[chat]'"
-        ) from None
-    return render_jinja_template
+        if "refusal" in reply:
+            raise TemplateRefusal(reply["refusal"])
+        return reply["text"], [(start, stop) for start, stop in reply["spans"]]
 
 
 def load_template(
@@ -148,7 +136,7 @@ def find_template(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, DataError, MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the chat template {path} cannot be read: {error}.") from None
 

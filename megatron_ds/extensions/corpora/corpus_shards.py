@@ -24,6 +24,7 @@ from ...data.text.indexed import CODES, IndexedDataset, corpus_paths, write_inde
 from ...data.text.mask_file import LossMasks, mask_path
 from ...errors import ConfigError, DataError
 from ...host.regular_file import create_again
+from ..chat.loss_masks import add_doubts
 from .corpus_record import (
     CorpusRecord,
     read_record,
@@ -114,7 +115,7 @@ def preprocess_in_shards(
         total.documents += written.documents
         total.tokens += written.tokens
         total.num_bad += written.num_bad
-        total.unmarked += written.unmarked
+        add_doubts(total.doubts, written.doubts)
         total.bad += written.bad[: 10 - len(total.bad)]
     # The shards of each key are merged in order.
     prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]

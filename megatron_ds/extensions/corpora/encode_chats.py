@@ -7,7 +7,7 @@ import numpy as np
 
 from ...data.tokenizers import Tokenizer
 from ..chat.conversation import conversation_of
-from ..chat.loss_masks import ChatEncoder, MaskedTokens
+from ..chat.loss_masks import ChatEncoder, Doubts, MaskedTokens
 from ..chat.template import ChatTemplate
 from .preference_pair import pair_of
 from .text_records import BadLine, TextBlock, record_in
@@ -22,7 +22,7 @@ class EncodedChats:
     lengths    int64, the tokens of each conversation
     sequences  int64, the conversations of each line: one, or two of a pair
     bad        lines without a usable conversation
-    unmarked   conversations with an answer that the template's {% generation %} leaves out
+    doubts     what is probably not meant in them
     """
 
     ids: np.ndarray
@@ -30,7 +30,7 @@ class EncodedChats:
     lengths: np.ndarray
     sequences: np.ndarray
     bad: list[BadLine]
-    unmarked: int
+    doubts: Doubts
 
 
 def encode_chats(
@@ -40,7 +40,7 @@ def encode_chats(
     eod: int | None,
     are_pairs: bool = False,
 ) -> EncodedChats:
-    """Encode the lines of a block. Blank lines are ignored.
+    """Encode the lines or rows of a block. Blank lines are ignored.
 
     eod: id to append to each conversation, or None.  are_pairs: a line has the chosen answer and the rejected one
     """
@@ -48,11 +48,11 @@ def encode_chats(
     found: list[MaskedTokens] = []
     sequences = []
     bad = []
-    for number, line in zip(block.numbers, block.contents):
-        if not line or line.isspace():
+    for number, content in zip(block.numbers, block.contents):
+        if isinstance(content, bytes) and (not content or content.isspace()):
             continue
         try:
-            of_line = _encoded(line, encoder, are_pairs)
+            of_line = _encoded(content, encoder, are_pairs)
         except ValueError as error:
             bad.append(BadLine(block.path, number, str(error), block.start, block.unit))
             continue
@@ -68,15 +68,15 @@ def encode_chats(
         lengths,
         np.array(sequences, np.int64),
         bad,
-        encoder.unmarked,
+        encoder.doubts,
     )
 
 
 def _encoded(
-    line: bytes, encoder: ChatEncoder, is_pair: bool
+    content: bytes | dict, encoder: ChatEncoder, is_pair: bool
 ) -> Sequence[MaskedTokens]:
-    """Raises ValueError with the reason why a line is bad."""
-    record = record_in(line)
+    """Raises ValueError with the reason why a line or a row is bad."""
+    record = record_in(content) if isinstance(content, bytes) else content
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     conversations = pair_of(record) if is_pair else [conversation_of(record)]

@@ -3,6 +3,7 @@
 {"prompt": "…", "chosen": "…", "rejected": "…"}            texts, which become a turn each
 {"prompt": […], "chosen": […], "rejected": […]}            lists of messages
 {"chosen": […], "rejected": […]}                           whole conversations: what both begin with is the prompt
+{"prompt": "…", "chosen": […], "rejected": […]}            the same, with a question of theirs again, as UltraFeedback
 """
 
 from collections.abc import Mapping
@@ -25,12 +26,8 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
             "'chosen' and 'rejected' are equal, so that neither is preferred"
         )
     others = {name: record[name] for name in ("tools",) if name in record}
-    if "prompt" in record:
-        prompt = record["prompt"]
-        answers = (chosen, rejected)
-        _check_kinds(prompt, *answers)
-    else:
-        prompt, *answers = _divided(chosen, rejected)
+    prompt, *answers = _prompt_and_answers(record.get("prompt"), chosen, rejected)
+    # What both begin with may be all of one.
     for name, answer in zip(ANSWERS, answers):
         if answer == []:
             raise ValueError(f"{name!r} has no message behind the prompt")
@@ -38,6 +35,30 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         {"prompt": prompt, "completion": answer, **others}
     )
     return of(answers[0]), of(answers[1])
+
+
+def _prompt_and_answers(
+    prompt: object, chosen: object, rejected: object
+) -> tuple[object, object, object]:
+    """(prompt, chosen answer, rejected answer) of any of the forms. Raises ValueError."""
+    if prompt is None:
+        return _divided(chosen, rejected)
+    if isinstance(prompt, str) and isinstance(chosen, list):
+        parts = _divided(chosen, rejected)
+        _check_has(parts[0], prompt)
+        return parts
+    _check_kinds(prompt, chosen, rejected)
+    return prompt, chosen, rejected
+
+
+def _check_has(messages: list, question: str) -> None:
+    """Raises ValueError unless one of the messages that both conversations begin with is this question."""
+    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    if question.strip() not in [str(content).strip() for content in contents]:
+        raise ValueError(
+            "'prompt' is a text that is no message of what 'chosen' and 'rejected' begin with. Leave it out, or give "
+            "the answers alone, as texts"
+        )
 
 
 def _check_kinds(*parts: object) -> None:

@@ -27,6 +27,7 @@ from ...data.text.indexed import IndexedWriter, corpus_paths, dtype_for
 from ...data.text.mask_file import MaskWriter, mask_path
 from ...data.tokenizers import Tokenizer, arrays_of
 from ...errors import DataError
+from ..chat.loss_masks import Doubts, add_doubts
 from ..chat.template import ChatTemplate
 from .corpus_record import (
     CorpusRecord,
@@ -86,7 +87,7 @@ DEFAULTS = PreprocessOptions()
 class Encoded:
     """A tokenized block: a column for each key; of conversations one, and the loss mask of its tokens, uint8.
 
-    unmarked: conversations with an answer that the template's {% generation %} leaves out
+    doubts: what is probably not meant in its conversations
     """
 
     columns: list[Column]
@@ -94,18 +95,18 @@ class Encoded:
     path: str
     position: int
     mask: np.ndarray | None = None
-    unmarked: int = 0
+    doubts: Doubts = field(default_factory=dict)
 
 
 @dataclass
 class Written:
-    """Counts of what has been written so far. done_before: the corpus was complete already; unmarked: as in
+    """Counts of what has been written so far. done_before: the corpus was complete already; doubts: as in
     `Encoded`."""
 
     documents: int = 0
     tokens: int = 0
     num_bad: int = 0
-    unmarked: int = 0
+    doubts: Doubts = field(default_factory=dict)
     bad: list[BadLine] = field(default_factory=list)  # the first ten
     done_before: bool = False
 
@@ -256,7 +257,8 @@ def _blocks(
     paths: Sequence[str], options: PreprocessOptions, shard: Shard
 ) -> Iterator[TextBlock]:
     """The blocks of text of a shard, in the order of the input."""
-    keys = options.json_keys
+    # A conversation is a whole record.
+    keys = () if options.chat else options.json_keys
     for piece in slices_of_shard(paths, keys, *shard, cut=options.cut):
         yield from read_blocks(
             piece.path, keys=keys, start=piece.start, stop=piece.stop, cut=options.cut
@@ -276,7 +278,7 @@ def _write(
             f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, "
             "rows and documents of plain text with --skip-bad-lines."
         )
-    written.unmarked += encoded.unmarked
+    add_doubts(written.doubts, encoded.doubts)
     written.num_bad += len(encoded.bad)
     written.bad += encoded.bad[: 10 - len(written.bad)]
     for writer, each, (tokens, lengths, sequences) in zip(
@@ -312,7 +314,7 @@ def encode_block(
             block.path,
             block.position,
             chats.mask,
-            chats.unmarked,
+            chats.doubts,
         )
     texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
     try:

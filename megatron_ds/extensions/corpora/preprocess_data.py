@@ -159,11 +159,12 @@ def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
     kind = next((name for name in CHAT_KEYS if getattr(args, name)), None)
     if kind is None:
         return None
-    # Conversations are JSON lines.
+    # Conversations are JSON lines, or rows with columns of the same names.
     for path in args.input:
-        if is_plain_text(path) or path.endswith(TABLES):
+        is_table = path.endswith(TABLES) and not path.endswith(".parquet")
+        if is_plain_text(path) or is_table:
             raise ConfigError(
-                f"--{kind} reads JSON lines, and {path} is a file of another kind. Convert it: one JSON "
+                f"--{kind} reads JSON lines and Parquet, and {path} is a file of another kind. Convert it: one JSON "
                 "object with the conversation in each line."
             )
     values = {}
@@ -331,11 +332,18 @@ def report(
         logger.warning("skipped %s", line)
     if written.num_bad:
         logger.warning("skipped %d bad lines in all", written.num_bad)
-    if written.unmarked:
+    # Conversations that are written, and probably not as they are meant.
+    for reason, doubt in written.doubts.items():
         logger.warning(
-            "in %s conversations an answer is outside of the template's {%% generation %%}: what is learned of "
-            "them was found in their text instead",
-            f"{written.unmarked:,}",
+            "in %s conversations %s. %s", f"{doubt.number:,}", reason, doubt.sample
+        )
+    texts = [path for path in args.input if is_plain_text(path)]
+    if texts and cut_of(args).is_whole:
+        logger.info(
+            "%d files of plain text, such as %s, became one document each: --text-documents line, or paragraph, makes "
+            "a document of each line, or of each paragraph",
+            len(texts),
+            texts[0],
         )
     # A shard reads its part of the input.
     size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)

@@ -70,9 +70,10 @@ CONVERSATIONS = {
     "--chat": {
         "action": "store_true",
         "help": (
-            "each JSON line is a conversation: messages (OpenAI), conversations (ShareGPT), instruction and "
-            "output (Alpaca), or prompt and completion. Writes PREFIX_chat_document, with a mask of the answers "
-            "in PREFIX_chat_document.mask.bin, for training with --sft"
+            "each JSON line, or row of Parquet, is a conversation: messages (OpenAI), conversations (ShareGPT), "
+            "instruction and output (Alpaca), prompt and completion, or question and answer. Writes "
+            "PREFIX_chat_document, with a mask of the answers in PREFIX_chat_document.mask.bin, for training with "
+            "--sft"
         ),
     },
     "--preference": {

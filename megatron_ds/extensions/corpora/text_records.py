@@ -23,7 +23,7 @@ class TextBlock:
 
     numbers   of the lines or rows; of a document, its first line. A range where possible: it is sent to a
               worker
-    contents  of each: bytes, or a value for each key
+    contents  of each: bytes, a value for each key, or a whole row
     position  the reader's position in the file, in bytes on disk
     start     the byte where the reader began. Lines count from 1 there, and those before it are counted for
               messages only; rows count from 0
@@ -31,7 +31,7 @@ class TextBlock:
 
     path: str
     numbers: Sequence[int]
-    contents: Sequence[bytes | tuple]
+    contents: Sequence[bytes | tuple | dict]
     position: int
     start: int = 0
     unit: str = "line"
@@ -195,7 +195,7 @@ class _Parquet:
         except ImportError as e:
             raise missing_package("data", "pyarrow", path, e) from None
         self._path = path
-        self._keys = list(keys)
+        self._keys = list(keys) or None
         self._errors = (pyarrow.ArrowException, OSError)
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
@@ -204,8 +204,8 @@ class _Parquet:
         _check_keys(path, keys, self._file.schema_arrow.names)
         self.num_rows = self._file.metadata.num_rows
 
-    def read(self, start: int, stop: int) -> Iterator[list[tuple]]:
-        """Rows start … stop − 1, a value for each key, in parts."""
+    def read(self, start: int, stop: int) -> Iterator[list[tuple] | list[dict]]:
+        """Rows start … stop − 1 in parts: a value for each key; without keys, the whole rows."""
         at = 0
         for group in range(self._file.metadata.num_row_groups):
             rows = self._file.metadata.row_group(group).num_rows
@@ -219,13 +219,17 @@ class _Parquet:
                     low = max(start - at, 0)
                     high = min(stop - at, batch.num_rows)
                     if low < high:
-                        part = batch.slice(low, high - low)
-                        yield list(
-                            zip(*(part.column(key).to_pylist() for key in self._keys))
-                        )
+                        yield self._rows(batch.slice(low, high - low))
                     at += batch.num_rows
             except self._errors as e:
                 raise _damaged(self._path, "Parquet", e) from None
+
+    def _rows(self, part) -> list[tuple] | list[dict]:
+        if self._keys is None:
+            return part.to_pylist()
+        # One list for each column.
+        columns = [part.column(key).to_pylist() for key in self._keys]
+        return list(zip(*columns))
 
 
 class _HDF5:

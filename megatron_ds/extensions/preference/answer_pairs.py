@@ -67,6 +67,13 @@ class PairDataset:
         epoch, place = divmod(i, count)
         return self.pair(int(_order(count, self.seed, epoch)[place]))
 
+    def reached(self, num_samples: int) -> np.ndarray:
+        """The places in `pairs` of the first samples, ascending, each once."""
+        count = len(self.pairs)
+        if num_samples >= count:
+            return np.arange(count)
+        return np.sort(_order(count, self.seed, 0)[:num_samples])
+
     @property
     def key(self) -> dict[str, Any]:
         """What identifies the pairs and their cuts in a cache, as JSON values."""

@@ -4,51 +4,52 @@ They are computed once, before the first step, by the program that evaluates, an
 a pair. So the reference takes no memory and no time in a step, needs no second model, and is the same at every layout
 and with every kind of state. With new adapters, which begin at zero, it is the model without them.
 
-    first start      computed, unless another run that began with the same weights has stored them
-    later starts     read; these weights are no longer in memory
+    first start      computed for the pairs that the run reaches, without those that another run that began with the
+                     same weights has stored
+    later starts     read; these weights are no longer in memory. Where the run goes on to pairs without scores, the
+                     model of the first step is built again (`FirstModel`)
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from ...batch.batch import Batch
 from ...checkpoint.save_folder import run_id_of
 from ...config import RunConfig
 from ...data.kind import Collator
-from ...data.loading.blend import BlendedDataset
-from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache
-from ...data.loading.loader import Loader
+from ...data.loading.blend import BlendedDataset, count_draws
+from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache, locked
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
-from ...host import places
 from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
-from ...mpu.collectives import all_reduce_
-from ...mpu.host_reads import to_host
 from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.objective import Prepare
 from ...training.run_checkpoint import Start
 from ...training.trainer import Loaders
-from .answer_pairs import ANSWERS, PairDataset
-from .pair_loss import AnswerScores, Logits, answer_scores, sizes_of
+from .answer_pairs import PairDataset
+from .first_model import FirstModel, origin_of
 
 logger = logging.getLogger(__name__)
 TITLE = "PreferenceReference"
+FORMAT = "dtype"  # of the weights at the first step
+ORIGIN = "preference_origin"
+FORMATS = ("float32", "bfloat16", "float16")
 
 
 def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
     """What fills the references when the weights of the run are loaded."""
-    return fill_references
+    return partial(fill_references, tokenizer)
 
 
 def fill_references(
+    tokenizer: Tokenizer,
     engine: Replica,
     loaders: Loaders,
     start: Start,
@@ -64,15 +65,22 @@ def fill_references(
     is_new = progress.step == 0
     weights = start.run.get(TITLE)
     if is_new:
-        weights = _first_weights(start, description, engine.config.adapters.base_bits)
+        bits = engine.config.adapters.base_bits
+        weights = _first_weights(start, description, bits)
+        weights[FORMAT] = engine.config.optimizer.params_dtype
+        origin = origin_of(engine.config, start)
+    else:
+        origin = start.run.get(ORIGIN)
+    model = FirstModel(engine, tokenizer, origin, is_new)
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is None:
             continue
-        for dataset in pairs_in(loader.dataset):
+        for dataset, num_samples in draws_of(loader.dataset):
+            reached = dataset.reached(num_samples)
             dataset.reference = _stored_or_scored(
-                engine, dataset, loader.collate, weights, is_new
+                model, dataset, reached, loader.collate, weights
             )
-    return {TITLE: weights}
+    return {TITLE: weights, ORIGIN: origin}
 
 
 def _warn_of_dropout(engine: Replica) -> None:
@@ -89,69 +97,14 @@ def _warn_of_dropout(engine: Replica) -> None:
         )
 
 
-def pairs_in(dataset: object) -> Iterator[PairDataset]:
-    """The pairs of each corpus of a blend."""
+def draws_of(dataset: object) -> Iterator[tuple[PairDataset, int]]:
+    """The pairs of each corpus of a blend, and how many of their samples the run takes."""
     if isinstance(dataset, PairDataset):
-        yield dataset
+        yield dataset, len(dataset)
     elif isinstance(dataset, BlendedDataset):
-        for part in dataset.datasets:
-            yield from pairs_in(part)
-
-
-def score_pairs(engine: Replica, dataset: PairDataset, collate: Collator) -> np.ndarray:
-    """The log-probabilities of all pairs under the weights of `engine`, fp32 [pairs, 2], on all ranks.
-
-    Collective over the world.
-    """
-    mesh = engine.mesh
-    train = engine.config.train
-    # Global batches as in training, for which programs and memory are planned; the last one is filled up.
-    size = train.global_batch_size
-    count = len(dataset.pairs)
-    padded = -(-count // size) * size
-    loader = Loader(
-        _InOrder(dataset, padded), collate, micro_batch_size=train.micro_batch_size
-    )
-    sizes = sizes_of(engine.config, mesh)
-    scores = lambda logits, batch: answer_scores(logits, batch, **sizes)
-    # One rank of those with the same numbers reports them.
-    reports = not (mesh.coordinate("tp") or mesh.coordinate("cp"))
-    found = torch.zeros(padded, ANSWERS, device=mesh.device)
-    for first in range(0, padded, size):
-        with places.phase(places.EVALUATING):
-            batch = engine.batches.evaluation(loader, first, size)
-            outputs = _forward(engine, batch.split(train.micro_batch_size), scores)
-        if outputs and reports:
-            found[list(batch.sample_ids)] = torch.cat([o.log_probs for o in outputs])
-    all_reduce_(found, mesh.group("world"))
-    return to_host(found[:count], mesh.group("world")).numpy()
-
-
-def _forward(
-    engine: Replica,
-    microbatches: Sequence[Batch],
-    loss: Callable[[Logits, Batch], AnswerScores],
-) -> list[AnswerScores]:
-    """The scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
-    last = [stage for stage in engine.stages.values() if stage.is_last]
-    if not last:
-        return engine.executor.forward(microbatches)
-    with last[0].computing(loss):
-        return engine.executor.forward(microbatches)
-
-
-class _InOrder:
-    """All pairs in the order of the corpus, and the last one repeatedly up to `size` samples."""
-
-    def __init__(self, dataset: PairDataset, size: int):
-        self.dataset = dataset
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return self.dataset.pair(min(i, len(self.dataset.pairs) - 1))
+        counts = count_draws(dataset.dataset_index, len(dataset.datasets))
+        for part, count in zip(dataset.datasets, counts):
+            yield part, int(count)
 
 
 def _first_weights(
@@ -173,64 +126,105 @@ def _first_weights(
 
 
 def _stored_or_scored(
-    engine: Replica,
+    model: FirstModel,
     dataset: PairDataset,
+    numbers: np.ndarray,
     collate: Collator,
     weights: dict[str, Any] | None,
-    is_new: bool,
 ) -> np.ndarray:
-    """The scores of a dataset. Collective over the world."""
-    # All that they depend on.
+    """The scores of a dataset, NaN but for the pairs with these numbers and others that are stored. Collective over
+    the world."""
+    # What is stored already, by this run or another one.
+    engine = model.engine
     world = engine.mesh.group("world")
-    data = engine.config.data
-    dtype = engine.config.optimizer.params_dtype
-    prefix = dataset.corpus.prefix
-    folder = Path(data.data_cache_path or default_cache(prefix))
-    key = {
-        "class": TITLE,
-        **dataset.key,
-        "weights": weights,
-        "model": model_identity(engine.config.model),
-        "dtype": dtype,
-    }
-    entry = CacheEntry(folder, TITLE, key, ("scores",))
-    # Stored, or else computed with the weights that are loaded.
-    stored = on_one_rank(world, lambda: _read(entry))
-    if stored is not None:
-        return stored
-    if not is_new:
-        raise CheckpointError(
-            f"{folder} has no log-probabilities of the reference for {prefix}. They were computed with the weights of "
-            "the first step, which later checkpoints do not have. Copy that folder from where the run began, or name "
-            "it with --data-cache-path; or begin another run from a checkpoint, with --finetune."
-        )
+    entries = _entries(engine, dataset, weights, model.is_new)
+    entry, scores = on_one_rank(world, lambda: _read(entries))
+    if scores is None and not model.is_new:
+        raise CheckpointError(_not_stored(entry, dataset))
+    if scores is None:
+        scores = np.full_like(dataset.reference, np.nan)
+    is_missing = np.isnan(scores[numbers]).any(axis=1)
+    missing = numbers[is_missing]
+    if not len(missing):
+        return scores
+    # The rest is computed with the weights of the first step.
     begin = time.monotonic()
-    scores = score_pairs(engine, dataset, collate)
+    known = np.flatnonzero(~np.isnan(scores).any(axis=1))
+    scores[missing] = model.score(dataset, missing, collate, known, scores)
     if engine.mesh.rank == 0:
         seconds = time.monotonic() - begin
         logger.info(
-            "%s: %d pairs scored by the reference in %.1f s",
-            prefix,
-            len(scores),
+            "%s: %d pairs scored by the reference in %.1f s, of %d that the run reaches and %d in all",
+            dataset.corpus.prefix,
+            len(missing),
             seconds,
+            len(numbers),
+            len(scores),
         )
         _write(entry, scores)
     return scores
 
 
-def _read(entry: CacheEntry) -> np.ndarray | None:
-    try:
-        found = entry.load(verify_large=True)
-    except DamagedEntry as error:
-        logger.warning("stored scores of the reference cannot be used: %s", error)
-        return None
-    return None if found is None else np.array(found["scores"])
+def _entries(
+    engine: Replica,
+    dataset: PairDataset,
+    weights: dict[str, Any] | None,
+    is_new: bool,
+) -> list[CacheEntry]:
+    """Where the scores are stored: one entry, or those that a run may have begun with.
+
+    A run may continue in another number format, and its reference stays that of its first step.
+    """
+    data = engine.config.data
+    own = engine.config.optimizer.params_dtype
+    known = dict(weights or {})
+    formats = [known.pop(FORMAT, own)]
+    if not is_new and FORMAT not in (weights or {}):
+        # A run of an earlier version, which did not record it.
+        formats += [name for name in FORMATS if name != own]
+    folder = Path(data.data_cache_path or default_cache(dataset.corpus.prefix))
+    key = {
+        "class": TITLE,
+        **dataset.key,
+        "weights": known if weights else weights,
+        "model": model_identity(engine.config.model),
+    }
+    return [
+        CacheEntry(folder, TITLE, key | {FORMAT: name}, ("scores",)) for name in formats
+    ]
+
+
+def _not_stored(entry: CacheEntry, dataset: PairDataset) -> str:
+    """The error of a run that continues, and has no scores."""
+    return (
+        f"{entry.directory} has no log-probabilities of the reference for {dataset.corpus.prefix}. They were computed "
+        "with the weights of the first step, which later checkpoints do not have. Copy that folder from where the run "
+        "began, or name it with --data-cache-path; or begin another run from a checkpoint, with --finetune."
+    )
+
+
+def _read(entries: Sequence[CacheEntry]) -> tuple[CacheEntry, np.ndarray | None]:
+    """The first entry that is there, and its scores; without any, the first and None."""
+    for entry in entries:
+        try:
+            found = entry.load(verify_large=True)
+        except DamagedEntry as error:
+            logger.warning("stored scores of the reference cannot be used: %s", error)
+            continue
+        if found is not None:
+            return entry, np.array(found["scores"])
+    return entries[0], None
 
 
 def _write(entry: CacheEntry, scores: np.ndarray) -> None:
+    """Store scores beside those that other runs have stored meanwhile."""
     try:
         entry.directory.mkdir(parents=True, exist_ok=True)
-        entry.store({"scores": scores}, is_alone=False)
+        with locked(entry.directory, TITLE):
+            _, stored = _read([entry])
+            if stored is not None:
+                scores = np.where(np.isnan(scores), stored, scores)
+            entry.store({"scores": scores}, is_alone=False)
     except OSError as error:
         logger.warning(
             "cannot store the scores of the reference in %s (%s), without which this run cannot be continued. Name a "
