@@ -34,7 +34,7 @@ from .deepspeed_optimizer import (
     translate_optimizer,
 )
 from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
-from .deepspeed_spellings import STAGE3_ONLY, loads, with_usual_names
+from .deepspeed_spellings import STAGE3_ONLY, is_dotted, loads, with_usual_names
 from .unsupported import KEYS, answer_to_key, asks_for_default
 
 # A name in more blocks than these, such as "enabled", does not identify a place.
@@ -172,9 +172,11 @@ def _tag_validation(document: JsonDocument) -> None:
 
 
 def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys whose value is "auto", in the order of the block."""
+    """The dotted keys whose value is "auto", in the order of the block; not names with a point, which are no keys."""
     found = []
     for name, value in block.items():
+        if is_dotted(name):
+            continue
         if isinstance(value, Mapping):
             found += auto_keys(value, f"{prefix}{name}.")
         elif value == "auto":
@@ -205,6 +207,12 @@ def _collect(
     is_off = is_off or block.get("enabled") is False
     for name, value in block.items():
         key = prefix + name
+        if is_dotted(name):
+            document.refuse(
+                f'{document.path}: unknown key "{name}" in "{prefix[:-1]}": write the parts of the name as '
+                "blocks, one in the other."
+            )
+            continue
         is_block = (
             any(known.startswith(key + ".") for known in document.known)
             or key not in KEYS
