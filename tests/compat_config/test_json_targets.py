@@ -522,3 +522,47 @@ def test_keys_of_offloaded_state_have_no_effect_without_it(zero):
     found, notes = zero_of(3, **zero)
     assert (found.sub_group_size, found.offload_optimizer_ratio) == (4 * 2**20, 1.0)
     assert "the optimizer's state is not offloaded" in notes
+
+
+NOTES = {
+    "_comment": "written by hand",
+    "comment": "the same",
+    "_read_the_docs": "https://example.org",
+    "//": "a line",
+    "logging": {"steps": 10},
+    "log": {"enabled": True},
+    "memory_optimization": {"enabled": True},
+    "comms_config": {"verbose": False},
+}
+
+
+@pytest.mark.parametrize("target", ["train", "engine"])
+def test_keys_at_the_top_that_only_carry_notes_are_left_out(target):
+    reading = reading_for({**BASE, **NOTES}, target, "ds.json")
+    assert not reading.problems
+    assert [f"ds.json {key}" for key in NOTES] == [
+        name for name, why in reading.without_effect.items() if "no such key" in why
+    ]
+
+
+@pytest.mark.parametrize(
+    "block, word",
+    [
+        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
+        ({"lr": 1e-4}, "did you mean 'optimizer.params.lr'"),
+        ({"stage": 3}, "zero_optimization.stage"),
+        ({"cpu_offload": True}, 'it belongs in "zero_optimization"'),
+        ({"zero_optimization": {"notes": 1}}, 'unknown key "zero_optimization.notes"'),
+        ({"fp8": {"enabled": True}}, '"fp8" is not supported'),
+        ({"weight_quantization": {"a": 1}}, '"weight_quantization" is not supported'),
+    ],
+)
+def test_a_key_that_asks_for_something_is_refused(block, word):
+    [problem] = reading_for({**BASE, **block}, "engine").problems
+    assert word in problem
+
+
+def test_a_setting_of_another_program_in_the_fp16_block_has_no_effect():
+    block = {"enabled": True, "fp16_scale_tolerance": 0.25}
+    found, notes = settings_of({"fp16": block})
+    assert found["optimizer.fp16"] is True and "fairseq" in str(notes)

@@ -30,9 +30,8 @@ OFFLOADS = ("offload_optimizer", "offload_param")  # null: not offloaded
 GROUP = "sub_group_size"  # 0: DeepSpeed makes a group of each parameter
 LEAST_GROUP = 2048
 DEVICES = ("cpu", "nvme")
-DOTTED = (
-    "DeepSpeed has no such key and ignores it: a key of a block stands inside the block"
-)
+NO_KEY = "DeepSpeed has no such key at the top level, and ignores it"
+DOTTED = f"{NO_KEY}: a key of a block stands inside the block"
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
 # A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket. A string or a
 # comment without an end goes on to the end of its line or of the text, so that no part is read twice.
