@@ -287,19 +287,19 @@ def _build_engine(
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     rule = unused_rule("config", ready.block)
-    zero = on_all_ranks(
+    make = lambda: on_all_ranks(
         world.world,
         lambda: _make_zero(model, settings, world, groups, layers, inner, draw, rule),
     )
+    zero = make()
     move_into(zero, ready.partitions)
     # Stage 3: hooks gather each layer when it is used.
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
     first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
-    optimizer = EngineOptimizer(
-        zero, inner, {key: value for key, value in first.items() if key != "params"}
-    )
+    defaults = {key: value for key, value in first.items() if key != "params"}
+    optimizer = EngineOptimizer(zero, inner, defaults, make)
     monitor = on_all_ranks(
         world.world, lambda: Monitor(settings if world.rank == 0 else None)
     )
