@@ -37,6 +37,7 @@ from . import (
 from .calls import collective
 from .curriculum_loader import CurriculumLoader, curriculum_loader
 from .engine_loader import EngineLoader
+from .engine_optimizer import check_step
 from .engine_status import EngineStatus
 from .json_settings import drops_last
 from .module_specs import name_of
@@ -124,6 +125,8 @@ class Engine(EngineStatus):
                 "engine.module(…).)"
             )
         updates = self.is_gradient_accumulation_boundary()
+        if updates and self.lr_scheduler is not None:
+            check_step(self.lr_scheduler, lr_kwargs or {})
         self._backwards = 0
         self._microbatch += 1
         self.micro_steps += 1

@@ -12,6 +12,7 @@ that was not skipped.
 """
 
 import copy
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -26,7 +27,7 @@ from ...config import OptimizerConfig, RunConfig
 from ...config.optimizer_facts import facts_of
 from ...config.options.training_options import DEEPSPEED_STYLES
 from ...config.training_schedule import make_beta1, make_learning_rate
-from ...errors import ArgumentError, ConfigError
+from ...errors import ArgumentError, CallError, ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
 from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
@@ -365,6 +366,20 @@ def check_owned(
             "Make the optimizer from the parameters of the same module, after any change that "
             "replaces them."
         )
+
+
+def check_step(scheduler: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises CallError where `scheduler.step` needs more than these arguments."""
+    try:
+        inspect.signature(scheduler.step).bind(**arguments)
+    except TypeError as error:
+        kind = type(scheduler).__name__
+        raise CallError(
+            f"engine.step() cannot step {kind}: {error}. Nothing was updated. Give what it needs as "
+            f'engine.step(lr_kwargs={{"metrics": …}}), or leave lr_scheduler out of initialize, make {kind} from '
+            "engine.optimizer and step it where its metric is known. With transformers' Trainer use another "
+            "lr_scheduler_type: under an engine the Trainer never steps it with a metric."
+        ) from error
 
 
 def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]:
