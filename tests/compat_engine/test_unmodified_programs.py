@@ -49,7 +49,7 @@ def with_ddp(folder):
         ("sft", "accelerate", 3),
         ("dpo", "accelerate", 3),
         ("kto", "command", 3),
-        ("grpo", "accelerate", 2),
+        ("grpo", "accelerate", 3),
         ("text_model", "accelerate", 3),
         ("sft", "launch", 2),
         ("dpo", "torchrun", 2),

@@ -183,7 +183,8 @@ def test_a_json_for_an_engine_is_checked_with_values_for_auto(tmp_path, capsys):
         code = check_recipe.main(["--for", "engine", "--world-size", "4", str(path)])
         found.append((code, capsys.readouterr().out))
     assert [code for code, _ in found] == [0, 1, 1]
-    filled = found[0][1].partition("accepted; the program fills")[2]
+    assert "initialize: accepted; the program fills" in found[0][1]
+    filled = found[0][1].partition("Trainer: ")[2]
     assert filled.count(",") == 6 and "scheduler.params.total_num_steps" in filled
     assert '"zero_optimization.stage"' in found[1][1] and '"optimizer"' in found[2][1]
 
