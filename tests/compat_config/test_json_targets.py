@@ -566,3 +566,27 @@ def test_a_setting_of_another_program_in_the_fp16_block_has_no_effect():
     block = {"enabled": True, "fp16_scale_tolerance": 0.25}
     found, notes = settings_of({"fp16": block})
     assert found["optimizer.fp16"] is True and "fairseq" in str(notes)
+
+
+@pytest.mark.parametrize(
+    "beside, params, is_taken",
+    [
+        ({"eps": 1e-8}, {}, True),
+        ({"eps": 1e-6}, {"eps": 1e-6}, True),
+        ({"betas": [0.9, 0.95]}, {"betas": [0.9, 0.95]}, True),
+        ({"eps": 1e-6}, {}, False),
+        ({"eps": 1e-8}, {"eps": 1e-6}, False),
+        ({"lr": 1e-3}, {}, False),
+    ],
+)
+def test_a_parameter_beside_params_is_left_out_if_it_changes_nothing(
+    beside, params, is_taken
+):
+    """DeepSpeed ignores all of them, so another value would be lost."""
+    params = {"lr": 1e-3, **params}
+    optimizer = {"type": "AdamW", "params": params, **beside}
+    reading = reading_for({**BASE, "optimizer": optimizer}, "engine", "ds.json")
+    assert bool(reading.problems) != is_taken
+    [key] = beside
+    noted = reading.without_effect.get(f"ds.json optimizer.{key}", "")
+    assert ("the value is the same" in noted) == is_taken

@@ -32,6 +32,9 @@ LEAST_GROUP = 2048
 DEVICES = ("cpu", "nvme")
 NO_KEY = "DeepSpeed has no such key at the top level, and ignores it"
 DOTTED = f"{NO_KEY}: a key of a block stands inside the block"
+# Parameters of Adam that files also write beside "params", where DeepSpeed does not look, and its defaults.
+BESIDE_PARAMS = {"eps": 1e-8, "betas": [0.9, 0.999], "weight_decay": 0}
+SAME_VALUE = 'DeepSpeed reads only "optimizer.params", by which the value is the same'
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
 # A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket. A string or a
 # comment without an end goes on to the end of its line or of the text, so that no part is read twice.
@@ -51,6 +54,11 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         block = {
             "bf16" if key == "bfloat16" else key: value for key, value in block.items()
         }
+    repeated = _repeated(block.get("optimizer"))
+    if repeated:
+        kept = {k: v for k, v in block["optimizer"].items() if k not in repeated}
+        block = block | {"optimizer": kept}
+        notes |= {f"optimizer.{key}": SAME_VALUE for key in repeated}
     zero = block.get(ZERO)
     if not isinstance(zero, Mapping):
         return block, notes
@@ -74,6 +82,23 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         del zero["offload_param"]
         notes[f"{ZERO}.offload_param"] = STAGE3_ONLY
     return block | {ZERO: zero}, notes
+
+
+def _repeated(optimizer: Any) -> list[str]:
+    """Parameters beside "params" whose value is in force without them; other values are refused as misplaced."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
+    params = optimizer.get("params")
+    known = {
+        **(BESIDE_PARAMS if is_adam else {}),
+        **(params if isinstance(params, Mapping) else {}),
+    }
+    return [
+        key
+        for key in BESIDE_PARAMS
+        if key in optimizer and key in known and optimizer[key] == known[key]
+    ]
 
 
 def is_dotted(key: Any) -> bool:
