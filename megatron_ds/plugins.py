@@ -29,6 +29,7 @@ PLUGINS = {
     "models": "extensions.bert.bert",
     "evaluation check": "extensions.evaluation.harness:check_harness",
     "evaluation tasks": "extensions.evaluation.harness:harness_of_run",
+    "deepspeed environment": "compat.deepspeed.program_environment:environment_with_name",
     "foreign names": "compat.deepspeed.deepspeed_modules:find",
     "foreign modules": "compat.deepspeed.deepspeed_modules:Finder",
     "attention kernel": "extensions.kernels.cpu.compiled_attention",

@@ -1,7 +1,7 @@
 """Architecture rules: imports go strictly downward, torch.distributed stays in three packages, importing is
 light.
 
-    10 __main__  launch           for python -m
+    10 __main__  launch  as_deepspeed           for python -m
     9  commands                   scripts and tools call them
     8  compat                     other programs' dialects: DeepSpeed, Megatron, Hugging Face, recipes
     7  extensions                 optimizers and features that hang on interfaces of the core
@@ -61,8 +61,9 @@ LAYERS = {
     "commands": 9,
     "__main__": 10,
     "launch": 10,
+    "as_deepspeed": 10,
 }
-ENTRY_POINTS = ("__main__", "launch")  # for `python -m`
+ENTRY_POINTS = ("__main__", "launch", "as_deepspeed")  # for `python -m`
 FILES_BELOW = (
     "mpu.grid",
 )  # files that count as layer 0: arithmetic on the standard library

@@ -62,6 +62,10 @@ COMMANDS: dict[str, Command] = {
         "start the ranks of a training on one machine or many",
         rank=0,
     ),
+    "as-deepspeed": Command(
+        "compat.deepspeed.program_environment",
+        "start a program in which `import deepspeed` imports this package",
+    ),
     "env": Command(
         "extensions.launch.env_report",
         "print what this machine offers, or measure ranks (--check)",

@@ -114,7 +114,7 @@ class ZeroOptimizer:
         }
         self._tied = TiedGradients(self.sets, groups)
         paths = [gathering.path for gathering in self._gathering.values()]
-        self._check = PathCheck(settings.unused, groups.data, groups.model, paths)
+        self.path_check = PathCheck(settings.unused, groups.data, groups.model, paths)
         # The optimizers of what is on the device.
         leaves = [leaf for s in self.trained for leaf in s.resident]
         norms_on = lambda device: ParameterNorms(
@@ -267,7 +267,7 @@ class ZeroOptimizer:
             for s in self.trained:
                 further += count_zeros(s.norm_views, self.device) - s.padding
         # One all-reduce for all numbers, since each costs a latency.
-        number = self._check.number(self._received())
+        number = self.path_check.number(self._received())
         return sum_over_ranks(squares, number, self.groups, further)
 
     @torch.no_grad()
@@ -291,7 +291,7 @@ class ZeroOptimizer:
         paths differ (unused.py).
         """
         if measured[1]:
-            self._check.report(self._received())
+            self.path_check.report(self._received())
         scale = self.loss_scale
         divisor = scale * grad_divisor
         norm = self._hook.norm_of(measured) / divisor

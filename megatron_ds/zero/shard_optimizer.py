@@ -278,11 +278,13 @@ class ShardOptimizer:
     @staticmethod
     def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:
         tensors = parameters_of(optimizer)
+        if not tensors:
+            return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = None if divisor == 1.0 else divisor
             if divisor != 1.0 and not getattr(optimizer, "takes_numbers", False):
                 optimizer.grad_scale = torch.full(
                     (), divisor, dtype=torch.float32, device=tensors[0].device
                 )
-        elif divisor != 1.0 and tensors:
+        elif divisor != 1.0:
             torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)

@@ -160,7 +160,7 @@ SCRIPTS = {
 }
 
 
-WITHOUT_SCRIPT = ("launch", "env", "report", "watch")
+WITHOUT_SCRIPT = ("launch", "as-deepspeed", "env", "report", "watch")
 
 
 def page_row(name):

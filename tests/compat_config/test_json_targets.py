@@ -10,6 +10,7 @@ from torch import nn
 import megatron_ds
 from megatron_ds.compat.config.deepspeed_spellings import loads, without_extras
 from megatron_ds.compat.config.targets import reading_for
+from megatron_ds.compat.engine.json_settings import read_settings
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
@@ -454,3 +455,138 @@ def test_the_folder_of_offloaded_state_is_made_where_it_is_missing(tmp_path):
         engine.step()
     assert engine.global_steps == 1
     assert folder.is_dir()
+
+
+# ------------------------------------------------------------------ keys that DeepSpeed ignores
+def zero_of(stage, **zero):
+    """(settings, notes) of an engine's JSON with a block of ZeRO."""
+    block = {**BASE, "zero_optimization": {"stage": stage, **zero}}
+    settings = read_settings(block, data_parallel_size=2)
+    return settings.zero, str(dict(settings.without_effect))
+
+
+@pytest.mark.parametrize("target", ["train", "engine"])
+def test_a_path_as_a_name_is_no_key(target):
+    """TRL's trainers write such keys for the copy that they only evaluate."""
+    block = {
+        **BASE,
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 77},
+        "zero_optimization.stage3_prefetch_bucket_size": 921.6,
+        "zero_optimization.reduce_bucket_size": "auto",
+        "scheduler.params.total_num_steps": "auto",
+    }
+    reading = reading_for(block, target, "ds.json")
+    found = {setting.path: setting.value for setting in reading.settings}
+    assert not reading.problems and found["zero.prefetch_bucket_size"] == 77
+    notes = [
+        name for name, why in reading.without_effect.items() if "no such key" in why
+    ]
+    assert notes == [f"ds.json {key}" for key in block if "." in key]
+    if target == "engine":
+        assert read_settings(block, 1).zero.prefetch_bucket_size == 77
+
+
+def test_a_path_inside_a_block_is_refused_as_deepspeed_does():
+    block = {**BASE, "zero_optimization": {"offload_param.device": "cpu", "stage": 3}}
+    [problem] = reading_for(block, "engine").problems
+    assert 'unknown key "offload_param.device" in "zero_optimization"' in problem
+
+
+@pytest.mark.parametrize(
+    "key, value, option",
+    [
+        ("stage3_param_persistence_threshold", 1e6, "param_persistence_threshold"),
+        ("stage3_prefetch_bucket_size", 5e8, "prefetch_bucket_size"),
+        ("zero_hpz_partition_size", 2, "zero_hpz_partition_size"),
+    ],
+)
+def test_keys_of_stage_3_have_no_effect_at_other_stages(key, value, option):
+    default = getattr(zero_of(2)[0], option)
+    for stage in (0, 2):
+        zero, notes = zero_of(stage, **{key: value})
+        assert getattr(zero, option) == default
+        assert f"{key}" in notes and f"this is stage {stage}" in notes
+    zero, notes = zero_of(3, **{key: value})
+    assert getattr(zero, option) == value and "this is stage" not in notes
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"sub_group_size": 1e9},
+        {"sub_group_size": 1e9, "offload_param": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "none", "ratio": 0.5}},
+    ],
+)
+def test_keys_of_offloaded_state_have_no_effect_without_it(zero):
+    found, notes = zero_of(3, **zero)
+    assert (found.sub_group_size, found.offload_optimizer_ratio) == (4 * 2**20, 1.0)
+    assert "the optimizer's state is not offloaded" in notes
+
+
+NOTES = {
+    "_comment": "written by hand",
+    "comment": "the same",
+    "_read_the_docs": "https://example.org",
+    "//": "a line",
+    "logging": {"steps": 10},
+    "log": {"enabled": True},
+    "memory_optimization": {"enabled": True},
+    "comms_config": {"verbose": False},
+}
+
+
+@pytest.mark.parametrize("target", ["train", "engine"])
+def test_keys_at_the_top_that_only_carry_notes_are_left_out(target):
+    reading = reading_for({**BASE, **NOTES}, target, "ds.json")
+    assert not reading.problems
+    assert [f"ds.json {key}" for key in NOTES] == [
+        name for name, why in reading.without_effect.items() if "no such key" in why
+    ]
+
+
+@pytest.mark.parametrize(
+    "block, word",
+    [
+        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
+        ({"lr": 1e-4}, "did you mean 'optimizer.params.lr'"),
+        ({"stage": 3}, "zero_optimization.stage"),
+        ({"cpu_offload": True}, 'it belongs in "zero_optimization"'),
+        ({"zero_optimization": {"notes": 1}}, 'unknown key "zero_optimization.notes"'),
+        ({"fp8": {"enabled": True}}, '"fp8" is not supported'),
+        ({"weight_quantization": {"a": 1}}, '"weight_quantization" is not supported'),
+    ],
+)
+def test_a_key_that_asks_for_something_is_refused(block, word):
+    [problem] = reading_for({**BASE, **block}, "engine").problems
+    assert word in problem
+
+
+def test_a_setting_of_another_program_in_the_fp16_block_has_no_effect():
+    block = {"enabled": True, "fp16_scale_tolerance": 0.25}
+    found, notes = settings_of({"fp16": block})
+    assert found["optimizer.fp16"] is True and "fairseq" in str(notes)
+
+
+@pytest.mark.parametrize(
+    "beside, params, is_taken",
+    [
+        ({"eps": 1e-8}, {}, True),
+        ({"eps": 1e-6}, {"eps": 1e-6}, True),
+        ({"betas": [0.9, 0.95]}, {"betas": [0.9, 0.95]}, True),
+        ({"eps": 1e-6}, {}, False),
+        ({"eps": 1e-8}, {"eps": 1e-6}, False),
+        ({"lr": 1e-3}, {}, False),
+    ],
+)
+def test_a_parameter_beside_params_is_left_out_if_it_changes_nothing(
+    beside, params, is_taken
+):
+    """DeepSpeed ignores all of them, so another value would be lost."""
+    params = {"lr": 1e-3, **params}
+    optimizer = {"type": "AdamW", "params": params, **beside}
+    reading = reading_for({**BASE, "optimizer": optimizer}, "engine", "ds.json")
+    assert bool(reading.problems) != is_taken
+    [key] = beside
+    noted = reading.without_effect.get(f"ds.json optimizer.{key}", "")
+    assert ("the value is the same" in noted) == is_taken

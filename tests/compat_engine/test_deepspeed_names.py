@@ -30,6 +30,7 @@ from tests.harness.engine_runs import (
     make,
     on_ranks,
     train,
+    weights,
 )
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.harness.threads import run_ranks
@@ -471,15 +472,14 @@ def test_parameters_of_an_engine_are_gathered_under_deepspeeds_name(stage):
     )
 
 
-def state_of(module) -> dict:
+def state_of(module, is_sharded=True) -> dict:
     """The weights, gathered as programs written for DeepSpeed do it: where a parameter has `ds_id`."""
     found = {}
     for name, p in module.named_parameters():
         if hasattr(p, "ds_id"):
-            assert (
-                p.ds_status == ZeroParamStatus.NOT_AVAILABLE
-                and p.ds_numel == p.ds_shape.numel() > 0
-            )
+            is_away = p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            assert is_away == is_sharded
+            assert p.ds_numel == p.ds_shape.numel() > 0
             with megatron_ds.zero.GatheredParameters([p]):
                 assert p.ds_status == ZeroParamStatus.AVAILABLE
                 found[name] = p.detach().clone()
@@ -492,12 +492,43 @@ def state_of(module) -> dict:
 def test_programs_find_out_by_ds_id_which_parameters_they_must_gather(stage, ranks):
     def main(engine, rank):
         train(engine, rank, 1)
-        return state_of(engine.module), engine.full_state_dict()
+        parameters = list(engine.module.parameters())
+        with_id = [hasattr(p, "ds_id") for p in parameters]
+        of_shards = [p.ds_tensor.numel() for p in parameters if hasattr(p, "ds_id")]
+        found = state_of(engine.module, is_sharded=ranks > 1)
+        return found, engine.full_state_dict(), with_id, sum(of_shards)
 
     results = on_ranks(ranks, main, make, config_of(stage, ranks))
     expected = results[0][1]
-    for found, _ in results:
+    for found, _, with_id, _ in results:
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
+        assert set(with_id) == {stage == 3}
+    if stage == 3:
+        numel = sum(p.numel() for p in make().parameters())
+        assert sum(of_shard for *_, of_shard in results) == numel
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trl_removes_the_hooks_of_stage_3_to_generate_and_adds_them_again(ranks):
+    """`remove_hooks` and `add_hooks` of TRL; the forward between them is that of the whole module."""
+    utils = pytest.importorskip("trl.models.utils")
+
+    def main(engine, rank):
+        train(engine, rank, 1)
+        tokens = torch.arange(10).view(2, 5)
+        with megatron_ds.zero.GatheredParameters(engine.parameters()):
+            utils.remove_hooks(engine)
+            with torch.no_grad():
+                seen = engine.module(tokens)
+            utils.add_hooks(engine)
+        plain = make()
+        whole = weights(engine)
+        plain.load_state_dict(whole, strict=False)
+        return torch.equal(seen, plain(tokens)), train(engine, rank, 1, first=1)
+
+    results = on_ranks(ranks, main, make, config_of(3, ranks))
+    plainly = on_ranks(ranks, lambda *of: train(*of, 2)[1:], make, config_of(3, ranks))
+    assert results == [(True, norms) for norms in plainly]
 
 
 def test_parameters_of_zero_init_have_deepspeeds_attributes():

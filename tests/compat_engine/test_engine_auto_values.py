@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.compat.config.deepspeed_json import auto_keys
+from megatron_ds.compat.config.deepspeed_json import auto_keys, known_keys
 from megatron_ds.compat.engine.json_settings import (
     NAMES,
     Sources,
@@ -220,5 +220,4 @@ def test_all_that_cannot_be_filled_is_named_at_once():
 
 
 def test_every_name_is_one_of_a_known_key():
-    block = {key: "auto" for key in NAMES}
-    assert set(auto_keys(block)) == set(NAMES)
+    assert set(NAMES) <= set(known_keys())

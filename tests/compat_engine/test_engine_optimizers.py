@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import megatron_ds
-from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.errors import CallError, CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.engine_runs import (
@@ -575,3 +575,29 @@ def test_changes_of_the_rate_are_kept_and_a_new_json_has_its_effect(tmp_path):
         on_ranks(
             1, load("changed"), without_optimizer(1, 1), optimizer=OPTIMIZERS["SGD"]
         )
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_before_the_update_or_given_it():
+    plateau = partial(
+        torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5
+    )
+
+    def main(rank, world):
+        engine, *_ = megatron_ds.initialize(
+            model=make(Stack),
+            config=config_of(2, 1),
+            lr_scheduler=plateau,
+            mpu=Mesh(Grid.fit(1), rank, world.connect),
+        )
+        engine.backward(loss_of(engine, batches(1, 1, 1, rank)[0][0]))
+        before = weights(engine)
+        with pytest.raises(CallError, match="cannot step ReduceLROnPlateau.*metrics"):
+            engine.step()
+        assert all(torch.equal(p, before[name]) for name, p in weights(engine).items())
+        # the same metric twice: no improvement
+        engine.step(lr_kwargs={"metrics": 1.0})
+        engine.backward(loss_of(engine, batches(1, 1, 1, rank)[0][0]))
+        engine.step(lr_kwargs={"metrics": 1.0})
+        return engine.global_steps, engine.get_lr()
+
+    assert run_ranks(1, main) == [(2, [0.005])]

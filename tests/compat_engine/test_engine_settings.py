@@ -92,7 +92,7 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
         ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Give only one"),
         (
-            {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}},
+            {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
             'has no effect without "zero_optimization.stage" 3',
         ),
         (

@@ -1,5 +1,6 @@
 """Idioms of public recipes: text for `bash -c`, loops, functions in `$( )`, gaps, options in variables."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,31 @@ def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
     )
     assert found["train"][0] == 1 and "for pretrain_gpt.py" in found["train"][1]
     assert "torch_autocast" in found["train"][1].partition("refused:")[2]
+
+
+def test_a_json_for_an_engine_is_checked_with_values_for_auto(tmp_path, capsys):
+    """Programs fill them; what else is wrong with the JSON is found."""
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
+    block = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": optimizer,
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+    }
+    path = tmp_path / "ds.json"
+    found = []
+    for more in ({}, {"zero_optimization": {"stage": 4}}, {"optimizer": "auto"}):
+        path.write_text(json.dumps(block | more))
+        code = check_recipe.main(["--for", "engine", "--world-size", "4", str(path)])
+        found.append((code, capsys.readouterr().out))
+    assert [code for code, _ in found] == [0, 1, 1]
+    assert "initialize: accepted; the program fills" in found[0][1]
+    filled = found[0][1].partition("Trainer: ")[2]
+    assert filled.count(",") == 6 and "scheduler.params.total_num_steps" in filled
+    assert '"zero_optimization.stage"' in found[1][1] and '"optimizer"' in found[2][1]
 
 
 def test_a_flag_that_is_refused_with_any_value_is_refused_with_an_unknown_one(tmp_path):

@@ -34,7 +34,7 @@ from .deepspeed_optimizer import (
     translate_optimizer,
 )
 from .deepspeed_schedulers import SCHEDULER_KEYS, translate_scheduler
-from .deepspeed_spellings import STAGE3_ONLY, loads, with_usual_names
+from .deepspeed_spellings import NO_KEY, STAGE3_ONLY, is_dotted, loads, with_usual_names
 from .unsupported import KEYS, answer_to_key, asks_for_default
 
 # A name in more blocks than these, such as "enabled", does not identify a place.
@@ -42,6 +42,9 @@ MOST_PLACES = 2
 TAG_VALIDATION = "checkpoint.tag_validation"
 MICS = "zero_optimization.mics_shard_size"
 HPZ = "zero_optimization.zero_hpz_partition_size"
+# Names at the top level that resemble keys and carry notes.
+NOTES = ("comment", "comments", "memory_optimization")
+NOTE_MARKS = ("_", "#", "//")
 # Operations of "comms_logger.prof_ops" → those of mpu/group.py.
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), ("all_reduce",)),
@@ -172,9 +175,11 @@ def _tag_validation(document: JsonDocument) -> None:
 
 
 def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys whose value is "auto", in the order of the block."""
+    """The dotted keys whose value is "auto", in the order of the block; not names with a point, which are no keys."""
     found = []
     for name, value in block.items():
+        if is_dotted(name):
+            continue
         if isinstance(value, Mapping):
             found += auto_keys(value, f"{prefix}{name}.")
         elif value == "auto":
@@ -205,6 +210,12 @@ def _collect(
     is_off = is_off or block.get("enabled") is False
     for name, value in block.items():
         key = prefix + name
+        if is_dotted(name):
+            document.refuse(
+                f'{document.path}: unknown key "{name}" in "{prefix[:-1]}": write the parts of the name as '
+                "blocks, one in the other."
+            )
+            continue
         is_block = (
             any(known.startswith(key + ".") for known in document.known)
             or key not in KEYS
@@ -225,8 +236,10 @@ def _collect(
 def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
     """A key without an option. is_off: its block is switched off."""
     covered = answer_to_key(key)
-    if covered is None:
-        near = _near(key)
+    near = _near(key) if covered is None else ""
+    if covered is None and _is_note(key, near):
+        document.without_effect[f"{document.path} {key}"] = NO_KEY
+    elif covered is None:
         document.refuse(
             f'{document.path}: unknown key "{key}"{near or "."} '
             "docs/reference/flags.md lists all keys."
@@ -246,6 +259,15 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
         document.refuse(
             f'{document.path}: "{key}" is not supported: {covered[1].refusal}'
         )
+
+
+def _is_note(key: str, near: str) -> bool:
+    """Whether an unknown key is left out, as DeepSpeed does: at the top level, and no misspelt key.
+
+    near: the suggestion for it
+    """
+    is_marked = key.startswith(NOTE_MARKS) or key in NOTES
+    return "." not in key and (is_marked or not near)
 
 
 def _declared(document: JsonDocument) -> None:

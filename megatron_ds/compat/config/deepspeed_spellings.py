@@ -2,6 +2,7 @@
 
 "bfloat16": {…}                            "bf16": {…}
 zero_optimization.max_live_parameters      zero_optimization.stage3_max_live_parameters, and others
+"zero_optimization.stage" at the top       left out: DeepSpeed looks for "stage" in the block alone
 """
 
 import json
@@ -29,6 +30,11 @@ OFFLOADS = ("offload_optimizer", "offload_param")  # null: not offloaded
 GROUP = "sub_group_size"  # 0: DeepSpeed makes a group of each parameter
 LEAST_GROUP = 2048
 DEVICES = ("cpu", "nvme")
+NO_KEY = "DeepSpeed has no such key at the top level, and ignores it"
+DOTTED = f"{NO_KEY}: a key of a block stands inside the block"
+# Parameters of Adam that files also write beside "params", where DeepSpeed does not look, and its defaults.
+BESIDE_PARAMS = {"eps": 1e-8, "betas": [0.9, 0.999], "weight_decay": 0}
+SAME_VALUE = 'DeepSpeed reads only "optimizer.params", by which the value is the same'
 STAGE3_ONLY = "it applies to stage 3; DeepSpeed ignores it at other stages"
 # A string, or what HJSON has besides JSON: comments, and a comma before a closing bracket. A string or a
 # comment without an end goes on to the end of its line or of the text, so that no part is read twice.
@@ -41,13 +47,18 @@ _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.MULTILINE)
 
 def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
-    block = dict(block)
-    notes = {}
+    notes = {key: DOTTED for key in block if is_dotted(key)}
+    block = {key: value for key, value in block.items() if key not in notes}
     # Names of blocks and keys.
     if "bfloat16" in block and "bf16" not in block:
         block = {
             "bf16" if key == "bfloat16" else key: value for key, value in block.items()
         }
+    repeated = _repeated(block.get("optimizer"))
+    if repeated:
+        kept = {k: v for k, v in block["optimizer"].items() if k not in repeated}
+        block = block | {"optimizer": kept}
+        notes |= {f"optimizer.{key}": SAME_VALUE for key in repeated}
     zero = block.get(ZERO)
     if not isinstance(zero, Mapping):
         return block, notes
@@ -71,6 +82,28 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         del zero["offload_param"]
         notes[f"{ZERO}.offload_param"] = STAGE3_ONLY
     return block | {ZERO: zero}, notes
+
+
+def _repeated(optimizer: Any) -> list[str]:
+    """Parameters beside "params" whose value is in force without them; other values are refused as misplaced."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
+    params = optimizer.get("params")
+    known = {
+        **(BESIDE_PARAMS if is_adam else {}),
+        **(params if isinstance(params, Mapping) else {}),
+    }
+    return [
+        key
+        for key in BESIDE_PARAMS
+        if key in optimizer and key in known and optimizer[key] == known[key]
+    ]
+
+
+def is_dotted(key: Any) -> bool:
+    """Whether a name is a path, such as "zero_optimization.stage", which no key of DeepSpeed is."""
+    return isinstance(key, str) and "." in key
 
 
 def _is_small(size: Any) -> bool:

@@ -137,6 +137,7 @@ KEYS = table(
         "--log-interval sets how often values are logged; an engine logs each update": "comet.samples_log_interval",
         "a run has one experiment, which continues when it resumes": "comet.experiment_key comet.mode",
         "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
+        "it is a setting of fairseq, which DeepSpeed has never read": "fp16.fp16_scale_tolerance",
         "gradients are reduced by hooks, and the order of layers does not change": "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",
         "fp32 master weights are always loaded": "zero_optimization.load_from_fp32_weights",
         "the norm of the gradient is always computed": "zero_optimization.compute_grad_norm",
@@ -185,7 +186,9 @@ KEYS = table(
         "checkpoints are written into the folder that the program names, by no service. Remove it.": "nebula",
         "a model generates with the code that trains it. Remove it.": "hybrid_engine",
         "settings are written to logs and checkpoints, where a key must not be. Set COMET_API_KEY, and remove it.": "comet.api_key",
-        "write a bf16 or an fp16 block instead.": "amp torch_autocast",
+        "write a bf16 or an fp16 block instead.": "amp fp8 torch_autocast",
+        "weights are not quantized by a JSON. Remove it.": "weight_quantization",
+        "checkpoints are written by this package, in the background if asked. Remove it.": "datastates_ckpt",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
         "its own experts. Remove it.": "expert_parallel",

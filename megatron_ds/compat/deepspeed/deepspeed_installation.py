@@ -7,22 +7,21 @@ are.
 """
 
 import importlib.machinery
-import importlib.metadata
 import sys
 from collections.abc import Iterable
 from functools import wraps
+from importlib.metadata import PathDistribution
 from types import ModuleType
 from typing import Any
 
 from ...errors import ConfigError
 from .. import engine
 from .deepspeed_modules import FOREIGN, PACKAGE, AliasFinder, names_of
+from .program_environment import FOLDER
 
 VERSION = "0.19.8"
-METADATA = (
-    f"Metadata-Version: 2.1\nName: {FOREIGN}\nVersion: {VERSION}\n"
-    f"Summary: {PACKAGE} under the name {FOREIGN}\n"
-)
+# The metadata of an installed distribution, which has no files.
+DISTRIBUTION = PathDistribution(FOLDER / f"{FOREIGN}-{VERSION}.dist-info")
 
 
 class InstalledModule(ModuleType):
@@ -65,25 +64,13 @@ def initialize(*args: Any, **options: Any) -> Any:
     return made
 
 
-class Distribution(importlib.metadata.Distribution):
-    """An installed distribution of the name `deepspeed`, without files."""
-
-    def read_text(self, filename: str) -> str | None:
-        """Text of a metadata file; None if the distribution has no such file."""
-        return METADATA if filename in ("METADATA", "PKG-INFO") else None
-
-    def locate_file(self, path: Any) -> Any:
-        """Raises FileNotFoundError: the distribution has no files."""
-        raise FileNotFoundError(f"{path}: {FOREIGN} is {PACKAGE} here")
-
-
 class _Installed(AliasFinder):
     """The finder of `deepspeed`'s modules and distribution."""
 
     @staticmethod
-    def find_distributions(context: Any = None) -> Iterable[Distribution]:
+    def find_distributions(context: Any = None) -> Iterable[PathDistribution]:
         name = getattr(context, "name", None)
-        return [Distribution()] if name == FOREIGN else []
+        return [DISTRIBUTION] if name in (None, FOREIGN) else []
 
 
 def install() -> None:

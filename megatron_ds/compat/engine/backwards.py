@@ -47,6 +47,10 @@ class Backwards:
         self.are_direct = True  # whether all of the update were loss.backward()
         self._contributions = self._count()  # after the last backward of this engine
 
+    def recount(self) -> None:
+        """The gradients so far have moved to other buffers."""
+        self._contributions = self._count()
+
     def has_foreign_gradients(self) -> bool:
         """Whether losses of other engines have added gradients since the update began."""
         return self._is_mixed or self._count() != self._contributions

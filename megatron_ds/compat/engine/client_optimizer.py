@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from ...optim.part_optimizer import parameters_of
 from .engine_optimizer import Group, InnerOptimizers
 
 # of the trial
@@ -92,11 +93,14 @@ def twin_of(
     twin.param_groups = groups
     twin.state = defaultdict(dict)
 
-    def restart(self) -> None:
-        self.state.clear()
-        self.state.update(
-            {tensor: copy.deepcopy(state) for tensor, state in (initial or {}).items()}
-        )
+    begins = initial or {}
+
+    def restart(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Give all, or some, of its tensors the state with which the optimizer begins."""
+        for tensor in parameters_of(self) if tensors is None else tensors:
+            self.state.pop(tensor, None)
+            if tensor in begins:
+                self.state[tensor] = copy.deepcopy(begins[tensor])
 
     restart(twin)
     if restarts:

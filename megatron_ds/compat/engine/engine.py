@@ -37,6 +37,7 @@ from . import (
 from .calls import collective
 from .curriculum_loader import CurriculumLoader, curriculum_loader
 from .engine_loader import EngineLoader
+from .engine_optimizer import check_step
 from .engine_status import EngineStatus
 from .json_settings import drops_last
 from .module_specs import name_of
@@ -59,6 +60,8 @@ class Engine(EngineStatus):
         if self.settings.optimizer.fp16 and self.settings.optimizer.fp16_auto_cast:
             args = _in_fp16(args)
             kwargs = _in_fp16(kwargs)
+        if torch.is_grad_enabled() and not self.is_destroyed:
+            self.changes.train_unfrozen()
         if self.training:
             self.tput_timer.start()
             if self.random_ltd_scheduler is not None:
@@ -90,6 +93,7 @@ class Engine(EngineStatus):
         Returns the loss divided by the accumulation steps, in its number format, as DeepSpeed does.
         """
         self._check(loss)
+        self.changes.train_unfrozen()
         self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas else 1
         # See "Note: averages" above.
@@ -121,6 +125,8 @@ class Engine(EngineStatus):
                 "engine.module(…).)"
             )
         updates = self.is_gradient_accumulation_boundary()
+        if updates and self.lr_scheduler is not None:
+            check_step(self.lr_scheduler, lr_kwargs or {})
         self._backwards = 0
         self._microbatch += 1
         self.micro_steps += 1
@@ -347,7 +353,8 @@ class Engine(EngineStatus):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         rates = self.get_lr()
         self.gradients.hide()
-        self._last = self.optimizer.update()
+        with self.changes.followed():
+            self._last = self.optimizer.update()
         self.step_state.after_step(applied=not self._last.skipped)
         self.progress = self.progress.after(
             self.train_batch_size(), 0, skipped=self._last.skipped

@@ -186,7 +186,10 @@ def load_checkpoint(
         return None, None
     folder, step, run = found
     client = run[CLIENT] | restored(run.get(TYPED, {"dict": []}))
-    # The pieces that are filled, all or those that the checkpoint has.
+    # The pieces that are filled, all or those that the checkpoint has. Parameters that are frozen here may have
+    # been trained later.
+    if with_optimizer:
+        engine.changes.train_named(run.get("loop", {}).get("trained_later", []))
     pieces = _loaded_pieces(engine, run, without_weights=custom_load_fn is not None)
     if not is_whole:
         pieces = _present(engine, pieces, folder, step)
@@ -469,6 +472,8 @@ def loop_state(engine: EngineStatus) -> dict[str, Any]:
         "param_groups": plain(changed, "param_groups"),
         "lr_scheduler": plain(scheduler, "the state_dict() of lr_scheduler"),
         "data_efficiency": data_efficiency_state(engine),
+        "missed_updates": dict(engine.optimizer.missed),
+        "trained_later": list(engine.changes.late),
     }
 
 
@@ -491,6 +496,7 @@ def load_loop_state(
     load_data_efficiency_state(engine, state.get("data_efficiency", {}))
     if not with_scheduler:
         return
+    engine.optimizer.restore_steps(state.get("missed_updates", {}))
     groups = engine.optimizer.param_groups
     changed = restored(state.get("param_groups") or [])
     for group, numbers in zip(groups, changed if len(changed) == len(groups) else ()):

@@ -12,10 +12,12 @@ that was not skipped.
 """
 
 import copy
+import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,11 +27,12 @@ from ...config import OptimizerConfig, RunConfig
 from ...config.optimizer_facts import facts_of
 from ...config.options.training_options import DEEPSPEED_STYLES
 from ...config.training_schedule import make_beta1, make_learning_rate
-from ...errors import ArgumentError, ConfigError
+from ...errors import ArgumentError, CallError, ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
 from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
+from ...zero.shard_optimizer import Leaf
 from ...zero.update_rule import UpdateRule
 from .group_schedule import GroupSchedule
 from .module_specs import named_parameters
@@ -101,6 +104,10 @@ class InnerOptimizers:
         """Names of the specs of all parameters; these must have been written."""
         return frozenset(p.spec.name for group in self.groups for p in group["params"])
 
+    def forget(self) -> None:
+        """Forget the inner optimizers that were made: others take their place."""
+        self._pairs.clear()
+
     def refresh(self) -> None:
         """Copy the numbers of the user's groups to the inner ones."""
         for inner, group in self._pairs:
@@ -113,9 +120,18 @@ class EngineOptimizer(torch.optim.Optimizer):
     """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
     Numbers of its param_groups may be changed at any time and take effect in the next step.
+
+    missed  name of a parameter → updates that left it out, because it was frozen; 0 of those without an entry
+    make    makes a `ZeroOptimizer` of the parameters that require gradients then
     """
 
-    def __init__(self, zero: ZeroOptimizer, inner: InnerOptimizers, defaults: Group):
+    def __init__(
+        self,
+        zero: ZeroOptimizer,
+        inner: InnerOptimizers,
+        defaults: Group,
+        make: Callable[[], ZeroOptimizer],
+    ):
         # Not torch's __init__: its first call loads the compiler, more than a second of each start.
         # Schedulers need no more.
         self.zero = zero
@@ -124,6 +140,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.groups
         self.state = {}
         self.overflow = False
+        self.missed: dict[str, int] = {}
+        self._make = make
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "zero" not in self.__dict__:
@@ -165,6 +183,39 @@ class EngineOptimizer(torch.optim.Optimizer):
             optimizer._opt_called = True
         return result
 
+    def remake(self) -> ZeroOptimizer:
+        """A new `ZeroOptimizer` of the module, with inner optimizers of its own. Collective."""
+        self.inner.forget()
+        return self._make()
+
+    def begin_states(self, resting: Sequence[str]) -> None:
+        """Before an update: begin the states of parameters that missed all updates so far and take this one,
+        of optimizers that do not begin with zeros."""
+        count = self.zero.resident.num_updates
+        late = {name for name, behind in self.missed.items() if behind == count > 0}
+        for leaf in self._leaves_of(late.difference(resting)):
+            optimizer = self.zero._optimizer_of(leaf).optimizer_of(leaf)
+            if hasattr(optimizer, "restart"):
+                optimizer.restart([leaf.tensor])
+
+    def _leaves_of(self, names: Set[str]) -> list[Leaf]:
+        sets = self.zero.trained if names else []
+        leaves = chain.from_iterable(s.leaves for s in sets)
+        return [leaf for leaf in leaves if leaf.spec.name in names]
+
+    def restore_steps(self, missed: Mapping[str, int]) -> None:
+        """Set the counts of steps of parameters that have missed updates, after those of all were set."""
+        self.missed = dict(missed)
+        updates = self.zero.resident.num_updates
+        for leaf in self._leaves_of(self.missed.keys()):
+            optimizer = self.zero._optimizer_of(leaf).optimizer_of(leaf)
+            state = optimizer.state.get(leaf.tensor, {})
+            count = updates - self.missed[leaf.spec.name]
+            if torch.is_tensor(state.get("step")):
+                state["step"].fill_(count)
+            elif "step" in state:
+                state["step"] = count
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards, for the same layout; `Engine.save_checkpoint` is for every layout."""
         groups = [
@@ -178,6 +229,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             },
             "param_groups": copy.deepcopy(groups),
             "numbers": self.zero.extra_state(),
+            "missed_updates": dict(self.missed),
         }
 
     @torch.no_grad()
@@ -202,6 +254,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups):
             group.update(copy.deepcopy(saved))
         self.zero.load_extra_state(state_dict["numbers"])
+        self.restore_steps(state_dict["missed_updates"])
         self.zero.after_load()
 
 
@@ -313,6 +366,20 @@ def check_owned(
             "Make the optimizer from the parameters of the same module, after any change that "
             "replaces them."
         )
+
+
+def check_step(scheduler: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises CallError where `scheduler.step` needs more than these arguments."""
+    try:
+        inspect.signature(scheduler.step).bind(**arguments)
+    except TypeError as error:
+        kind = type(scheduler).__name__
+        raise CallError(
+            f"engine.step() cannot step {kind}: {error}. Nothing was updated. Give what it needs as "
+            f'engine.step(lr_kwargs={{"metrics": …}}), or leave lr_scheduler out of initialize, make {kind} from '
+            "engine.optimizer and step it where its metric is known. With transformers' Trainer use another "
+            "lr_scheduler_type: under an engine the Trainer never steps it with a metric."
+        ) from error
 
 
 def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]:

@@ -20,6 +20,8 @@ class EngineParts(Protocol):
     device: torch.device
     gradients: Any
     gathering: Any
+    optimizer: Any
+    backwards: Any
     has_gradients: bool
     divisor: int
 

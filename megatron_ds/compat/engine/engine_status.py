@@ -30,6 +30,7 @@ from .engine_optimizer import EngineOptimizer
 from .forward_profile import ForwardProfile, profile_wish
 from .gradient_sum import sums_gradients
 from .gradients import Gradients
+from .module_changes import ModuleChanges
 from .module_gathering import ModuleGathering
 from .step_clock import StepClock
 from .throughput import Throughput
@@ -53,6 +54,7 @@ class EngineStatus(EngineAnswers):
     trial              what an autotuner's run measures
     data_efficiency    the JSON's curriculum over samples, and random-LTD
     random_ltd_scheduler  tokens that layers keep; None without random-LTD
+    changes            what the program changes in the module during training
     clock              the times of the phases of a step
     divisor            of the sum of gradients over data-parallel ranks: their number, or 1
     is_destroyed       whether `destroy` was called
@@ -113,6 +115,7 @@ class EngineStatus(EngineAnswers):
         is_timed = self.wall_clock_breakdown() and world.world.rank == 0
         self.clock = StepClock(is_timed, world.device)
         optimizer.zero_grad = self.zero_grad
+        self.changes = ModuleChanges(self)
         self.discard_gradients()  # begins the first update
 
     # ------------------------------------------------------------------ batch sizes

@@ -261,6 +261,11 @@ class Gradients:
             for piece in place.pieces
         ]
 
+    def has_any(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter has received a gradient in this update, on this rank."""
+        place = self._places.get(parameter)
+        return place is not None and place.store.received[place.index]
+
     def is_trained(self, parameter: nn.Parameter) -> bool:
         """Whether the engine's optimizer updates the parameter."""
         return parameter in self._places

@@ -68,6 +68,7 @@ from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
 from .number_formats import BLOCK, formats_of
+from .parameter_offload import ParameterOffload
 from .pipeline_engine import PipelineEngine
 from .pipeline_module import PipelineModule
 from .same_settings import require_same_groups, require_same_settings
@@ -287,19 +288,21 @@ def _build_engine(
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     rule = unused_rule("config", ready.block)
-    zero = on_all_ranks(
+    make = lambda: on_all_ranks(
         world.world,
         lambda: _make_zero(model, settings, world, groups, layers, inner, draw, rule),
     )
+    zero = make()
     move_into(zero, ready.partitions)
     # Stage 3: hooks gather each layer when it is used.
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
     first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
-    optimizer = EngineOptimizer(
-        zero, inner, {key: value for key, value in first.items() if key != "params"}
-    )
+    defaults = {key: value for key, value in first.items() if key != "params"}
+    optimizer = EngineOptimizer(zero, inner, defaults, make)
+    if settings.zero.stage == 3:
+        optimizer.parameter_offload = ParameterOffload(model)
     monitor = on_all_ranks(
         world.world, lambda: Monitor(settings if world.rank == 0 else None)
     )
@@ -310,7 +313,7 @@ def _build_engine(
     record_communication(settings.profiler, world)
     for p in model.parameters():
         p.engine = weakref.ref(engine)  # for zero.GatheredParameters
-        if type(p) is nn.Parameter and (p.requires_grad or hooks):
+        if type(p) is nn.Parameter and (p.requires_grad or layers):
             p.__class__ = EngineParameter
     return engine
 

@@ -49,6 +49,11 @@ class SeveralOptimizers:
             *default_groups(last),
         )
 
+    def forget(self) -> None:
+        """Forget the inner optimizers that were made: others take their place."""
+        for one in self._inner:
+            one.forget()
+
     def refresh(self) -> None:
         """Copy the numbers of the user's groups to the inner ones."""
         for one in self._inner:

@@ -4,7 +4,7 @@
         with zero.GatheredParameters(p):
             value = p.detach().cpu().clone()
 
-Parameters of `zero.Init` and those of an engine at stage 3 on several ranks have them; others do not.
+Parameters of `zero.Init` and those of an engine at stage 3, also on one rank, have them; others do not.
 """
 
 import enum
@@ -30,41 +30,50 @@ class ShardedNames:
     @property
     def ds_id(self) -> int:
         """A number that no other parameter of this process has while this one exists."""
-        self._gathering("ds_id")
+        self._engine_at("ds_id")
         return id(self)
 
     @property
     def ds_shape(self) -> torch.Size:
         """The shape of the whole parameter."""
-        self._gathering("ds_shape")
+        self._engine_at("ds_shape")
         return self.shape
 
     @property
     def ds_numel(self) -> int:
         """Number of elements of the whole parameter."""
-        self._gathering("ds_numel")
+        self._engine_at("ds_numel")
         return self.numel()
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """AVAILABLE inside of `zero.GatheredParameters`, and while a layer computes with it."""
-        gathering = self._gathering("ds_status")
-        is_whole = not self.is_meta if gathering is None else gathering.has(self)
+        engine = self._engine_at("ds_status")
+        is_whole = not self.is_meta
+        if engine is not None and engine.gathering is not None:
+            is_whole = engine.gathering.has(self)
         return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """A copy of this rank's shard, flat: of a parameter of `zero.Init` with its padding."""
-        if self._gathering("ds_tensor") is None:
+        engine = self._engine_at("ds_tensor")
+        if engine is None:
             return self.partition.part.clone()
-        parts = [part for _, part in self.engine().gradients.states(self, "weight")]
+        parts = [part for _, part in engine.gradients.states(self, "weight")]
         return torch.cat([self.new_empty(0), *(part.to(self.dtype) for part in parts)])
 
-    def _gathering(self, name: str) -> Any:
-        """The engine's `ModuleGathering`; None for a parameter of `zero.Init`."""
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        """Modules that compute with it, which programs clear before they remove hooks; always empty."""
+        self._engine_at("ds_active_sub_modules")
+        return set()
+
+    def _engine_at(self, name: str) -> Any:
+        """The parameter's engine at stage 3; None for a parameter of `zero.Init`."""
         engine = self.__dict__.get("engine", lambda: None)()
-        if engine is not None and engine.gathering is not None:
-            return engine.gathering
+        if engine is not None and engine.zero_optimization_stage() == 3:
+            return engine
         if "partition" in self.__dict__:
             return None
         raise AttributeError(f"this parameter has no {name}: it is not sharded.")

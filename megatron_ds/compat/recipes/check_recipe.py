@@ -10,7 +10,7 @@
 Every flag and key is done, accepted because there is nothing to do, refused with the reason and what to write
 instead, or unknown; at the end is the command line to write here. The exit code is 0 if all files would run,
 1 if one would not, and 2 if one cannot be read. Scripts are read, not run: values that only a run could know,
-such as $1, are not checked.
+such as $1, are not checked. For an engine, "auto" has the defaults of transformers' Trainer.
 """
 
 import re
@@ -27,6 +27,7 @@ from megatron_ds.errors import ConfigError
 WIDTH = 110
 LONGEST_ARGUMENT = 2**17 - 1  # bytes of a word that Linux passes to a program
 UNREADABLE = "cannot be read"
+AUTOS = '; the program fills "auto", here with the defaults of transformers\' Trainer: '
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         # A JSON for an engine has no training command.
         if args.reader == "engine" and not trainings[0].script:
-            problems = _problems_of_engine(path, args.world_size or 1)
+            problems, filled = _read_by_engine(path, args.world_size or 1)
             accepted += not problems
             obstacles.update(f"engine: {problem[:90]}" for problem in problems)
             answer = _with_short_words("; ".join(problems)) or "accepted"
-            print(f"{path}, for megatron_ds.initialize: {answer}")
+            autos = f"{AUTOS}{', '.join(filled)}" if filled else ""
+            print(f"{path}, for megatron_ds.initialize: {answer}{autos}")
             continue
         # A recipe is accepted if all its trainings are.
         is_accepted = all(one.is_accepted for one in assessed)
@@ -137,18 +139,22 @@ def _parser() -> Arguments:
     return parser
 
 
-def _problems_of_engine(path: Path, ranks: int) -> list[str]:
-    """Why `megatron_ds.initialize` would refuse a DeepSpeed JSON."""
+def _read_by_engine(path: Path, ranks: int) -> tuple[list[str], list[str]]:
+    """(why `megatron_ds.initialize` would refuse a DeepSpeed JSON, the keys whose "auto" a program fills)."""
+    from megatron_ds.compat.config.deepspeed_json import load_json
     from megatron_ds.compat.engine.json_settings import read_settings
+    from megatron_ds.compat.recipes.trainer_values import with_trainer_values
     from megatron_ds.config.sources.reading import ConfigProblems
 
+    filled: list[str] = []
     try:
-        read_settings(str(path), ranks)
+        block, filled = with_trainer_values(load_json(str(path), "config"), ranks)
+        read_settings(block, ranks, name=str(path))
     except ConfigProblems as error:
-        return list(error.problems)
+        return list(error.problems), filled
     except ConfigError as error:
-        return [str(error)]
-    return []
+        return [str(error)], filled
+    return [], filled
 
 
 def _trains(path: Path, training, ranks: int) -> bool:

@@ -282,7 +282,8 @@ class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
     loss_scale: float | None = option(
         None,
         above=0,
-        help="Fixed loss scale (fp16 only). Default: dynamic.",
+        help="Fixed loss scale (fp16 only). Default: dynamic. A loss is divided by the number n of data-parallel "
+        "ranks before backward: n times the scale of DeepSpeed or Megatron gives gradients of the same size.",
         avoid="A fixed scale that overflows skips every step.",
     )
     initial_loss_scale: float = option(

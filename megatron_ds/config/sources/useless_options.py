@@ -38,6 +38,11 @@ ZERO_PLUS_PLUS = (
     "zero.zero_quantized_weights",
     "zero.zero_quantized_gradients",
 )
+OF_STAGE_3 = (
+    "zero.param_persistence_threshold",
+    "zero.prefetch_bucket_size",
+    "zero.zero_hpz_partition_size",
+)
 TO_TENSORBOARD = (
     "logging.log_memory_to_tensorboard",
     "logging.log_world_size_to_tensorboard",
@@ -168,11 +173,15 @@ USELESS = (
         from_json=True,
     ),
     Useless(
-        ("zero.sub_group_size",),
-        "nothing is offloaded",
-        lambda config: (
-            config.zero.offload_optimizer == config.zero.offload_param == "none"
-        ),
+        ("zero.sub_group_size", "zero.offload_optimizer_ratio"),
+        "the optimizer's state is not offloaded",
+        lambda config: config.zero.offload_optimizer == "none",
+        from_json=True,
+    ),
+    Useless(
+        OF_STAGE_3,
+        lambda config: f"it applies to stage 3, and this is stage {config.zero.stage}",
+        lambda config: config.zero.stage != 3,
         from_json=True,
     ),
     Useless(

@@ -24,6 +24,7 @@ from pathlib import Path
 from ...cli import Arguments
 from ...console import paragraph
 from ...errors import ConfigError
+from ...plugins import missing_wings, plugged
 from .autotuning import autotune, plan_lines, program_of
 from .flag_values import core_list, count, port, seconds, shell_words, whole
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
@@ -104,13 +105,20 @@ def _add_ways(add: Callable[..., object]) -> None:
 
 
 def _add_ranks(add: Callable[..., object]) -> None:
+    # The program.
     add("--module", action="store_true", help="the script is a module, as of python -m")
     add("--no_python", action="store_true", help="the script runs by itself")
+    add(
+        "--as-deepspeed",
+        action="store_true",
+        help="import deepspeed, in the script and its libraries, imports this package",
+    )
     add(
         "--no_local_rank",
         action="store_true",
         help="do not give --local_rank=N to the script; commands of megatron_ds get none",
     )
+    # Its output, cores and end.
     add(
         "--log-dir",
         "--enable_each_rank_log",
@@ -485,7 +493,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
         name=secrets.token_hex(8),
         slots=slots,
         program=program,
-        variables=exported_variables(os.environ, Path.home(), folder),
+        variables=variables_of(args, folder),
         folder=str(folder),
         master_address=args.master_addr or master_address(args, slots, launcher, means),
         master_port=args.master_port,
@@ -496,6 +504,19 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
         end_seconds=args.end_seconds,
         patience_seconds=args.patience_seconds,
     )
+
+
+def variables_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """The variables of all ranks. Raises ConfigError where a package that a flag needs is not installed."""
+    found = exported_variables(os.environ, Path.home(), folder)
+    if not args.as_deepspeed:
+        return found
+    with_name = plugged("deepspeed environment")
+    if with_name is None:
+        raise ConfigError(
+            f"--as-deepspeed has no package to give the name deepspeed.{missing_wings()}"
+        )
+    return with_name(found)
 
 
 def master_address(
