@@ -38,6 +38,7 @@ from .errors import (
     DeviceMemoryError,
     LayoutError,
     MegatronDSError,
+    MismatchError,
     ScheduleError,
     StorageError,
 )
@@ -48,6 +49,7 @@ from .registry import did_you_mean
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)
 # A restart may end better after these. After other errors of this package it ends alike.
 PASSING = (CheckpointError, CommunicationError, DeviceMemoryError, StorageError)
+LASTING = (MismatchError,)
 WAIT_SECONDS = 5.0
 
 # Note: the order of exits.  torchrun, mpirun and srun -K end all ranks as soon as one of them fails. If rank
@@ -120,7 +122,8 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
                 os.environ,
                 text,
                 is_consequence=isinstance(error, CommunicationError),
-                is_passing=isinstance(error, PASSING),
+                is_passing=isinstance(error, PASSING)
+                and not isinstance(error, LASTING),
             )
         return 2
     # A stop on request, and errors of the system.

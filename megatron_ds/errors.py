@@ -6,6 +6,7 @@
       LayoutError            sizes do not divide, shards do not cover         (also ValueError)
       ScheduleError          an instruction list is not valid
       CheckpointError        missing, incomplete, or written by another model
+        MismatchError        of another run or model: each start of the command ends alike
       DataError              a corpus or an index is missing, damaged or empty
       CommunicationError     a peer exited, did not answer, or sent another tensor
       DeviceMemoryError      the run does not fit on a rank's device
@@ -41,6 +42,10 @@ class ScheduleError(MegatronDSError):
 
 class CheckpointError(MegatronDSError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
+
+
+class MismatchError(CheckpointError):
+    """A folder holds another run or model than the command asks for. A restart ends alike."""
 
 
 class DataError(MegatronDSError):
