@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 from dataclasses import replace
 
 import pytest
@@ -228,19 +229,97 @@ def test_the_appended_local_rank_is_read_by_the_training_commands():
     assert parsed.train.train_iters == 4
 
 
-@pytest.mark.parametrize("visible, slots", [("2,3", (2, 3)), ("0", (0,)), ("", (0,))])
-def test_the_visible_devices_are_the_slots_of_this_machine(visible, slots):
-    args = command._parsed(["train.py"])
-    environ = {"CUDA_VISIBLE_DEVICES": visible}
-    assert command.slots_of(args, environ) == {"localhost": slots}
-    args = command._parsed(["--num_nodes", "1", "train.py"])
-    assert command.slots_of(args, environ) == {"localhost": slots}
+NAMED = "GPU-8f1c,MIG-0a2b"
 
 
-def test_devices_that_are_visible_by_name_are_refused():
-    args = command._parsed(["train.py"])
-    with pytest.raises(ConfigError, match="does not list devices by number"):
-        command.slots_of(args, {"CUDA_VISIBLE_DEVICES": "GPU-8f1c"})
+@pytest.mark.parametrize(
+    "flags, visible, devices",
+    [
+        ([], "2,3", "2,3"),
+        (["--num_nodes", "1"], "2,3", "2,3"),
+        ([], NAMED, NAMED),
+        ([], "5", "5"),
+        (["--num_gpus", "1"], "2,3", "2"),
+        (["--num_gpus", "1"], NAMED, "GPU-8f1c"),
+        (["--num_gpus", "2"], "", ""),
+        ([], "-1", "-1"),
+        (["--num_gpus", "2"], None, "0,1"),
+        # these are numbers of devices
+        (["--include", "localhost:0"], "2,3", "0"),
+    ],
+)
+def test_ranks_get_the_devices_that_the_launcher_was_given(
+    flags, visible, devices, monkeypatch
+):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment_of_rank(flags, environ, monkeypatch) == devices
+
+
+@pytest.mark.parametrize("scheduler", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"])
+@pytest.mark.parametrize(
+    "flags, given, devices",
+    [
+        (["--num_gpus", "1"], "1", "1"),
+        (["--num_gpus", "2"], "4,6,7", "4,6"),
+        (["--num_gpus", "2"], NAMED, NAMED),
+        # an allocation numbers its own devices
+        (["--include", "localhost:0"], "3,5", "3"),
+    ],
+)
+def test_ranks_get_the_devices_of_the_allocation(
+    scheduler, flags, given, devices, monkeypatch
+):
+    environ = {"CUDA_VISIBLE_DEVICES": given, scheduler: "7"}
+    assert environment_of_rank(flags, environ, monkeypatch) == devices
+
+
+def environment_of_rank(flags, environ, monkeypatch) -> str:
+    """CUDA_VISIBLE_DEVICES of the ranks of a machine with eight GPUs, whose launcher and agent have this environment."""
+    monkeypatch.setattr(command.devices, "count", lambda: 8)
+    for name in ("CUDA_VISIBLE_DEVICES", *command.devices.ALLOCATIONS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    args = command._parsed([*flags, "train.py"])
+    slots = command.slots_of(args, environ)
+    means = command.means_of(args, "local", environ)
+    job = command.job_of(args, slots, "local", means)
+    [rank, *_] = job.ranks("localhost")
+    given = job.environment("localhost", rank, environ)
+    return given["CUDA_VISIBLE_DEVICES"]
+
+
+def test_more_ranks_than_given_devices_are_refused_where_there_are_gpus(monkeypatch):
+    line = ["--num_gpus", "3"]
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    with pytest.raises(ConfigError, match="lists 2 devices, and the job has slot 2"):
+        environment_of_rank(line, environ, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(command.devices, "count", lambda: 0)
+    slots = (0, 1, 2)
+    assert command.devices.visible(slots, environ, "n1") == "4,5"
+
+
+# --------------------------------------------------------------------------------------------------- the port
+def test_each_start_has_a_free_port_of_its_own_unless_one_is_given():
+    ports = {job_of_line("--num_gpus 1 train.py").master_port for _ in range(20)}
+    assert len(ports) > 15 and 29500 not in ports
+    assert job_of_line("--master_port 29511 train.py").master_port == 29511
+
+
+def test_a_port_at_which_a_process_listens_is_left_out():
+    first = command.port_of_job("0f.0", 1)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", first))
+        busy.listen()
+        assert command.port_of("0f", False, {}) == command.port_of_job("0f.1", 1)
+
+
+def test_launchers_of_one_host_each_find_the_same_port():
+    names = ("0f", "1e")
+    of_slurm = {command.port_of(name, True, {"SLURM_JOB_ID": "7"}) for name in names}
+    assert len(of_slurm) == 1 and 29500 not in of_slurm
+    assert {command.port_of(name, True, {}) for name in names} == {29500}
 
 
 @pytest.mark.parametrize(
@@ -339,8 +418,13 @@ def test_a_file_that_is_named_and_is_not_there_sets_nothing(tmp_path):
         ("--node_rank 0 --hostfile= train.py", {}, []),
         ("--hostfile /nowhere train.py", {}, ["no file --hostfile /nowhere"]),
         ("--hostfile / train.py", {}, ["on this machine"]),
-        ("--num_gpus 2 train.py", {"CUDA_VISIBLE_DEVICES": "2,3"}, ["=2,3 is ignored"]),
+        ("--num_gpus 2 train.py", {"CUDA_VISIBLE_DEVICES": "2,3"}, []),
         ("-i localhost:0 train.py", {"CUDA_VISIBLE_DEVICES": "2"}, ["=2 is ignored"]),
+        (
+            "-i localhost:0 train.py",
+            {"CUDA_VISIBLE_DEVICES": "2", "SLURM_JOB_ID": "7"},
+            [],
+        ),
         ("train.py", {"DS_ENV_FILE": "no.env"}, ["DS_ENV_FILE=no.env, neither in"]),
         ("--hostfile HOSTS --node_rank 0 train.py", {}, ["ranks of 2 hosts"]),
         ("--hostfile HOSTS --no_ssh --node_rank 0 train.py", {}, []),

@@ -62,7 +62,7 @@ class RankProcess:
         self.ended: float | None = None
         self._mark = b""  # before each line
         words = job.program.command(rank.local_rank)
-        variables = {**os.environ, **job.environment(host, rank)}
+        variables = {**os.environ, **job.environment(host, rank, os.environ)}
         cores = _cores(job, host, rank)
         try:
             self.log = _log_file(job, rank)
@@ -211,7 +211,7 @@ class Node:
         """Start all ranks. Raises ConfigError where this host has no program for them."""
         job = self.job
         ranks = list(job.ranks(self.host))
-        variables = {**os.environ, **job.environment(self.host, ranks[0])}
+        variables = os.environ | job.environment(self.host, ranks[0], os.environ)
         reason = reason_against(job.program, Path(job.folder), variables)
         if reason:
             raise ConfigError(f"no rank can be started on {self.host}: {reason}.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...launch_env import OWN_LAUNCHER, RESTARTS, RUN
+from . import devices
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Job:
     run              identifier of a run that begins, the same after restarts
     end_seconds      what it may take beyond that, when it was named, before the job ends
     patience_seconds  what it may take while it starts, saves or reads data
+    has_numbers       the slots are numbers of devices, whatever CUDA_VISIBLE_DEVICES lists on their host
     """
 
     name: str
@@ -83,6 +85,7 @@ class Job:
     patience_seconds: float = 1800.0
     restarts: int = 0
     run: str = ""
+    has_numbers: bool = False
 
     @property
     def hosts(self) -> list[str]:
@@ -101,9 +104,15 @@ class Job:
         for i, slot in enumerate(self.slots[host]):
             yield Rank(first + i, i, slot)
 
-    def environment(self, host: str, rank: Rank) -> dict[str, str]:
-        """The variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds."""
+    def environment(
+        self, host: str, rank: Rank, environ: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """The variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds.
+
+        environ: of the host, whose devices may be listed there
+        """
         slots = self.slots[host]
+        given = {} if self.has_numbers else environ or {}
         node = self.hosts.index(host)
         return {
             **self.variables,
@@ -117,7 +126,7 @@ class Job:
             "GROUP_RANK": str(node),
             "CROSS_RANK": str(node),
             "CROSS_SIZE": str(len(self.slots)),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots)),
+            devices.VISIBLE: devices.visible(slots, given, host),
             OWN_LAUNCHER: self.name,
             RESTARTS: str(self.restarts),
             RUN: self.run,
