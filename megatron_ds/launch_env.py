@@ -1,5 +1,7 @@
 """The launcher's environment: rank and world size of this process before there is a process group."""
 
+import platform
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -163,6 +165,16 @@ def port_of_job(job: str, default: int) -> int:
     if not job.strip("."):
         return default
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+
+
+def unresolved(address: str) -> str:
+    """Why this host does not know an address of rank 0; "" if it does."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        text = getattr(error, "strerror", None) or error
+        return f"{platform.node()} cannot resolve {address}, the address of rank 0 ({text})"
+    return ""
 
 
 def restarts_in(env: Mapping[str, str]) -> int:

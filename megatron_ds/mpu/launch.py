@@ -1,8 +1,8 @@
 """`Launch`: rank, world size and address from the launcher's environment; starts and stops torch.distributed.
 
 Supported launchers: torchrun (and others that set its variables), Slurm's srun, the launchers of MPI, Flux, or none,
-which is one rank (`launch_env`). Training scripts of one rank open no socket and make no process group; programs around an
-engine get one, since they may call torch.distributed themselves.
+which is one rank (`launch_env`). Training scripts of one rank open no socket and make no process group; programs
+around an engine get one, since they may call torch.distributed themselves.
 """
 
 import logging

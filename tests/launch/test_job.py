@@ -11,6 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.launch import command
 from megatron_ds.extensions.launch.agent import _cores, host_of
+from megatron_ds.extensions.launch.cores import physical_cores, share
 from megatron_ds.extensions.launch.flag_values import core_list
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.no_effect import sentences
@@ -120,6 +121,35 @@ def test_cores_are_shared_out_equally():
         "0", {"h": (0, 1)}, JOB.program, {}, "/", "a", 1, bound_cores=core_list("1,4-7")
     )
     assert [bound.cores("h", rank) for rank in bound.ranks("h")] == [[1, 4], [5, 6]]
+
+
+def test_ranks_get_whole_cores_socket_by_socket(tmp_path, monkeypatch):
+    """Two sockets of three cores with two threads each; the second threads have the numbers from 6 on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)) - {11})
+    for number in range(12):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{number % 2}\n")
+        (topology / "core_id").write_text(f"{number % 6 // 2}\n")
+    found = physical_cores(tmp_path)
+    assert found == [[0, 6], [2, 8], [4, 10], [1, 7], [3, 9], [5]]
+    assert [share(found, 2, i) for i in (0, 1)] == [
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9],
+    ]
+    assert [share(found, 4, i) for i in range(4)] == [[0, 6], [2, 8], [4, 10], [1, 7]]
+    # without a description by the kernel
+    assert physical_cores(tmp_path / "none") == [[core] for core in range(11)]
+
+
+def test_all_cores_are_those_that_the_agent_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    job = replace(JOB, slots={"h": (0,)}, bound_cores=())
+    [rank] = job.ranks("h")
+    assert job.cores("h", rank) == [3]
+    two = replace(job, slots={"h": (0, 1)})
+    with pytest.raises(ConfigError, match="1 cores cannot be shared by 2 ranks"):
+        two.cores("h", rank)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +304,7 @@ def test_ranks_get_the_devices_of_the_allocation(
 
 
 def environment_of_rank(flags, environ, monkeypatch) -> str:
-    """CUDA_VISIBLE_DEVICES of the ranks of a machine with eight GPUs, whose launcher and agent have this environment."""
+    """CUDA_VISIBLE_DEVICES of ranks on eight GPUs; environ: of the launcher and of the agent"""
     monkeypatch.setattr(command.devices, "count", lambda: 8)
     for name in ("CUDA_VISIBLE_DEVICES", *command.devices.ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
@@ -327,6 +357,7 @@ def test_launchers_of_one_host_each_find_the_same_port():
     [
         ("--num_gpus 0 train.py", "must be a whole number from 1 to .*, got 0"),
         ("--num_gpus 1.5 train.py", "must be a whole number"),
+        ("--num_gpus 999999 train.py", "from 1 to 4096, got 999999"),
         ("--num_gpus 99999999999 train.py", "must be a whole number"),
         ("--master_port 70000 train.py", "from 1 to 65535, got 70000"),
         ("--grace-seconds nan train.py", "must be a number from 0 on, got nan"),

@@ -28,7 +28,15 @@ from ...errors import ConfigError
 from ...launch_env import port_of_job
 from . import devices
 from .autotuning import autotune, plan_lines, program_of
-from .flag_values import core_list, count, port, seconds, shell_words, whole
+from .flag_values import (
+    core_list,
+    count,
+    port,
+    ranks_of_host,
+    seconds,
+    shell_words,
+    whole,
+)
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram
 from .layout_check import LayoutCheck
@@ -76,7 +84,7 @@ def _add_hosts(add: Callable[..., object]) -> None:
     add(
         "--num_gpus",
         "--num_accelerators",
-        type=count,
+        type=ranks_of_host,
         help="ranks of each host; on a machine without GPUs, processes",
     )
     add(

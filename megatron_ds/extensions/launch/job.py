@@ -6,7 +6,6 @@ character of the user's arguments, and thousands of hosts fit into one word.
 
 import base64
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...launch_env import OWN_LAUNCHER, RESTARTS, RUN
-from . import devices
+from . import cores, devices
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Job:
     folder           the working directory, the same path on every host
     log_folder       of a file for each rank; "" for none
     bound_cores      the cores that ranks of a host share out among them; None binds nothing, () means all
+                     that the agent may use
     grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
     hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
     restarts         how often the job was started again
@@ -136,14 +136,15 @@ class Job:
         """The cores that a rank is bound to: an equal share of those of its host; [] for no bound."""
         if self.bound_cores is None:
             return []
-        available = list(self.bound_cores) or list(range(os.cpu_count() or 1))
-        share = len(available) // len(self.slots[host])
-        if not share:
+        available = [[core] for core in self.bound_cores] or cores.physical_cores()
+        ranks = len(self.slots[host])
+        found = cores.share(available, ranks, rank.local_rank)
+        if not found:
             raise ConfigError(
-                f"{len(available)} cores cannot be shared by {len(self.slots[host])} ranks of {host}. Leave "
+                f"{len(available)} cores cannot be shared by {ranks} ranks of {host}. Leave "
                 "out --bind_cores_to_rank, or give more cores by --bind_core_list."
             )
-        return available[rank.local_rank * share :][:share]
+        return found
 
     def encoded(self) -> str:
         """One word of letters, digits, -, _ and =."""
