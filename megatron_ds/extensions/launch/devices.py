@@ -47,7 +47,7 @@ def visible(slots: Sequence[int], environ: Mapping[str, str], host: str) -> str:
     if given and count():
         raise ConfigError(
             f"{host}: {VISIBLE}={environ[VISIBLE]} lists {len(given)} devices, and the job has slot {max(slots)} "
-            f"there, counted from 0: each rank needs a device of its own. Start {len(given)} ranks on that host, or request "
-            "more devices from the scheduler."
+            f"there, counted from 0: each rank needs a device of its own. Start {len(given)} ranks on that host, or "
+            "request more devices from the scheduler."
         )
     return environ[VISIBLE]  # ranks on CPUs
