@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 from ..host.backend_log import only_errors
+from ..host.torch_thread import torch_thread
 from ..launch_env import unresolved
 from .attendance import Attendance, Member
 
@@ -240,10 +241,12 @@ class _Attempt:
         self._call = call
         self._error: Exception | None = None
         self._result: Any = None
-        threading.Thread(target=self._run, name="rendezvous", daemon=True).start()
+        self._thread = torch_thread(self._run, "rendezvous")
 
     def raise_error(self) -> None:
-        """Raise what the call raised."""
+        """Raise what the call raised, if it has ended."""
+        if self.is_over.is_set():
+            self._thread.join()
         if self._error is not None:
             raise self._error
 
