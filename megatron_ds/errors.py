@@ -9,6 +9,7 @@
         MismatchError        of another run or model: each start of the command ends alike
       DataError              a corpus or an index is missing, damaged or empty
       CommunicationError     a peer exited, did not answer, or sent another tensor
+        MeetingError         a rank came twice, or another job meets at the address: each start ends alike
       DeviceMemoryError      the run does not fit on a rank's device
       StorageError           offloaded state could not be written or read
       KernelError            a GPU kernel did not compile, load or start
@@ -54,6 +55,10 @@ class DataError(MegatronDSError):
 
 class CommunicationError(MegatronDSError):
     """A peer, whose rank is in the message, exited, did not answer, or sent another tensor."""
+
+
+class MeetingError(CommunicationError):
+    """A process cannot meet the others: they contradict it, or are those of another job. A restart ends alike."""
 
 
 class DeviceMemoryError(MegatronDSError):
