@@ -108,7 +108,7 @@ def _launch_in(env: Mapping[str, str]) -> Launch:
 
 
 def _check_alone(env: Mapping[str, str]) -> None:
-    """Raises ConfigError if half of a launcher's variables say that this process is one of several."""
+    """Raises ConfigError if half of a launcher's variables show that this process is one of several."""
     if env.get(TORCHRUN.rank):
         raise ConfigError(
             "RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
@@ -294,7 +294,7 @@ def _mpi(env: Mapping[str, str], of: Variables) -> Launch:
     local_size = _int(env, here) if here else 0
     if of.hosts and _int(env, of.hosts, 0) == 1 or size == 1:
         local_size = size
-    # Rank 0 is on this host, or where the user says.
+    # Rank 0 is on this host, or at MASTER_ADDR.
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         where = f" on several machines, {local_size} of them here" if local_size else ""

@@ -19,7 +19,8 @@ def physical_cores(folder: Path = SYSTEM) -> list[list[int]]:
     """
     cores: dict[tuple[int, int], list[int]] = {}
     for number in sorted(os.sched_getaffinity(0)):
-        cores.setdefault(_place_of(number, folder), []).append(number)
+        place = _place_of(number, folder)
+        cores.setdefault(place, []).append(number)
     return [cores[place] for place in sorted(cores)]
 
 
@@ -27,14 +28,19 @@ def _place_of(number: int, folder: Path) -> tuple[int, int]:
     """(socket, core there) of a logical core."""
     topology = folder / f"cpu{number}" / "topology"
     try:
-        names = ("physical_package_id", "core_id")
-        socket, core = (int((topology / name).read_text()) for name in names)
+        socket = _number_in(topology / "physical_package_id")
+        core = _number_in(topology / "core_id")
     except (OSError, ValueError):
         return 0, number
     return socket, core
 
 
+def _number_in(path: Path) -> int:
+    return int(path.read_text())
+
+
 def share(available: Sequence[Sequence[int]], ranks: int, position: int) -> list[int]:
     """The logical cores of the rank at a position among so many; [] if there are fewer cores than ranks."""
     size = len(available) // ranks
-    return sorted(sum(map(list, available[position * size :][:size]), []))
+    own = available[position * size :][:size]
+    return sorted(number for core in own for number in core)

@@ -46,16 +46,28 @@ class Stalls:
         An agent reports its end. One that the launcher ended before that is not lost, unless it was silent: its host
         may have been healthy, and only slow.
         """
+        # Those without an end, the longest silence first.
         missing = [host for host in self._hosts if not self._has_ended(host)]
-        times = {host: self._reports[host][0] for host in self._reports}
-        missing.sort(key=lambda host: times.get(host, -math.inf))
+        missing.sort(key=self._time_of)
         alone = [host for host in missing if host in ended]
-        newest = max(times.values(), default=-math.inf)
-        is_silent = lambda host: newest - times.get(host, -math.inf) > SILENT_SECONDS
-        return [host for host in alone or missing if is_silent(host)] or alone
+        # A silent host is lost in any case.
+        newest = max(map(self._time_of, self._hosts))
+        limit = newest - SILENT_SECONDS
+        silent = [host for host in alone or missing if self._time_of(host) < limit]
+        return silent or alone
+
+    def _time_of(self, host: str) -> float:
+        """When a host last reported."""
+        if host not in self._reports:
+            return -math.inf
+        when, _ = self._reports[host]
+        return when
 
     def _has_ended(self, host: str) -> bool:
-        return host in self._reports and self._reports[host][1].is_last
+        if host not in self._reports:
+            return False
+        _, report = self._reports[host]
+        return report.is_last
 
     def hang(self) -> Hang | None:
         """What hangs, if the job does."""

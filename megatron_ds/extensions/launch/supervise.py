@@ -78,7 +78,8 @@ class Processes:
             if self._kill_time is None:
                 self._look_for_hang()
             if self._kill_time is not None and time.monotonic() > self._kill_time:
-                self._killed.update(i for i, code in enumerate(codes) if code is None)
+                running = [i for i, code in enumerate(codes) if code is None]
+                self._killed.update(running)
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         for reader in self._readers:
@@ -90,17 +91,22 @@ class Processes:
     @property
     def code(self) -> int:
         """The exit code of the first process that failed by itself, or else of one that was killed here."""
-        codes = [process.returncode for process in self._processes]
-        order = sorted(range(len(codes)), key=lambda i: i in self._killed)
-        code = next((codes[i] for i in order if codes[i]), 0)
+        positions = range(len(self._processes))
+        by_cause = sorted(positions, key=lambda i: i in self._killed)
+        codes = [self._processes[i].returncode for i in by_cause]
+        code = next(filter(None, codes), 0)
         return code if code >= 0 else 128 - code
 
     def lost(self) -> list[str]:
         """The hosts that were lost. All processes have ended."""
         ended = set(range(len(self._processes))) - self._killed
+        hosts = self._hosts
+        # One process may be the connection to all hosts.
         if len(self._processes) > 1:
-            return self.stalls.lost([self._hosts[i] for i in sorted(ended)])
-        return self.stalls.lost(self._hosts if ended else ())
+            hosts = [hosts[i] for i in sorted(ended)]
+        elif not ended:
+            hosts = []
+        return self.stalls.lost(hosts)
 
     def end(self) -> None:
         """Ask all to end. An agent gives its ranks the grace period, so this waits longer than that."""
