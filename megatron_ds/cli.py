@@ -37,7 +37,9 @@ from .errors import (
     ConfigError,
     DeviceMemoryError,
     LayoutError,
+    MeetingError,
     MegatronDSError,
+    MismatchError,
     ScheduleError,
     StorageError,
 )
@@ -48,6 +50,7 @@ from .registry import did_you_mean
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)
 # A restart may end better after these. After other errors of this package it ends alike.
 PASSING = (CheckpointError, CommunicationError, DeviceMemoryError, StorageError)
+LASTING = (MeetingError, MismatchError)  # but not after these
 WAIT_SECONDS = 5.0
 
 # Note: the order of exits.  torchrun, mpirun and srun -K end all ranks as soon as one of them fails. If rank
@@ -116,12 +119,10 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
         if rank == 0 or not shared or _must_print(os.environ):
             text = f"error{f' on rank {rank}' if rank > 0 else ''}: {_shown(error)}"
             print(text, file=sys.stderr, flush=True)
-            note_for_torchrun(
-                os.environ,
-                text,
-                is_consequence=isinstance(error, CommunicationError),
-                is_passing=isinstance(error, PASSING),
-            )
+            is_lasting = isinstance(error, LASTING)
+            is_caused = isinstance(error, CommunicationError) and not is_lasting
+            is_passing = isinstance(error, PASSING) and not is_lasting
+            note_for_torchrun(os.environ, text, is_caused, is_passing)
         return 2
     # A stop on request, and errors of the system.
     except Stopped as stop:

@@ -6,8 +6,10 @@
       LayoutError            sizes do not divide, shards do not cover         (also ValueError)
       ScheduleError          an instruction list is not valid
       CheckpointError        missing, incomplete, or written by another model
+        MismatchError        of another run or model: each start of the command ends alike
       DataError              a corpus or an index is missing, damaged or empty
       CommunicationError     a peer exited, did not answer, or sent another tensor
+        MeetingError         a rank came twice, or another job meets at the address: each start ends alike
       DeviceMemoryError      the run does not fit on a rank's device
       StorageError           offloaded state could not be written or read
       KernelError            a GPU kernel did not compile, load or start
@@ -43,12 +45,20 @@ class CheckpointError(MegatronDSError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
 
 
+class MismatchError(CheckpointError):
+    """A folder holds another run or model than the command asks for. A restart ends alike."""
+
+
 class DataError(MegatronDSError):
     """A corpus or an index file is missing, damaged or empty."""
 
 
 class CommunicationError(MegatronDSError):
     """A peer, whose rank is in the message, exited, did not answer, or sent another tensor."""
+
+
+class MeetingError(CommunicationError):
+    """A process cannot meet the others: they contradict it, or are those of another job. A restart ends alike."""
 
 
 class DeviceMemoryError(MegatronDSError):

@@ -1,35 +1,180 @@
 """The launcher's environment: rank and world size of this process before there is a process group."""
 
+import platform
+import socket
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+class Variables(NamedTuple):
+    """Names of a launcher's variables; the first one that is set counts.
+
+    job     identifies the job, equal on all ranks
+    hosts   number of hosts, for launchers that do not give the number of ranks of a host
+    option  how a user gives all ranks a variable
+    """
+
+    launcher: str
+    rank: str
+    sizes: tuple[str, ...]
+    local_ranks: tuple[str, ...]
+    local_sizes: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    hosts: str = ""
+    option: str = ""
+
+    def are_in(self, env: Mapping[str, str]) -> bool:
+        """Whether the launcher started this process."""
+        return bool(env.get(self.rank)) and any(env.get(name) for name in self.sizes)
+
+
+TORCHRUN = Variables(
+    "torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)
+)
+SLURM = Variables(
+    "Slurm",
+    "SLURM_PROCID",
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ("SLURM_LOCALID",),
+)
+MPI = (
+    Variables(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+        option="mpirun with -x MASTER_ADDR=",
+    ),
+    Variables(
+        "MVAPICH2",
+        "MV2_COMM_WORLD_RANK",
+        ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        option="mpirun_rsh with MASTER_ADDR=",
+    ),
+    Variables(
+        "MVAPICH",
+        "MVP_COMM_WORLD_RANK",
+        ("MVP_COMM_WORLD_SIZE",),
+        ("MVP_COMM_WORLD_LOCAL_RANK",),
+        ("MVP_COMM_WORLD_LOCAL_SIZE",),
+        option="mpirun_rsh with MASTER_ADDR=",
+    ),
+    Variables(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        ("LSB_JOBID",),
+        option="jsrun with -E MASTER_ADDR=",
+    ),
+    Variables(
+        "Flux",
+        "FLUX_TASK_RANK",
+        ("FLUX_JOB_SIZE",),
+        ("FLUX_TASK_LOCAL_ID",),
+        (),
+        ("FLUX_JOB_ID",),
+        hosts="FLUX_JOB_NNODES",
+        option="flux run with --env=MASTER_ADDR=",
+    ),
+    Variables(
+        "PALS",
+        "PALS_RANKID",
+        ("PALS_SIZE", "PMI_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        ("PALS_APID",),
+        option="mpiexec with --env MASTER_ADDR=",
+    ),
+    # Hydra, the launcher of MPICH, Intel MPI and others.
+    Variables(
+        "MPI",
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        ("PMI_JOBID", "PBS_JOBID", "LSB_JOBID"),
+        option="mpiexec with -genv MASTER_ADDR ",
+    ),
+)
+# Ranks of launchers that do not set the number of ranks.
+LONE_RANKS = {"ALPS_APP_PE": "aprun", "PMIX_RANK": "a launcher with PMIx"}
+FAMILIES = (TORCHRUN, SLURM, *MPI)
+RANKS = tuple(family.rank for family in FAMILIES)
+SIZES = tuple(dict.fromkeys(name for family in FAMILIES for name in family.sizes))
+LOCAL_RANKS = tuple(
+    dict.fromkeys(name for family in FAMILIES for name in family.local_ranks)
+)
 OWN_LAUNCHER = "MEGATRON_DS_LAUNCH"
 RESTARTS = "MEGATRON_DS_RESTARTS"
 RUN = "MEGATRON_DS_RUN"
-LAUNCHERS = (
+ENDING_LAUNCHERS = (
     "TORCHELASTIC_RUN_ID",
     OWN_LAUNCHER,
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
+    *(family.rank for family in MPI),
 )
-ENDING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", OWN_LAUNCHER, "OMPI_COMM_WORLD_RANK")
+LAUNCHERS = (*ENDING_LAUNCHERS, SLURM.rank)
+FIRST_PORT = 20_000
+NUM_PORTS = 12_000  # below those of outgoing connections
+
+
+def variables_in(env: Mapping[str, str]) -> Variables | None:
+    """The variables of the launcher that started this process; None without one.
+
+    Within a job of Slurm, mpirun starts its daemons by srun, whose numbers the ranks inherit.
+    """
+    found = [family for family in FAMILIES if family.are_in(env)]
+    if len(found) > 1 and found[0] is SLURM:
+        of_step = (_first_number(env, (SLURM.rank,)), _first_number(env, SLURM.sizes))
+        mpi = found[1]
+        of_mpi = (_first_number(env, (mpi.rank,)), _first_number(env, mpi.sizes))
+        return SLURM if of_step == of_mpi else mpi
+    return found[0] if found else None
 
 
 def rank_in(env: Mapping[str, str]) -> int:
-    """The rank that torchrun, Slurm or Open MPI has set; 0 without a launcher."""
-    return _first_number(env, RANKS) or 0
+    """The rank that a launcher has set; 0 without one."""
+    found = variables_in(env)
+    return _first_number(env, (found.rank,) if found else RANKS) or 0
 
 
 def size_in(env: Mapping[str, str]) -> int:
-    """The world size that torchrun, Slurm or Open MPI has set; 1 without a launcher."""
-    return _first_number(env, SIZES) or 1
+    """The world size that a launcher has set; 1 without one."""
+    found = variables_in(env)
+    return _first_number(env, found.sizes if found else SIZES) or 1
 
 
 def local_rank_in(env: Mapping[str, str]) -> int:
     """The rank on this machine; 0 if the environment has none."""
-    return _first_number(env, LOCAL_RANKS) or 0
+    found = variables_in(env)
+    own = found.local_ranks if found else ()
+    return _first_number(env, (*own, *LOCAL_RANKS)) or 0
+
+
+def port_of_job(job: str, default: int) -> int:
+    """A port that follows from the identifier of a job: the same for all its ranks, usually another for other jobs.
+
+    default: where there is no identifier
+    """
+    if not job.strip("."):
+        return default
+    return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+
+
+def unresolved(address: str) -> str:
+    """Why this host does not know an address of rank 0; "" if it does."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        text = getattr(error, "strerror", None) or error
+        return f"{platform.node()} cannot resolve {address}, the address of rank 0 ({text})"
+    return ""
 
 
 def restarts_in(env: Mapping[str, str]) -> int:

@@ -13,39 +13,27 @@ there, on all ranks. The files are those of `save`, byte for byte. Until it is p
 after a crash.
 """
 
-import atexit
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..host.pace import Pace
+from ..host.torch_thread import torch_thread
 from .pieces import Piece
 from .save import Saving
 from .state_copies import Copies, CopiesUnderWay
 
-LONGEST_END = 5.0  # seconds for which a process that ends waits for the thread
-
 
 class ThreadedCall:
-    """A function that runs in a thread of its own.
-
-    A process that fails does not wait for the result. It stops the function, since the interpreter aborts a process,
-    whatever its exit code, that ends while a thread is inside an operation of torch.
-    """
+    """A function that runs in a thread of its own. A process that fails does not wait for the result."""
 
     def __init__(self, function: Callable[[], Any], stop: Callable[[], None]):
         """stop: called by another thread, makes the function raise soon"""
         self._function = function
-        self._stop = stop
         self._value: Any = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, name="checkpoint", daemon=True
-        )
-        self._thread.start()
-        atexit.register(self._end)
+        self._thread = torch_thread(self._run, "checkpoint", stop)
 
     @property
     def has_ended(self) -> bool:
@@ -55,7 +43,6 @@ class ThreadedCall:
     def result(self) -> Any:
         """Wait for the function, and return its value or raise its error."""
         self._thread.join()
-        atexit.unregister(self._end)
         if self._error is not None:
             raise self._error
         return self._value
@@ -65,11 +52,6 @@ class ThreadedCall:
             self._value = self._function()
         except BaseException as error:  # noqa: BLE001  `result` raises it
             self._error = error
-
-    def _end(self) -> None:
-        if not self.has_ended:
-            self._stop()
-            self._thread.join(LONGEST_END)
 
 
 class BackgroundSave:

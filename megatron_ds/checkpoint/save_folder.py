@@ -17,7 +17,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from . import folder as folders
 from .run_file import read_run_file
 
@@ -68,24 +68,24 @@ def saved_run_in(folder: Path) -> SavedRun | None:
     return None
 
 
-def check_vacant(folder: Path, run_id: str, step: int, to_continue: str) -> None:
-    """Raises CheckpointError if a run that starts after `step` would overwrite the run in `folder`.
+def check_vacant(
+    folder: Path, run_id: str, step: int, to_continue: str, to_begin: str
+) -> None:
+    """Raises MismatchError if a run that starts after `step` would overwrite the run in `folder`.
 
-    Earlier checkpoints of the same run are allowed. to_continue: advice for continuing the run there.
+    Earlier checkpoints of the same run are allowed, and so are its files before the first one: such a run begins
+    again. to_continue, to_begin: advice for a run there with a checkpoint, and for one without
     """
     there = saved_run_in(folder)
-    if (
-        there is None
-        or there.run_id == run_id
-        and there.step is not None
-        and there.step <= step
-    ):
+    if there is None:
         return
-    whose = "a later iteration of this run" if there.run_id == run_id else "another run"
-    if there.step is None:
-        to_continue = f"Add --load {folder} to start that run again from scratch, as it has no checkpoint"
-    raise CheckpointError(
-        f"--save {folder} holds {whose}: {there}. Saving there would mix the two. {to_continue}; add "
+    is_own = there.run_id == run_id
+    if is_own and (there.step is None or there.step <= step):
+        return
+    whose = "a later iteration of this run" if is_own else "another run"
+    advice = to_begin if there.step is None else to_continue
+    raise MismatchError(
+        f"--save {folder} holds {whose}: {there}. Saving there would mix the two. {advice}; add "
         "--overwrite-save to move it into a subfolder and start here; or give another --save folder."
     )
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, MeetingError
 
 COMPLETE = "complete"
 MOST_NAMED = 8  # missing ranks in a message
@@ -67,9 +67,8 @@ class Attendance:
         if verdict != COMPLETE:
             self._store.add("informed", 1)
             is_known = not problem or problem in verdict
-            raise CommunicationError(
-                verdict if is_known else _with_cause(verdict, problem)
-            )
+            kind = MeetingError if problem else CommunicationError
+            raise kind(verdict if is_known else _with_cause(verdict, problem))
         return dist.PrefixStore("group", self._store)
 
     def fail(self, problem: str) -> None:
@@ -100,13 +99,13 @@ class Attendance:
         """Go to the first meeting that is not complete. This process has left the others, or, in a store that
         is kept, an earlier process of its rank has.
 
-        Raises CommunicationError, on this process alone, when all ranks have met without it.
+        Raises MeetingError, on this process alone, when all ranks have met without it.
         """
         number = 0
         while self._verdict() == COMPLETE:
             there = self._set_or_read(f"rank {self._member.rank}")
             if not self._is_kept and there != self._member:
-                raise CommunicationError(
+                raise MeetingError(
                     f"{self._member} came after all ranks had met, among them {there}: it was started twice, or "
                     "another job meets at this address. Give each process its own RANK, and each job its own "
                     "MASTER_PORT."

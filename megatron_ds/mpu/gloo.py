@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..host import places
+from ..host.torch_thread import torch_thread
 from .group import Work
 from .slots import Slots, open_slots
 from .transport import TorchTransport, TranslatedWork
@@ -250,10 +251,7 @@ class _Outbox:
     def put(self, work: TranslatedWork) -> "_Sent":
         """Wait for `work` in the thread."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="sends", daemon=True
-            )
-            self._thread.start()
+            self._thread = torch_thread(self._serve, "sends", stop=self.close)
         sent = _Sent()
         self._sends.put((work, sent))
         return sent

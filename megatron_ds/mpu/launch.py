@@ -1,8 +1,8 @@
 """`Launch`: rank, world size and address from the launcher's environment; starts and stops torch.distributed.
 
-Supported launchers: torchrun (and others that set its variables), Slurm's srun, Open MPI's mpirun, or none,
-which is one rank. Training scripts of one rank open no socket and make no process group; programs around an
-engine get one, since they may call torch.distributed themselves.
+Supported launchers: torchrun (and others that set its variables), Slurm's srun, the launchers of MPI, Flux, or none,
+which is one rank (`launch_env`). Training scripts of one rank open no socket and make no process group; programs
+around an engine get one, since they may call torch.distributed themselves.
 """
 
 import logging
@@ -10,11 +10,11 @@ import os
 import platform
 import re
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ from ..errors import CommunicationError, ConfigError, MegatronDSError
 from ..host import places
 from ..host.backend_log import only_errors
 from ..host.file_limit import check_file_limit
+from ..launch_env import (
+    LONE_RANKS,
+    MPI,
+    SLURM,
+    TORCHRUN,
+    Variables,
+    port_of_job,
+    variables_in,
+)
 from .control import control_group, forget
 from .flight_recorder import switch_on
 from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
@@ -89,19 +98,36 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _launch_in(env: Mapping[str, str]) -> Launch:
-    for is_there, read in (
-        (("RANK", "WORLD_SIZE"), _torchrun),
-        (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
-        (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
-    ):
-        if all(env.get(name) for name in is_there):
-            return read(env)
-    if env.get("RANK"):
+    found = variables_in(env)
+    if found is None:
+        _check_alone(env)
+        return Launch()
+    if found is TORCHRUN:
+        return _torchrun(env)
+    return _slurm(env) if found is SLURM else _mpi(env, found)
+
+
+def _check_alone(env: Mapping[str, str]) -> None:
+    """Raises ConfigError if half of a launcher's variables show that this process is one of several."""
+    if env.get(TORCHRUN.rank):
         raise ConfigError(
             "RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
             "unset RANK."
         )
-    return Launch()
+    # A number of ranks, and no rank. In a shell of Slurm or Flux that is the size of the allocation.
+    for family in (TORCHRUN, *MPI):
+        name = family.sizes[0]
+        if env.get(name) and family.launcher != "Flux" and _int(env, name) > 1:
+            raise ConfigError(
+                f"{name}={env[name]} is set but {family.rank} is not: each of {env[name]} processes would train alone, "
+                f"as rank 0 of 1. Start them with a launcher, which sets both, or unset {name}."
+            )
+    for name, launcher in LONE_RANKS.items():
+        if env.get(name) and _int(env, name) > 0:
+            raise ConfigError(
+                f"{launcher} started this process as number {env[name]} ({name}), and does not set how many there "
+                "are. Set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in each process, or start with torchrun."
+            )
 
 
 def start(
@@ -211,6 +237,14 @@ def _slurm(env: Mapping[str, str]) -> Launch:
             "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
             "one rank only, put SLURM_NTASKS=1 before the command."
         )
+    # A terminal is that of the first task, a shell, which started this process.
+    is_terminal = env.get("SLURM_PTY_PORT") and _is_below_shell(env)
+    if size > 1 and is_terminal:
+        raise ConfigError(
+            f"this runs in a terminal of srun --pty with {size} tasks, of which the others run a shell and will not "
+            f"come. Start the terminal with srun -n 1 --pty, and in it the ranks with srun or torchrun; for one rank "
+            "only, put SLURM_STEP_NUM_TASKS=1 before the command."
+        )
     # Rank 0 is on the first host of the list, unless the user names another.
     hosts = expand_nodelist(
         _first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -228,27 +262,58 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     job = (
         _first(env, "SLURM_JOB_ID", "SLURM_JOBID") + "." + env.get("SLURM_STEP_ID", "")
     )
-    port = _int(env, "MASTER_PORT", _port_of(job))
+    port = _int(env, "MASTER_PORT", port_of_job(job, DEFAULT_PORT))
     return Launch(rank, size, local_rank, local_size, address, port, "Slurm")
 
 
-def _open_mpi(env: Mapping[str, str]) -> Launch:
-    rank = _int(env, "OMPI_COMM_WORLD_RANK")
-    size = _int(env, "OMPI_COMM_WORLD_SIZE")
-    local_rank = _int(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
-    local_size = _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+def _is_below_shell(env: Mapping[str, str]) -> bool:
+    """Whether this process is no task of srun, but below one with a terminal, as far as /proc shows.
+
+    Ranks that are started by srun within a terminal inherit its variables, and have no terminal.
+    """
+    task = env.get("SLURM_TASK_PID")
+    pid = os.getpid()
+    if task == str(pid):
+        return False
+    with suppress(OSError, ValueError):
+        while pid > 1:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            _, parent, _, _, terminal, *_ = stat.rpartition(")")[2].split()
+            if task == str(pid):
+                return terminal != "0"
+            pid = int(parent)
+    return True
+
+
+def _mpi(env: Mapping[str, str], of: Variables) -> Launch:
+    """A rank of mpirun, mpiexec, jsrun or flux, which set numbers and no address."""
+    rank = _int(env, of.rank)
+    size = _int(env, _first_name(env, of.sizes))
+    # How many of the ranks are here; 0 if it is not known.
+    here = _first_name(env, of.local_sizes)
+    local_size = _int(env, here) if here else 0
+    if of.hosts and _int(env, of.hosts, 0) == 1 or size == 1:
+        local_size = size
+    # Rank 0 is on this host, or at MASTER_ADDR.
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
+        where = f" on several machines, {local_size} of them here" if local_size else ""
         raise ConfigError(
-            f"Open MPI started {size} ranks on several machines, {local_size} of them here, "
-            "but MASTER_ADDR is not set: the host of rank 0 is unknown. Run mpirun with -x "
-            "MASTER_ADDR=<host of rank 0>."
+            f"{of.launcher} started {size} ranks{where}, but MASTER_ADDR is not set: the host of rank 0 is unknown. "
+            f"Run {of.option}<host of rank 0>."
         )
-    job = _first(
-        env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"
-    )
-    port = _int(env, "MASTER_PORT", _port_of(job))
-    return Launch(rank, size, local_rank, local_size, address, port, "Open MPI")
+    is_local = local_size == size or address in _LOCAL
+    local_name = _first_name(env, (*of.local_ranks, *TORCHRUN.local_ranks))
+    if not local_name and not is_local:
+        raise ConfigError(
+            f"{of.launcher} started {size} ranks, and sets none of {', '.join(of.local_ranks)}, which select the GPU "
+            "of a rank. Set LOCAL_RANK in each process: to 0 in the first one of a host, to 1 in the second, and so "
+            "on."
+        )
+    local_rank = _int(env, local_name, rank) if local_name else rank
+    local_size = local_size or (size if is_local else local_rank + 1)
+    port = _int(env, "MASTER_PORT", port_of_job(_first(env, *of.job), DEFAULT_PORT))
+    return Launch(rank, size, local_rank, local_size, address, port, of.launcher)
 
 
 def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
@@ -260,13 +325,12 @@ def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
     return counts[node] if node < len(counts) else 0
 
 
-def _port_of(job: str) -> int:
-    """A port below the ephemeral range, the same for all ranks of a job, usually different for other jobs."""
-    return 20000 + zlib.crc32(job.encode()) % 12000 if job.strip(".") else DEFAULT_PORT
-
-
 def _first(env: Mapping[str, str], *names: str) -> str:
     return next((env[name] for name in names if env.get(name)), "")
+
+
+def _first_name(env: Mapping[str, str], names: Sequence[str]) -> str:
+    return next((name for name in names if env.get(name)), "")
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

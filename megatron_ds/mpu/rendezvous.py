@@ -15,6 +15,7 @@ rank that ends earlier, by an error of its options for instance, calls `report_a
 with its error. Rank 0 has the store; it stays until the others have read the error, or LISTEN_SECONDS.
 """
 
+import logging
 import os
 import platform
 import select
@@ -32,8 +33,11 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 from ..host.backend_log import only_errors
+from ..host.torch_thread import torch_thread
+from ..launch_env import unresolved
 from .attendance import Attendance, Member
 
+logger = logging.getLogger(__name__)
 SLACK_SECONDS = 2.0  # after the deadline, in which torch's own error may arrive
 PAUSE_SECONDS = 0.05  # between two looks
 LISTEN_SECONDS = 15.0  # in which other ranks can read why this one has ended
@@ -81,8 +85,13 @@ def meet(backend: str, place: Place, timeout: timedelta) -> None:
     Raises CommunicationError when the ranks cannot meet or have not come by the deadline, `timeout` from
     now; OSError, RuntimeError or ValueError when there is no store, or the process that has it ends.
     """
-    # Rank 0 listens; the others wait until it does.
+    # Rank 0 listens; the others wait until it does. A name may become known meanwhile.
     deadline = time.monotonic() + timeout.total_seconds()
+    if not place.file and (problem := unresolved(place.address[0])):
+        seconds = timeout.total_seconds()
+        logger.warning(
+            "%s: rank %d tries again for %.0f s", problem, place.rank, seconds
+        )
     listener = place.wait_for_listener(deadline)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -232,10 +241,12 @@ class _Attempt:
         self._call = call
         self._error: Exception | None = None
         self._result: Any = None
-        threading.Thread(target=self._run, name="rendezvous", daemon=True).start()
+        self._thread = torch_thread(self._run, "rendezvous")
 
     def raise_error(self) -> None:
-        """Raise what the call raised."""
+        """Raise what the call raised, if it has ended."""
+        if self.is_over.is_set():
+            self._thread.join()
         if self._error is not None:
             raise self._error
 

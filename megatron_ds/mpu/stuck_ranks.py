@@ -12,7 +12,6 @@ time limit.
 """
 
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..host.torch_thread import torch_thread
 from .attendance import absent_ranks
 
 T = TypeVar("T")
@@ -153,7 +153,5 @@ def within(seconds: float, call: Callable[[], T]) -> T | None:
         except Exception:  # noqa: BLE001  the failure being reported has its own error
             pass
 
-    thread = threading.Thread(target=run, name="failure report", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    torch_thread(run, "failure report").join(seconds)
     return result[0] if result else None

@@ -16,12 +16,18 @@ from ..checkpoint.pieces import WEIGHT
 from ..checkpoint.place import absolute
 from ..config import RunConfig, Source
 from ..config.options.training_options import CheckpointConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.group import Group
 from .build import Replica
 from .foreign_checkpoints import foreign_checkpoints, has_checkpoint
-from .run_checkpoint import Start, check_same_run, find_weights, frozen_pieces
+from .run_checkpoint import (
+    Start,
+    check_may_start,
+    check_same_run,
+    find_weights,
+    frozen_pieces,
+)
 
 logger = logging.getLogger(__name__)
 FLAG = "--pretrained-checkpoint"
@@ -32,7 +38,7 @@ def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     """The configuration of this start: without a checkpoint in --load, that of a run which finetunes the weights.
 
     Adapters are always loaded from --load. Collective over the world. Raises CheckpointError if the folder has no
-    weights.
+    weights, or if --load is given, has no checkpoint, and is not --save.
     """
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is None or config.adapters.is_on:
@@ -40,6 +46,8 @@ def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     found = lambda: has_checkpoint(checkpoint.load, checkpoint.load_format)
     if on_one_rank(world, found):
         return config
+    if checkpoint.load is not None:
+        on_one_rank(world, lambda: check_may_start(checkpoint))
     whole = of_weights(config)
     on_one_rank(world, lambda: find_weights(whole.checkpoint))
     return whole
@@ -92,14 +100,16 @@ def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights
     start = on_one_rank(world, lambda: find_weights(checkpoint))
     if start.step is not None:
         whole = description | {"identity": _without_adapters(description["identity"])}
-        on_all_ranks(world, lambda: _check_same(start.run, whole, checkpoint))
+        on_all_ranks(world, lambda: check_same_weights(start.run, whole, checkpoint))
     foreign = on_all_ranks(
         world, lambda: foreign_checkpoints().read(below, start.foreign)
     )
     return BaseWeights(checkpoint, start, foreign)
 
 
-def _check_same(saved: dict, current: dict, checkpoint: CheckpointConfig) -> None:
+def check_same_weights(
+    saved: dict, current: dict, checkpoint: CheckpointConfig
+) -> None:
     """`check_same_run`, whose error names the flag of these weights."""
     try:
         check_same_run(saved, current, checkpoint)
@@ -107,7 +117,7 @@ def _check_same(saved: dict, current: dict, checkpoint: CheckpointConfig) -> Non
         text = str(error)
         for words in (f"--load {checkpoint.load}:", "another --load"):
             text = text.replace(words, words.replace("--load", FLAG))
-        raise CheckpointError(text) from None
+        raise MismatchError(text) from None
 
 
 def _without_adapters(identity: dict) -> dict:
@@ -142,15 +152,15 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
 
 
 def check_same_base(saved: dict, base: BaseWeights | None) -> None:
-    """Raises CheckpointError if adapters were trained on other weights. saved: the values of their run.json."""
+    """Raises MismatchError if adapters were trained on other weights. saved: the values of their run.json."""
     before = saved.get("base")
     now = None if base is None else base.identity
     if (before is None) != (now is None):
-        raise CheckpointError(_other_base(before, now))
+        raise MismatchError(_other_base(before, now))
     if before is None or "step" not in before or "step" not in now:
         return
     if (before["run_id"], before["step"]) != (now["run_id"], now["step"]):
-        raise CheckpointError(_other_base(before, now))
+        raise MismatchError(_other_base(before, now))
 
 
 def _other_base(before: dict | None, now: dict | None) -> str:

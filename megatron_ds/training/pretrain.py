@@ -28,6 +28,7 @@ from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
+from ..config.options.training_options import CheckpointConfig
 from ..config.sources.flags import read_flags
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
@@ -54,6 +55,7 @@ from ..progress.ramps import Progress
 from .base_weights import (
     BaseWeights,
     check_same_base,
+    check_same_weights,
     find_base,
     load_base,
     started_from_pretrained,
@@ -237,7 +239,8 @@ def train(
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
-            description |= _prepare_saves(engine, progress, lock, stop)
+            given = recorded.checkpoint
+            description |= _prepare_saves(engine, progress, lock, stop, given)
         # Train, then make sure that the folder was ours to the end.
         logs: list[Log] = []
         open_here = lambda: logs.append(open_log(config, progress, opened.start.run_id))
@@ -267,14 +270,14 @@ def train(
 def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     """Find what to load and open the data. Collective over the world.
 
-    recorded: the configuration for run.json
+    recorded: the configuration for run.json, with the --load and --save that the user gave
     Raises on all ranks where data, model or weights are not those of the saved run, or differ between ranks.
     """
     world = mesh.group("world")
     checkpoint = as_given.checkpoint
     of_others = foreign_checkpoints()
     # The data, under the schedule of the saved run.
-    start = find_start(checkpoint, world)
+    start = find_start(checkpoint, world, recorded.checkpoint)
     as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
     recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
     config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
@@ -282,7 +285,9 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     _require_same_data(config, description["identity"], world)
     # The weights.
     if start.step is not None:
-        on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
+        is_own = checkpoint.load == recorded.checkpoint.load
+        check = check_same_run if is_own else check_same_weights
+        on_all_ranks(world, lambda: check(start.run, description, checkpoint))
     base = find_base(config, description, world)
     if start.step is not None:
         on_all_ranks(world, lambda: check_same_base(start.run, base))
@@ -346,16 +351,21 @@ def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> No
 
 
 def _prepare_saves(
-    engine: Replica, progress: Progress, lock: SaveLock, stop: StopRequest
+    engine: Replica,
+    progress: Progress,
+    lock: SaveLock,
+    stop: StopRequest,
+    given: CheckpointConfig,
 ) -> dict:
     """Check the save folder and its room, and keep the tokenizer there. Returns what run.json has of its files.
 
+    given: the options of the user
     Collective over the world.
     """
     config = engine.config
     world = engine.mesh.group("world")
     on_one_rank(world, lambda: _stop_when_lost(lock, stop))
-    clear_save_folder(config.checkpoint, world)
+    clear_save_folder(given, world)
     _check_room(engine, progress)
     return on_one_rank(world, lambda: keep_tokenizer_files(config))
 

@@ -1,4 +1,4 @@
-"""A run that the launcher has started again continues from the newest checkpoint in its --save folder.
+"""A run that the launcher has started again continues from the newest checkpoint in its --save folder, or begins again.
 
 The launcher gives its runs an identifier, which is the same in all starts: by it a checkpoint of an earlier start is
 known, and that of another run in the folder is not loaded.
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ..checkpoint.load import latest, read_run
 from ..checkpoint.place import place_of
-from ..checkpoint.save_folder import run_id_of
+from ..checkpoint.save_folder import run_id_of, saved_run_in
 from ..config import RunConfig, Source
 from ..config.options.training_options import CheckpointConfig
 from ..errors import CheckpointError
@@ -29,15 +29,20 @@ logger = logging.getLogger(__name__)
 def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> RunConfig:
     """The configuration of this start: after a restart, --load is --save if that holds a checkpoint of this run.
 
+    Files of this run without a checkpoint stay where they are, also with --overwrite-save.
     Collective over the world.
     """
     restarts = restarts_in(environ)
     checkpoint = config.checkpoint
     if not restarts or not checkpoint.save:
         return config
-    step = on_one_rank(world, lambda: _own_step(checkpoint, run_in(environ)))
+    run_id = run_in(environ)
+    source = Source("derived", f"restart {restarts}")
+    step = on_one_rank(world, lambda: _own_step(checkpoint, run_id))
     if step is None:
-        return config
+        has_begun = on_one_rank(world, lambda: _has_begun(checkpoint.save, run_id))
+        kept = {"checkpoint.overwrite_save": False} if has_begun else {}
+        return config.with_values(kept, source)
     if world.rank == 0:
         logger.info(
             "restart %d: continuing from iteration %d in %s",
@@ -45,7 +50,6 @@ def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> Ru
             step,
             checkpoint.save,
         )
-    source = Source("derived", f"restart {restarts}")
     return config.with_values({**FROM_SAVE, "checkpoint.load": checkpoint.save}, source)
 
 
@@ -59,6 +63,12 @@ def _own_step(checkpoint: CheckpointConfig, run_id: str) -> int | None:
     if checkpoint.load and not checkpoint.finetune:
         own.add(_run_id(checkpoint.load))
     return step if _run_id(checkpoint.save) in own - {None, ""} else None
+
+
+def _has_begun(save: str, run_id: str) -> bool:
+    """Whether the --save folder holds files of this run."""
+    there = saved_run_in(place_of(save))
+    return there is not None and there.run_id == run_id
 
 
 def _run_id(folder: str) -> str | None:

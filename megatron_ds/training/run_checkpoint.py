@@ -39,7 +39,7 @@ from ..config.sources.config_text import to_dict
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from ..launch_env import run_in
 from ..models.model_identity import (
     MOE_FIELDS,
@@ -83,15 +83,18 @@ def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextMa
     )
 
 
-def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
+def find_start(
+    checkpoint: CheckpointConfig, world: Group, given: CheckpointConfig | None = None
+) -> Start:
     """The start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
 
+    given: the options of the user, where `checkpoint` has --pretrained-checkpoint as --load
     Raises CheckpointError when there is nothing to load, or when --save holds another run.
     """
 
     def look() -> Start:
         start = _look(checkpoint)
-        _check_save_folder(checkpoint, start)
+        _check_save_folder(given or checkpoint, start)
         return start
 
     return on_one_rank(world, look)
@@ -110,11 +113,11 @@ def find_weights(checkpoint: CheckpointConfig) -> Start:
     return replace(start, run_id=run_id_of(start.run) or "")
 
 
-def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
+def clear_save_folder(given: CheckpointConfig, world: Group) -> None:
     """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
-    load."""
-    if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
-        on_one_rank(world, lambda: _move_aside(checkpoint.save))
+    load. given: the options of the user"""
+    if given.overwrite_save and not _continues_in_place(given):
+        on_one_rank(world, lambda: _move_aside(given.save))
 
 
 def _move_aside(save: str) -> None:
@@ -136,18 +139,18 @@ def _look(checkpoint: CheckpointConfig) -> Start:
         return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:
-        _check_may_start(checkpoint)
+        check_may_start(checkpoint)
         logger.info("%s holds no checkpoint: starting from scratch", checkpoint.load)
         return Start(None, {}, run_id)
     run = read_run(checkpoint.load, step)
     return Start(step, run, run_id if checkpoint.finetune else run_id_of(run) or run_id)
 
 
-def _check_may_start(checkpoint: CheckpointConfig) -> None:
-    """Raises CheckpointError unless the empty --load folder is also --save."""
+def check_may_start(checkpoint: CheckpointConfig) -> None:
+    """Raises MismatchError unless the --load folder, which holds no checkpoint, is also --save."""
     folder = place_of(checkpoint.load)
     if checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(
+        raise MismatchError(
             f"--load {folder}: no complete checkpoint there, and "
             "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
             "start from scratch."
@@ -168,37 +171,40 @@ def _check_may_start(checkpoint: CheckpointConfig) -> None:
     hint = (
         f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
     )
-    raise CheckpointError(
+    raise MismatchError(
         f"--load {folder}: the folder {what}, and a start from scratch would look like a "
         f"resumed run.{hint} Correct the path, or omit --load to start from scratch. To "
         "start and resume with one command, give the same folder to --save and --load."
     )
 
 
-def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
-    if (
-        checkpoint.save is None
-        or checkpoint.overwrite_save
-        or _continues_in_place(checkpoint)
-    ):
+def _check_save_folder(given: CheckpointConfig, start: Start) -> None:
+    if given.save is None or given.overwrite_save or _continues_in_place(given):
         return
-    from_there = checkpoint.load and _same_folder(
-        place_of(checkpoint.load), place_of(checkpoint.save)
-    )
-    if from_there:
-        change = "Remove --finetune"
-    elif checkpoint.load:
-        change = f"Use --load {checkpoint.save}"
-        if checkpoint.finetune:
-            change += " without --finetune"
-    else:
-        change = f"Add --load {checkpoint.save}"
+    to_continue, to_begin = _advice_of_save_folder(given)
     check_vacant(
-        place_of(checkpoint.save),
-        start.run_id,
-        start.step or 0,
-        f"{change} to continue that run",
+        place_of(given.save), start.run_id, start.step or 0, to_continue, to_begin
     )
+
+
+def _advice_of_save_folder(given: CheckpointConfig) -> tuple[str, str]:
+    """How to continue the run in the --save folder, and how to begin it again if it has no checkpoint."""
+    save = given.save
+    load = given.load
+    is_same = load and _same_folder(place_of(load), place_of(save))
+    change = f"Add --load {save}"
+    if is_same:
+        change = "Remove --finetune"
+    elif load:
+        change = f"Use --load {save}"
+    to_begin = f"{change} to start that run again from scratch, as it has no checkpoint"
+    if load and given.finetune and not is_same:
+        change += " without --finetune"
+        to_begin = (
+            f"Use --pretrained-checkpoint {load} --load {save} in place of --load {load} --finetune to start that "
+            "run again from these weights, as it has no checkpoint"
+        )
+    return f"{change} to continue that run", to_begin
 
 
 def _continues_in_place(checkpoint: CheckpointConfig) -> bool:
@@ -485,24 +491,24 @@ def log_positions(theirs: Mapping, ours: Mapping) -> None:
 
 
 def _check_adapters(saved: dict, current: dict, directory: str) -> None:
-    """Raises CheckpointError unless both or neither are of adapters, of the same kind."""
+    """Raises MismatchError unless both or neither are of adapters, of the same kind."""
     theirs = saved.get("identity", {}).get("adapters")
     ours = current["identity"].get("adapters")
     if theirs == ours:
         return
     if theirs is None:
-        raise CheckpointError(
+        raise MismatchError(
             f"--load {directory} holds the weights of a whole model, and a run with --lora-rank loads adapters. Give "
             f"--pretrained-checkpoint {directory} in place of --load."
         )
     if ours is None:
-        raise CheckpointError(
+        raise MismatchError(
             f"--load {directory} holds adapters of rank {theirs.get('rank')} and not the weights of a model. Give "
             "--lora-rank and --pretrained-checkpoint as in the run that saved them, or add them to the weights with "
             f"megatron-ds merge-adapter --load {directory} --save DIR."
         )
     differing = "; ".join(differences(theirs, ours))
-    raise CheckpointError(
+    raise MismatchError(
         f"--load {directory} holds other adapters: {differing}. Give the options of the run that saved them."
     )
 
@@ -525,13 +531,13 @@ def _without_moe_fields(model: dict) -> dict:
 
 
 def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None:
-    """Raises CheckpointError if the saved run differs from this one in a value that matters for loading.
+    """Raises MismatchError if the saved run differs from this one in a value that matters for loading.
 
     saved: the values of run.json; current: of `describe_run`; wanted: which parts to load.
     """
     directory = wanted.load
     if "engine" in saved:
-        raise CheckpointError(
+        raise MismatchError(
             f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
             "training script: its tensors have other names. Load it with "
             "engine.load_checkpoint."
@@ -566,13 +572,13 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
         )
     except CheckpointError as error:
         advice = _advice({**theirs, "model": fitting}, ours, parts, directory)
-        raise CheckpointError(f"--load {directory}: {error}{advice}") from None
+        raise MismatchError(f"--load {directory}: {error}{advice}") from None
     # The optimizer must be the same only where its state is loaded.
     before, now = (
         about["config"]["optimizer"]["optimizer"] for about in (saved, current)
     )
     if before != now and not (wanted.finetune or wanted.no_load_optim):
-        raise CheckpointError(
+        raise MismatchError(
             f"--load {directory} holds the state of --optimizer {before}, which "
             f"--optimizer {now} cannot use. Use --optimizer {before}, or give "
             f"--no-load-optim to start {now} without state."

@@ -14,11 +14,15 @@ from megatron_ds.checkpoint.folder import read_tracker, write_durably
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.save_folder import move_aside
+from megatron_ds.config import parse
 from megatron_ds.config.options.training_options import CheckpointConfig
-from megatron_ds.errors import CheckpointError
+from megatron_ds.errors import CheckpointError, MismatchError
 from megatron_ds.mpu.group import solo
+from megatron_ds.training.base_weights import started_from_pretrained
+from megatron_ds.training.restart import continued
 from megatron_ds.training.run_checkpoint import clear_save_folder, find_start
 from tests.harness.deaths import forked, survived
+from tests.harness.pretraining import MOCK
 from tests.harness.states import Layout, pieces_of
 
 pytestmark = pytest.mark.plan
@@ -152,6 +156,95 @@ def test_a_run_without_a_checkpoint_is_named_by_its_metrics_and_can_start_again(
         match=r"run id 486b7c5d.*Add --load \S+ to start that run again from scratch",
     ):
         start(save=tmp_path)
+
+
+@pytest.mark.parametrize("has_load", [False, True])
+def test_a_restart_begins_again_among_the_files_of_its_own_run(
+    tmp_path, monkeypatch, used, has_load
+):
+    """The run is named by its launcher, or by the checkpoint that it continues from."""
+    monkeypatch.setenv("MEGATRON_DS_RUN", "486b7c5d")
+    run_id = "aa11" if has_load else "486b7c5d"
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text(f'{{"run": "{run_id}", "step": 3}}\n')
+    found = start(save=begun, **({"load": used} if has_load else {}))
+    assert (found.step, found.run_id) == (20 if has_load else None, run_id)
+
+
+def test_a_restart_leaves_the_first_lines_of_its_run_with_overwrite_save(tmp_path):
+    """Only the run that was there before is moved into a subfolder."""
+    flags = ["--save", str(tmp_path), "--overwrite-save"]
+    given = parse([*MOCK, *flags], world_size=1)
+    environ = {"MEGATRON_DS_RESTARTS": "1", "MEGATRON_DS_RUN": "486b7c5d"}
+    for run_id, stays in (("486b7c5d", True), ("aa11", False)):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"run": "{run_id}", "step": 3}}\n')
+        now = continued(given, solo(), environ)
+        assert now.checkpoint.overwrite_save == (not stays)
+        clear_save_folder(now.checkpoint, solo())
+        assert (tmp_path / "metrics.jsonl").exists() == stays
+
+
+def test_weights_to_start_from_do_not_make_another_run_of_the_same_command(
+    used, tmp_path
+):
+    """The folder is asked for by the --load of the user, in whose place these weights are loaded."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "metrics.jsonl").write_text('{"run": "486b7c5d", "step": 3}\n')
+    words = ["--pretrained-checkpoint", str(used), "--save", str(own)]
+    given = parse([*MOCK, *words, "--load", str(own)], world_size=1)
+    now = started_from_pretrained(given, solo())
+    assert find_start(now.checkpoint, solo(), given.checkpoint).step == 20
+    # without --load it is a new run
+    alone = parse([*MOCK, *words], world_size=1)
+    now = started_from_pretrained(alone, solo())
+    with pytest.raises(CheckpointError, match="Add --load"):
+        find_start(now.checkpoint, solo(), alone.checkpoint)
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["--load", "{0}/mispelt", "--save", "{0}/new"], "the folder does not exist"),
+        (
+            ["--load", "{0}/new", "--save", "{0}/new", "--exit-on-missing-checkpoint"],
+            "--exit-on-missing-checkpoint is given",
+        ),
+    ],
+)
+def test_weights_to_start_from_do_not_hide_a_load_folder_without_a_checkpoint(
+    used, tmp_path, words, problem
+):
+    flags = [word.format(tmp_path) for word in words]
+    given = parse([*MOCK, "--pretrained-checkpoint", str(used), *flags], world_size=1)
+    with pytest.raises(MismatchError, match=problem):
+        started_from_pretrained(given, solo())
+
+
+@pytest.mark.parametrize(
+    "load, finetune, advice",
+    [
+        (None, False, "Add --load {there} to start that run again from scratch"),
+        ("there", True, "Remove --finetune to start that run again from scratch"),
+        ("used", False, "Use --load {there} to start that run again from scratch"),
+        (
+            "used",
+            True,
+            "Use --pretrained-checkpoint {used} --load {there} in place of --load {used} --finetune to start",
+        ),
+    ],
+)
+def test_what_to_do_about_a_run_without_a_checkpoint(
+    used, tmp_path, load, finetune, advice
+):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "metrics.jsonl").write_text('{"run": "486b7c5d", "step": 3}\n')
+    folders = {"there": there, "used": used}
+    with pytest.raises(MismatchError) as error:
+        start(save=there, load=folders.get(load), finetune=finetune)
+    assert advice.format(**folders) in str(error.value)
 
 
 def test_an_empty_metrics_file_is_nothing(tmp_path):

@@ -153,8 +153,9 @@ def test_a_line_that_is_wrong_is_named_with_its_number():
         parse_hostfile(["n1 slots=4", "n2 4"])
     with pytest.raises(ConfigError, match="line 3: n1 is listed twice"):
         parse_hostfile(["n1 slots=4", "", "n1 slots=2"])
-    with pytest.raises(ConfigError, match="line 1: slots=99999999 are more"):
-        parse_hostfile(["n1 slots=99999999"])
+    for slots in (99999999, 4097):
+        with pytest.raises(ConfigError, match=f"line 1: slots={slots} are more"):
+            parse_hostfile([f"n1 slots={slots}"])
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "n[1-2]", "n1,n2"])
@@ -167,3 +168,12 @@ def test_names_that_ssh_or_pdsh_would_take_for_something_else_are_refused(name):
 def test_hosts_without_slots_are_an_error():
     with pytest.raises(ConfigError, match="none of n1, n2 has a slot"):
         chosen_slots({"n1": 0, "n2": 0})
+
+
+@pytest.mark.plan
+def test_a_host_that_is_misspelt_is_named_with_the_nearest_one():
+    message = r"no host 'nod1' in the hostfile; did you mean 'node1'\?$"
+    with pytest.raises(ConfigError, match=message):
+        chosen_slots({"node1": 2}, "nod1")
+    with pytest.raises(ConfigError, match=r"in the hostfile\. The hosts are node1\."):
+        chosen_slots({"node1": 2}, "other")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.launch import command
 from megatron_ds.extensions.launch.agent import _cores, host_of
+from megatron_ds.extensions.launch.cores import physical_cores, share
 from megatron_ds.extensions.launch.flag_values import core_list
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.no_effect import sentences
@@ -121,6 +123,35 @@ def test_cores_are_shared_out_equally():
     assert [bound.cores("h", rank) for rank in bound.ranks("h")] == [[1, 4], [5, 6]]
 
 
+def test_ranks_get_whole_cores_socket_by_socket(tmp_path, monkeypatch):
+    """Two sockets of three cores with two threads each; the second threads have the numbers from 6 on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)) - {11})
+    for number in range(12):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{number % 2}\n")
+        (topology / "core_id").write_text(f"{number % 6 // 2}\n")
+    found = physical_cores(tmp_path)
+    assert found == [[0, 6], [2, 8], [4, 10], [1, 7], [3, 9], [5]]
+    assert [share(found, 2, i) for i in (0, 1)] == [
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9],
+    ]
+    assert [share(found, 4, i) for i in range(4)] == [[0, 6], [2, 8], [4, 10], [1, 7]]
+    # without a description by the kernel
+    assert physical_cores(tmp_path / "none") == [[core] for core in range(11)]
+
+
+def test_all_cores_are_those_that_the_agent_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    job = replace(JOB, slots={"h": (0,)}, bound_cores=())
+    [rank] = job.ranks("h")
+    assert job.cores("h", rank) == [3]
+    two = replace(job, slots={"h": (0, 1)})
+    with pytest.raises(ConfigError, match="1 cores cannot be shared by 2 ranks"):
+        two.cores("h", rank)
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -228,19 +259,97 @@ def test_the_appended_local_rank_is_read_by_the_training_commands():
     assert parsed.train.train_iters == 4
 
 
-@pytest.mark.parametrize("visible, slots", [("2,3", (2, 3)), ("0", (0,)), ("", (0,))])
-def test_the_visible_devices_are_the_slots_of_this_machine(visible, slots):
-    args = command._parsed(["train.py"])
-    environ = {"CUDA_VISIBLE_DEVICES": visible}
-    assert command.slots_of(args, environ) == {"localhost": slots}
-    args = command._parsed(["--num_nodes", "1", "train.py"])
-    assert command.slots_of(args, environ) == {"localhost": slots}
+NAMED = "GPU-8f1c,MIG-0a2b"
 
 
-def test_devices_that_are_visible_by_name_are_refused():
-    args = command._parsed(["train.py"])
-    with pytest.raises(ConfigError, match="does not list devices by number"):
-        command.slots_of(args, {"CUDA_VISIBLE_DEVICES": "GPU-8f1c"})
+@pytest.mark.parametrize(
+    "flags, visible, devices",
+    [
+        ([], "2,3", "2,3"),
+        (["--num_nodes", "1"], "2,3", "2,3"),
+        ([], NAMED, NAMED),
+        ([], "5", "5"),
+        (["--num_gpus", "1"], "2,3", "2"),
+        (["--num_gpus", "1"], NAMED, "GPU-8f1c"),
+        (["--num_gpus", "2"], "", ""),
+        ([], "-1", "-1"),
+        (["--num_gpus", "2"], None, "0,1"),
+        # these are numbers of devices
+        (["--include", "localhost:0"], "2,3", "0"),
+    ],
+)
+def test_ranks_get_the_devices_that_the_launcher_was_given(
+    flags, visible, devices, monkeypatch
+):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment_of_rank(flags, environ, monkeypatch) == devices
+
+
+@pytest.mark.parametrize("scheduler", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"])
+@pytest.mark.parametrize(
+    "flags, given, devices",
+    [
+        (["--num_gpus", "1"], "1", "1"),
+        (["--num_gpus", "2"], "4,6,7", "4,6"),
+        (["--num_gpus", "2"], NAMED, NAMED),
+        # an allocation numbers its own devices
+        (["--include", "localhost:0"], "3,5", "3"),
+    ],
+)
+def test_ranks_get_the_devices_of_the_allocation(
+    scheduler, flags, given, devices, monkeypatch
+):
+    environ = {"CUDA_VISIBLE_DEVICES": given, scheduler: "7"}
+    assert environment_of_rank(flags, environ, monkeypatch) == devices
+
+
+def environment_of_rank(flags, environ, monkeypatch) -> str:
+    """CUDA_VISIBLE_DEVICES of ranks on eight GPUs; environ: of the launcher and of the agent"""
+    monkeypatch.setattr(command.devices, "count", lambda: 8)
+    for name in ("CUDA_VISIBLE_DEVICES", *command.devices.ALLOCATIONS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    args = command._parsed([*flags, "train.py"])
+    slots = command.slots_of(args, environ)
+    means = command.means_of(args, "local", environ)
+    job = command.job_of(args, slots, "local", means)
+    [rank, *_] = job.ranks("localhost")
+    given = job.environment("localhost", rank, environ)
+    return given["CUDA_VISIBLE_DEVICES"]
+
+
+def test_more_ranks_than_given_devices_are_refused_where_there_are_gpus(monkeypatch):
+    line = ["--num_gpus", "3"]
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    with pytest.raises(ConfigError, match="lists 2 devices, and the job has slot 2"):
+        environment_of_rank(line, environ, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(command.devices, "count", lambda: 0)
+    slots = (0, 1, 2)
+    assert command.devices.visible(slots, environ, "n1") == "4,5"
+
+
+# --------------------------------------------------------------------------------------------------- the port
+def test_each_start_has_a_free_port_of_its_own_unless_one_is_given():
+    ports = {job_of_line("--num_gpus 1 train.py").master_port for _ in range(20)}
+    assert len(ports) > 15 and 29500 not in ports
+    assert job_of_line("--master_port 29511 train.py").master_port == 29511
+
+
+def test_a_port_at_which_a_process_listens_is_left_out():
+    first = command.port_of_job("0f.0", 1)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", first))
+        busy.listen()
+        assert command.port_of("0f", False, {}) == command.port_of_job("0f.1", 1)
+
+
+def test_launchers_of_one_host_each_find_the_same_port():
+    names = ("0f", "1e")
+    of_slurm = {command.port_of(name, True, {"SLURM_JOB_ID": "7"}) for name in names}
+    assert len(of_slurm) == 1 and 29500 not in of_slurm
+    assert {command.port_of(name, True, {}) for name in names} == {29500}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +357,7 @@ def test_devices_that_are_visible_by_name_are_refused():
     [
         ("--num_gpus 0 train.py", "must be a whole number from 1 to .*, got 0"),
         ("--num_gpus 1.5 train.py", "must be a whole number"),
+        ("--num_gpus 999999 train.py", "from 1 to 4096, got 999999"),
         ("--num_gpus 99999999999 train.py", "must be a whole number"),
         ("--master_port 70000 train.py", "from 1 to 65535, got 70000"),
         ("--grace-seconds nan train.py", "must be a number from 0 on, got nan"),
@@ -339,8 +449,13 @@ def test_a_file_that_is_named_and_is_not_there_sets_nothing(tmp_path):
         ("--node_rank 0 --hostfile= train.py", {}, []),
         ("--hostfile /nowhere train.py", {}, ["no file --hostfile /nowhere"]),
         ("--hostfile / train.py", {}, ["on this machine"]),
-        ("--num_gpus 2 train.py", {"CUDA_VISIBLE_DEVICES": "2,3"}, ["=2,3 is ignored"]),
+        ("--num_gpus 2 train.py", {"CUDA_VISIBLE_DEVICES": "2,3"}, []),
         ("-i localhost:0 train.py", {"CUDA_VISIBLE_DEVICES": "2"}, ["=2 is ignored"]),
+        (
+            "-i localhost:0 train.py",
+            {"CUDA_VISIBLE_DEVICES": "2", "SLURM_JOB_ID": "7"},
+            [],
+        ),
         ("train.py", {"DS_ENV_FILE": "no.env"}, ["DS_ENV_FILE=no.env, neither in"]),
         ("--hostfile HOSTS --node_rank 0 train.py", {}, ["ranks of 2 hosts"]),
         ("--hostfile HOSTS --no_ssh --node_rank 0 train.py", {}, []),

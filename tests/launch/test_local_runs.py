@@ -14,9 +14,11 @@ from megatron_ds.extensions.launch.program_check import reason_against
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
+    ROOT,
     Launcher,
     all_end,
     children_of,
+    environment,
     launch,
     printed,
 )
@@ -228,7 +230,8 @@ def test_dry_run_prints_the_commands_also_of_programs_that_are_not_here(
     assert code == 0, text
     comment, *lines = text.splitlines()
     assert len(lines) == len(commands)
-    assert comment.startswith("# 3 ranks on n1 (1), n2 (2); rank 0 at n1:29500 runs: ")
+    start = r"# 3 ranks on n1 \(1\), n2 \(2\); rank 0 at n1:2\d{4} runs: "
+    assert re.match(start, comment)
     assert comment.endswith("-u 'a script.py' --local_rank=0 '$HOME' 'two\\nlines'")
     for line, command in zip(lines, commands):
         assert re.fullmatch(command, line) and sys.executable in line
@@ -268,3 +271,37 @@ def test_what_a_rank_wrote_last_is_printed_also_where_its_reader_is_late(folder)
         timeout=120,
     )
     assert "the last words" in agent.stdout, agent.stderr
+
+
+def test_a_name_of_rank_0_that_a_host_does_not_know_is_named_before_a_rank_starts(
+    folder,
+):
+    words = ["--num_gpus", "2", "--master_addr", "no-such-host.invalid", PROGRAM]
+    code, text = launch(words, folder)
+    assert code == 2
+    assert "cannot resolve no-such-host.invalid, the address of rank 0" in text
+    assert "no rank can be started on localhost" in text and not printed(text)
+
+
+def test_two_launchers_of_one_machine_do_not_meet(folder):
+    """Each trains on two ranks at the same time, without a port from the user."""
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1e-3"
+    data = "--mock-data --vocab-size 61 --train-iters 2 --eval-iters 0"
+    script = str(ROOT / "pretrain_gpt.py")
+    words = ["--num_gpus", "2", script, *flags.split(), *data.split()]
+    both = [Launcher(words, folder, OMP_NUM_THREADS="1") for _ in range(2)]
+    for started in both:
+        assert started.end() == 0, started.text
+
+
+def test_the_reader_of_a_page_of_help_may_end_early(folder):
+    """As `head` does."""
+    command = [sys.executable, "-m", "megatron_ds", "--help"]
+    for words in (command, [*command[:3], "launch", "--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            words, stdout=writer, stderr=subprocess.PIPE, env=environment(), text=True
+        )
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, "")

@@ -1,9 +1,11 @@
 """Whether, when and where a job is started again: pure rules, then starts of programs that fail."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron_ds.extensions.launch.failures import Failure
 from megatron_ds.extensions.launch.layout_check import LayoutCheck
 from megatron_ds.extensions.launch.restarts import (
     Attempts,
@@ -33,6 +35,12 @@ class TestRules:
         assert reason_to_end(starts(1, 2), policy) == ""
         assert "--max-restarts 2 is reached" in reason_to_end(starts(1, 2, 3), policy)
 
+    def test_the_cause_of_a_failure_is_the_last_line_of_its_error(self):
+        text = "Traceback\n  x = (\nSyntaxError: '(' was never closed\n\n"
+        failure = Failure(0, 0, "n1", 1, 5.0, text)
+        assert failure.cause == "SyntaxError: '(' was never closed"
+        assert replace(failure, code=-9).cause == ""
+
     def test_an_error_of_the_user_is_final(self):
         ended = [Ended(2, "n1", 3, is_final=True)]
         assert "a restart would end alike" in reason_to_end(ended, Policy(9, 1))
@@ -52,6 +60,26 @@ class TestRules:
         assert (
             "no progress" in reason_to_end(starts(*steps), Policy(99, 1))
         ) == is_stuck
+
+    @pytest.mark.parametrize(
+        "ended, is_stuck",
+        [
+            ([(1, "SyntaxError: invalid syntax")] * 3, False),
+            ([(1, "SyntaxError: invalid syntax")] * 4, True),
+            ([(1, f"error in step {step}") for step in range(4)], False),
+            ([(1, "killed: a")] * 3 + [(9, "killed: a")], False),
+            ([(137, "")] * 4, False),  # by a signal
+        ],
+    )
+    def test_a_program_that_reports_no_step_and_ends_alike_is_left(
+        self, ended, is_stuck
+    ):
+        starts = [Ended(code, "n1", -1, cause=cause) for code, cause in ended]
+        assert ("no progress" in reason_to_end(starts, Policy(99, 1))) == is_stuck
+
+    def test_starts_that_reported_steps_are_compared_by_these(self):
+        starts = [Ended(1, "n1", step, cause="x") for step in (5, 6, 7, 8)]
+        assert not reason_to_end(starts, Policy(99, 1))
 
     def test_pauses_grow_without_progress(self):
         assert pause_seconds(starts(3)) == 1

@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.errors import ConfigError
+from megatron_ds.launch_env import (
+    ends_siblings,
+    is_launched,
+    local_rank_in,
+    rank_in,
+    size_in,
+)
 from megatron_ds.mpu.launch import Launch, expand_nodelist, read_launch
 
 pytestmark = pytest.mark.plan
@@ -117,6 +124,150 @@ def test_open_mpi_on_one_machine_and_on_several():
     with pytest.raises(ConfigError, match="-x MASTER_ADDR"):
         read_launch(several)
     assert read_launch(several | {"MASTER_ADDR": "head"}).address == "head"
+
+
+# Launcher → the variables of rank 1 of 4, the second of two ranks of its host; then where the host has all four.
+SEVERAL = {
+    "MPI": {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "4",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "2",
+    },
+    "MVAPICH2": {
+        "MV2_COMM_WORLD_RANK": "1",
+        "MV2_COMM_WORLD_SIZE": "4",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+        "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "MVAPICH": {
+        "MVP_COMM_WORLD_RANK": "1",
+        "MVP_COMM_WORLD_SIZE": "4",
+        "MVP_COMM_WORLD_LOCAL_RANK": "1",
+        "MVP_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "jsrun": {
+        "JSM_NAMESPACE_RANK": "1",
+        "JSM_NAMESPACE_SIZE": "4",
+        "JSM_NAMESPACE_LOCAL_RANK": "1",
+        "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    },
+    "PALS": {
+        "PALS_RANKID": "1",
+        "PMI_RANK": "1",
+        "PMI_SIZE": "4",
+        "PALS_LOCAL_RANKID": "1",
+        "PMI_LOCAL_SIZE": "2",
+    },
+    "Flux": {
+        "FLUX_TASK_RANK": "1",
+        "FLUX_JOB_SIZE": "4",
+        "FLUX_TASK_LOCAL_ID": "1",
+        "FLUX_JOB_NNODES": "2",
+        "PMI_RANK": "1",
+        "PMI_SIZE": "4",
+    },
+}
+ON_ONE_HOST = {
+    "MPI": {"MPI_LOCALNRANKS": "4"},
+    "MVAPICH2": {"MV2_COMM_WORLD_LOCAL_SIZE": "4"},
+    "MVAPICH": {"MVP_COMM_WORLD_LOCAL_SIZE": "4"},
+    "jsrun": {"JSM_NAMESPACE_LOCAL_SIZE": "4"},
+    "PALS": {"PMI_LOCAL_SIZE": "4"},
+    "Flux": {"FLUX_JOB_NNODES": "1"},
+}
+
+
+@pytest.mark.parametrize("launcher", SEVERAL)
+def test_ranks_of_other_launchers_are_read(launcher):
+    env = SEVERAL[launcher]
+    with pytest.raises(ConfigError, match=f"{launcher} started 4 ranks.*MASTER_ADDR"):
+        read_launch(env)
+    there = read_launch(env | {"MASTER_ADDR": "head"})
+    assert (there.rank, there.world_size, there.local_rank) == (1, 4, 1)
+    assert (there.local_world_size, there.address) == (2, "head")
+    here = read_launch(env | ON_ONE_HOST[launcher])
+    assert (here.local_world_size, here.address) == (4, "127.0.0.1")
+    assert here.source == launcher
+    # what is asked before ranks meet is the same
+    assert (rank_in(env), size_in(env), local_rank_in(env)) == (1, 4, 1)
+    assert is_launched(env) and ends_siblings(env)
+
+
+def test_ranks_of_mpirun_are_not_those_of_the_daemons_that_srun_started():
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "n1",
+    }
+    ranks = SEVERAL["MPI"] | ON_ONE_HOST["MPI"]
+    found = read_launch(slurm | ranks)
+    assert (found.rank, found.world_size, found.source) == (1, 4, "MPI")
+    # srun itself sets these variables, too, with the same numbers
+    same = slurm | {"PMI_RANK": "0", "PMI_SIZE": "1"}
+    assert read_launch(same).source == "Slurm"
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2 is set but PMI_RANK is not"),
+        ({"ALPS_APP_PE": "3"}, "aprun started this process as number 3"),
+        ({"PMIX_RANK": "1"}, "a launcher with PMIx started this process as number 1"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "head"},
+            "sets none of MPI_LOCALRANKID",
+        ),
+    ],
+)
+def test_one_of_several_processes_does_not_train_alone(env, message):
+    with pytest.raises(ConfigError, match=message):
+        read_launch(env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"WORLD_SIZE": "1"},
+        {"FLUX_JOB_SIZE": "4"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+        {"PMIX_RANK": "0"},
+    ],
+)
+def test_a_process_that_may_be_the_only_one_trains_alone(env):
+    assert read_launch(env).world_size == 1
+
+
+def test_a_shell_of_srun_is_not_one_of_its_tasks(monkeypatch):
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_TASK_PID": "5",
+        "SLURM_PTY_PORT": "40000",
+    }
+    with pytest.raises(ConfigError, match="srun --pty with 4 tasks"):
+        read_launch(env)
+    alone = env | {"SLURM_STEP_NUM_TASKS": "1"}
+    assert read_launch(alone).world_size == 1
+    # a task with a terminal, and a script of a task without one
+    for task in (os.getpid(), process_without_terminal()):
+        if task is not None:
+            assert read_launch(env | {"SLURM_TASK_PID": str(task)}).world_size == 4
+
+
+def process_without_terminal() -> int | None:
+    """The parent of this process, if it has none."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    terminal = stat.rpartition(")")[2].split()[4]
+    return os.getppid() if terminal == "0" else None
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,12 @@ def check_files(paths: Sequence[str], keys: Sequence[str] = ("text",)) -> None:
     """Raises DataError unless all inputs exist and have a text for each key. Nothing is read."""
     for path in paths:
         if path != STDIN and not os.path.isfile(path):
-            raise DataError(f"--input {path}: there is no such file.")
+            what = (
+                "this is no regular file. A pipe is read as stdin: --input - < PIPE"
+                if os.path.exists(path)
+                else "there is no such file"
+            )
+            raise DataError(f"--input {path}: {what}.")
         if len(keys) > 1 and is_plain_text(path):
             raise DataError(
                 f"--json-keys {' '.join(keys)}: {path} is plain text, which has no keys and one "

@@ -16,7 +16,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -26,10 +25,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...cli import main_guard
-from ...errors import ConfigError
+from ...errors import CommunicationError, ConfigError
 from ...host.places import PLACES_FILE, read_places
+from ...launch_env import unresolved
 from .failures import Failure, first_failure
 from .job import Job, Rank
+from .memory_folder import folder_in_memory
 from .output import pieces
 from .program_check import reason_against
 from .rank_places import NodeReport
@@ -62,7 +63,7 @@ class RankProcess:
         self.ended: float | None = None
         self._mark = b""  # before each line
         words = job.program.command(rank.local_rank)
-        variables = {**os.environ, **job.environment(host, rank)}
+        variables = {**os.environ, **job.environment(host, rank, os.environ)}
         cores = _cores(job, host, rank)
         try:
             self.log = _log_file(job, rank)
@@ -191,16 +192,14 @@ class Node:
         signal.signal(STACKS, lambda *_: self._print_stacks())
         with (
             pid_file(self.job, self.host),
-            tempfile.TemporaryDirectory(
-                prefix="megatron-ds-", dir=_memory_folder()
-            ) as folder,
+            folder_in_memory() as folder,
         ):
             try:
-                self._start(Path(folder))
+                self._start(folder)
                 if listens:
                     threading.Thread(target=_listen, daemon=True).start()
                 return self._supervise()
-            except ConfigError as error:
+            except (ConfigError, CommunicationError) as error:
                 self._report_no_start(error)
                 return USER_ERROR
             finally:
@@ -211,10 +210,11 @@ class Node:
         """Start all ranks. Raises ConfigError where this host has no program for them."""
         job = self.job
         ranks = list(job.ranks(self.host))
-        variables = {**os.environ, **job.environment(self.host, ranks[0])}
+        variables = os.environ | job.environment(self.host, ranks[0], os.environ)
         reason = reason_against(job.program, Path(job.folder), variables)
         if reason:
             raise ConfigError(f"no rank can be started on {self.host}: {reason}.")
+        _check_address(self.host, job.master_address)
         for rank in ranks:
             self.ranks.append(RankProcess(job, self.host, rank, folder))
         # threads begin after the last fork
@@ -222,8 +222,8 @@ class Node:
             started.read()
         self._send_held()
 
-    def _report_no_start(self, error: ConfigError) -> None:
-        """Print the failure of the first rank of this node, which another start would not mend."""
+    def _report_no_start(self, error: ConfigError | CommunicationError) -> None:
+        """Print the failure of the first rank of this node, of which another start would mend the second kind alone."""
         first = next(self.job.ranks(self.host))
         failure = Failure(
             rank=first.rank,
@@ -232,7 +232,7 @@ class Node:
             code=USER_ERROR,
             time=time.time(),
             message=str(error),
-            is_passing=False,
+            is_passing=isinstance(error, CommunicationError),
         )
         _print_line(failure, time.time())
         _print_line(NodeReport(self.host, is_last=True))
@@ -326,6 +326,15 @@ class Node:
             rank.send(number)
 
 
+def _check_address(host: str, address: str) -> None:
+    """Raises CommunicationError where this host does not find rank 0 by its name: ranks would wait in silence."""
+    if problem := unresolved(address):
+        raise CommunicationError(
+            f"no rank can be started on {host}: {problem}. Give --master_addr an address of rank 0's host that all "
+            "hosts know, or enter the name into the DNS or /etc/hosts of each host."
+        )
+
+
 def _listen() -> None:
     """Send this process the signals whose numbers come by its input; END when the input ends."""
     for line in sys.stdin:
@@ -352,12 +361,6 @@ def _log_file(job: Job, rank: Rank) -> BinaryIO | None:
         return None
     Path(job.log_folder).mkdir(parents=True, exist_ok=True)
     return Path(job.log_folder, f"rank{rank.rank}.log").open("ab")
-
-
-def _memory_folder() -> str | None:
-    """The folder of files that never touch a disk; None where there is none."""
-    folder = "/dev/shm"
-    return folder if os.access(folder, os.W_OK) else None
 
 
 def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:

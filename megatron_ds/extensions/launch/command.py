@@ -14,6 +14,7 @@ import re
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,8 +26,18 @@ from ...cli import Arguments
 from ...console import paragraph
 from ...errors import ConfigError
 from ...plugins import missing_wings, plugged
+from ...launch_env import port_of_job
+from . import devices
 from .autotuning import autotune, plan_lines, program_of
-from .flag_values import core_list, count, port, seconds, shell_words, whole
+from .flag_values import (
+    core_list,
+    count,
+    port,
+    ranks_of_host,
+    seconds,
+    shell_words,
+    whole,
+)
 from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram
 from .layout_check import LayoutCheck
@@ -38,6 +49,7 @@ from .variables import exported_variables
 
 HOSTFILE = Path("/job/hostfile")
 PORT = 29500
+PORTS_TRIED = 100
 LOCAL = "localhost"
 SSH_SECONDS = 30
 DRY_RUN = ("--dry-run", "--print-command")
@@ -73,7 +85,7 @@ def _add_hosts(add: Callable[..., object]) -> None:
     add(
         "--num_gpus",
         "--num_accelerators",
-        type=count,
+        type=ranks_of_host,
         help="ranks of each host; on a machine without GPUs, processes",
     )
     add(
@@ -81,7 +93,11 @@ def _add_hosts(add: Callable[..., object]) -> None:
         default="",
         help="address of rank 0 (default: the first host's)",
     )
-    add("--master_port", type=port, default=PORT, help=f"its port (default {PORT})")
+    add(
+        "--master_port",
+        type=port,
+        help="its port (default: another free one for each start)",
+    )
 
 
 def _add_ways(add: Callable[..., object]) -> None:
@@ -399,11 +415,11 @@ def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
         )
     hosts = _hosts(args, environ)
     include = args.include
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = devices.listed(environ)
     is_chosen = args.num_gpus or include or args.exclude
-    # on one machine the visible devices are its slots
-    if set(hosts) == {LOCAL} and visible and not is_chosen:
-        return {LOCAL: _visible_slots(visible)}
+    # On one machine the visible devices are its slots; where all are hidden, one rank computes on CPUs.
+    if set(hosts) == {LOCAL} and visible is not None and not is_chosen:
+        return {LOCAL: tuple(range(len(visible) or 1))}
     slots = chosen_slots(hosts, include, args.exclude)
     return limited(slots, args.num_nodes, args.num_gpus)
 
@@ -420,16 +436,7 @@ def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, in
             f"--num_nodes {args.num_nodes} without a hostfile: name the hosts in a file for --hostfile, or use "
             "--launcher slurm within an allocation."
         )
-    return {LOCAL: args.num_gpus or device_count()}
-
-
-def _visible_slots(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={text} does not list devices by number. Give their numbers, or choose by "
-            "--include localhost:0,1 or --num_gpus."
-        )
-    return tuple(map(int, text.split(",")))
+    return {LOCAL: args.num_gpus or devices.count() or 1}
 
 
 def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, int]:
@@ -452,11 +459,6 @@ def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, i
     tasks = re.match(r"\d+", environ.get("SLURM_NTASKS_PER_NODE", ""))
     count = per_node or int((found or tasks or re.match("1", "1"))[0])
     return {name: count for name in names.stdout.split()}
-
-
-def device_count() -> int:
-    """The GPUs of this machine, whichever are visible to this process; 1 without any."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1
 
 
 def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
@@ -488,21 +490,24 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
     )
     cores = core_list(args.bind_core_list) if args.bind_core_list else ()
     is_bound = args.bind_cores_to_rank or bool(args.bind_core_list)
+    is_chosen = bool(args.include or args.exclude)
+    name = secrets.token_hex(8)
     # What they all get.
     return Job(
-        name=secrets.token_hex(8),
+        name=name,
         slots=slots,
         program=program,
         variables=variables_of(args, folder),
         folder=str(folder),
         master_address=args.master_addr or master_address(args, slots, launcher, means),
-        master_port=args.master_port,
+        master_port=args.master_port or port_of(name, args.no_ssh, os.environ),
         log_folder=str(folder / args.log_dir) if args.log_dir else "",
         bound_cores=cores if is_bound else None,
         grace_seconds=args.grace_seconds,
         hang_seconds=args.hang_seconds,
         end_seconds=args.end_seconds,
         patience_seconds=args.patience_seconds,
+        has_numbers=is_chosen and not devices.is_allocated(os.environ),
     )
 
 
@@ -517,6 +522,23 @@ def variables_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
             f"--as-deepspeed has no package to give the name deepspeed.{missing_wings()}"
         )
     return with_name(found)
+def port_of(name: str, is_alone: bool, environ: Mapping[str, str]) -> int:
+    """The port of a job where the user gives none: a free one of this machine, usually of other hosts, too.
+
+    name: of the job; is_alone: other launchers, one on each host, must find the same port
+    """
+    if is_alone:
+        return port_of_job(environ.get("SLURM_JOB_ID", ""), PORT)
+    candidates = (port_of_job(f"{name}.{i}", PORT) for i in range(PORTS_TRIED))
+    return next(filter(_is_free, candidates), PORT)
+
+
+def _is_free(number: int) -> bool:
+    """Whether no process of this machine listens at a port."""
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind(("", number))
+        return True
+    return False
 
 
 def master_address(

@@ -45,6 +45,12 @@ class Failure:
         """What a shell has for it: 128 + the number of a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
+    @property
+    def cause(self) -> str:
+        """The last line of the error; "" for a rank that a signal ended."""
+        lines = self.message.split("\n") if self.code > 0 else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
     def line(self, now: float) -> str:
         """The line that a node prints. Its time counts from `now`, since clocks of hosts differ."""
         return MARK + json.dumps(asdict(self) | {"time": self.time - now})

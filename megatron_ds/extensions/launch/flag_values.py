@@ -12,6 +12,7 @@ from ...errors import ConfigError
 
 MOST = 1_000_000  # of hosts, ranks, cores and restarts: more is a slip of the keyboard
 LAST_PORT = 65_535
+MOST_OF_HOST = 4_096  # ranks, or slots, of one host
 
 
 def whole(text: str) -> int:
@@ -22,6 +23,11 @@ def whole(text: str) -> int:
 def count(text: str) -> int | None:
     """A number from 1 on; None for -1, which is DeepSpeed's default."""
     return None if text == "-1" else _number(text, 1, MOST)
+
+
+def ranks_of_host(text: str) -> int | None:
+    """A number of ranks from 1 on; None for -1."""
+    return None if text == "-1" else _number(text, 1, MOST_OF_HOST)
 
 
 def port(text: str) -> int:

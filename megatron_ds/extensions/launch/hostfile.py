@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...registry import did_you_mean
+from .flag_values import MOST_OF_HOST
 
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 SEVERAL = re.compile(r"^-|[][,]")  # DeepSpeed passes such names on
@@ -65,7 +66,7 @@ def _entry(line: str, place: str) -> tuple[str, int]:
             f"{place}: {host} is not the name of one host: ssh and pdsh would take it for an option or for several "
             "hosts. Write a line for each."
         )
-    if len(slots) > MOST_DIGITS:
+    if len(slots) > MOST_DIGITS or int(slots) > MOST_OF_HOST:
         raise ConfigError(f"{place}: slots={slots} are more than a host has.")
     return host, int(slots)
 
@@ -139,8 +140,8 @@ def _asked(text: str, flag: str, every: Slots) -> Slots:
         # the host exists
         slots = every.get(host)
         if slots is None:
-            hint = did_you_mean(host, every) or f" The hosts are {', '.join(every)}."
-            raise ConfigError(f"{flag} {text}: no host {host!r} in the hostfile.{hint}")
+            hint = did_you_mean(host, every) or f". The hosts are {', '.join(every)}."
+            raise ConfigError(f"{flag} {text}: no host {host!r} in the hostfile{hint}")
         # and so do its slots
         numbers = _numbers(listed, text, flag) if has_slots else []
         missing = set(numbers).difference(slots)

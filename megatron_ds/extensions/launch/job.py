@@ -6,7 +6,6 @@ character of the user's arguments, and thousands of hosts fit into one word.
 
 import base64
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...launch_env import OWN_LAUNCHER, RESTARTS, RUN
+from . import cores, devices
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,14 @@ class Job:
     folder           the working directory, the same path on every host
     log_folder       of a file for each rank; "" for none
     bound_cores      the cores that ranks of a host share out among them; None binds nothing, () means all
+                     that the agent may use
     grace_seconds    from SIGTERM to SIGKILL of ranks that are to end
     hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
     restarts         how often the job was started again
     run              identifier of a run that begins, the same after restarts
     end_seconds      what it may take beyond that, when it was named, before the job ends
     patience_seconds  what it may take while it starts, saves or reads data
+    has_numbers       the slots are numbers of devices, whatever CUDA_VISIBLE_DEVICES lists on their host
     """
 
     name: str
@@ -83,6 +85,7 @@ class Job:
     patience_seconds: float = 1800.0
     restarts: int = 0
     run: str = ""
+    has_numbers: bool = False
 
     @property
     def hosts(self) -> list[str]:
@@ -101,9 +104,15 @@ class Job:
         for i, slot in enumerate(self.slots[host]):
             yield Rank(first + i, i, slot)
 
-    def environment(self, host: str, rank: Rank) -> dict[str, str]:
-        """The variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds."""
+    def environment(
+        self, host: str, rank: Rank, environ: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """The variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds.
+
+        environ: of the host, whose devices may be listed there
+        """
         slots = self.slots[host]
+        given = {} if self.has_numbers else environ or {}
         node = self.hosts.index(host)
         return {
             **self.variables,
@@ -117,7 +126,7 @@ class Job:
             "GROUP_RANK": str(node),
             "CROSS_RANK": str(node),
             "CROSS_SIZE": str(len(self.slots)),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots)),
+            devices.VISIBLE: devices.visible(slots, given, host),
             OWN_LAUNCHER: self.name,
             RESTARTS: str(self.restarts),
             RUN: self.run,
@@ -127,14 +136,15 @@ class Job:
         """The cores that a rank is bound to: an equal share of those of its host; [] for no bound."""
         if self.bound_cores is None:
             return []
-        available = list(self.bound_cores) or list(range(os.cpu_count() or 1))
-        share = len(available) // len(self.slots[host])
-        if not share:
+        available = [[core] for core in self.bound_cores] or cores.physical_cores()
+        ranks = len(self.slots[host])
+        found = cores.share(available, ranks, rank.local_rank)
+        if not found:
             raise ConfigError(
-                f"{len(available)} cores cannot be shared by {len(self.slots[host])} ranks of {host}. Leave "
+                f"{len(available)} cores cannot be shared by {ranks} ranks of {host}. Leave "
                 "out --bind_cores_to_rank, or give more cores by --bind_core_list."
             )
-        return available[rank.local_rank * share :][:share]
+        return found
 
     def encoded(self) -> str:
         """One word of letters, digits, -, _ and =."""

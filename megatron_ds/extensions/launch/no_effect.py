@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from . import devices
 from .hostfile import Slots
 from .variables import env_paths
 
@@ -28,12 +29,12 @@ def sentences(
     is_named = hostfile not in (None, NO_HOSTFILE)
     if is_named and not is_file(hostfile):
         yield f"there is no file --hostfile {hostfile}: the ranks are started on {where}"
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    is_chosen = args.num_gpus or args.include or args.exclude
-    if visible and is_chosen:
+    visible = environ.get(devices.VISIBLE)
+    is_chosen = args.include or args.exclude
+    if visible and is_chosen and not devices.is_allocated(environ):
         yield (
-            f"CUDA_VISIBLE_DEVICES={visible} is ignored, since --num_gpus, --include or --exclude choose the slots; "
-            "leave them out to use the visible devices"
+            f"{devices.VISIBLE}={visible} is ignored, since --include and --exclude name devices by their numbers; "
+            "leave them out, or give --num_gpus, to use the visible devices"
         )
     is_first = args.node_rank == 0
     if is_first and not args.no_ssh and not is_one:

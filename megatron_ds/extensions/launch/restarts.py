@@ -24,12 +24,14 @@ class Ended:
     host      of the rank that failed first or does not move; "" if it is not known
     step      that was reached, -1 if it is not known
     is_final  a restart would not help: the configuration is wrong, or a signal asked for the end
+    cause     last line of the error of the rank that failed first; "" if it is not known, or ended by a signal
     """
 
     code: int
     host: str = ""
     step: int = -1
     is_final: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,18 @@ def reason_to_end(starts: Sequence[Ended], policy: Policy) -> str:
             f"no progress: the last {len(recent)} starts reached iterations {steps}, and an earlier one reached "
             f"{furthest}. Look for the cause of the failure, or save more often"
         )
+    if before and last.cause and _are_alike([before[-1], *recent]):
+        return (
+            f"no progress: no rank has reported a step, and the last {len(recent)} starts ended as the one before "
+            f"them: {last.cause}"
+        )
     return ""
+
+
+def _are_alike(starts: Sequence[Ended]) -> bool:
+    """Whether starts without a step ended by the same error."""
+    errors = {(start.code, start.cause) for start in starts}
+    return len(errors) == 1 and all(start.step < 0 for start in starts)
 
 
 def pause_seconds(starts: Sequence[Ended]) -> float:
@@ -143,7 +156,7 @@ class Attempts:
         if len(there) < policy.min_nodes:
             return (
                 {},
-                f"{len(there)} hosts answer, and --min-nodes is {policy.min_nodes}",
+                f"{len(there)} of {len(slots)} hosts answer, and --min-nodes is {policy.min_nodes}",
             )
         left = without_failing(there, ended, policy)
         for host in there.keys() - left.keys():

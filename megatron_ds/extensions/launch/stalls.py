@@ -5,8 +5,9 @@ report ranks that do not move, and the rank that is behind has passed its own li
 the others do not move is lost.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .rank_places import NodeReport, behind, hang_text, table_text
@@ -38,13 +39,35 @@ class Stalls:
         self._reports[report.host] = (time.monotonic(), report)
         self.step = max([self.step, *(rank.step for rank in report.ranks)])
 
-    def lost(self) -> list[str]:
-        """The hosts whose agents have not reported their end; after the end of all processes, those are lost."""
-        return [
-            host
-            for host in self._hosts
-            if host not in self._reports or not self._reports[host][1].is_last
-        ]
+    def lost(self, ended: Collection[str]) -> list[str]:
+        """The hosts that were lost, the first one first. All processes of the launcher have ended.
+
+        ended: hosts whose connection ended by itself, and not since the launcher ended it
+        An agent reports its end. One that the launcher ended before that is not lost, unless it was silent: its host
+        may have been healthy, and only slow.
+        """
+        # Those without an end, the longest silence first.
+        missing = [host for host in self._hosts if not self._has_ended(host)]
+        missing.sort(key=self._time_of)
+        alone = [host for host in missing if host in ended]
+        # A silent host is lost in any case.
+        newest = max(map(self._time_of, self._hosts))
+        limit = newest - SILENT_SECONDS
+        silent = [host for host in alone or missing if self._time_of(host) < limit]
+        return silent or alone
+
+    def _time_of(self, host: str) -> float:
+        """When a host last reported."""
+        if host not in self._reports:
+            return -math.inf
+        when, _ = self._reports[host]
+        return when
+
+    def _has_ended(self, host: str) -> bool:
+        if host not in self._reports:
+            return False
+        _, report = self._reports[host]
+        return report.is_last
 
     def hang(self) -> Hang | None:
         """What hangs, if the job does."""

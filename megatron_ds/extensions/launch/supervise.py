@@ -35,6 +35,7 @@ class Processes:
         self.hang: Hang | None = None
         self._named: float | None = None  # when a rank that does not move was named
         seen = [means.host] if means.host else job.hosts
+        self._hosts = seen
         self.stalls = Stalls(seen, sees_all=len(seen) == len(job.hosts))
         self.commands = runner.start(job, means)
         self._job = job
@@ -43,6 +44,7 @@ class Processes:
         self._pending: deque[int] = deque()
         self._received: list[int] = []
         self._kill_time: float | None = None
+        self._killed: set[int] = set()  # positions of processes that were killed here
         self._lock = threading.Lock()
         # The processes, with a thread for the output of each.
         source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
@@ -62,8 +64,8 @@ class Processes:
         """Have the signal sent soon. This is what a signal handler may call."""
         self._pending.append(number)
 
-    def wait(self) -> list[int]:
-        """Wait for all; when one fails, the others are asked to end. Their exit codes."""
+    def wait(self) -> None:
+        """Wait for all; when one fails, the others are asked to end."""
         while True:
             while self._pending:
                 self._forward(self._pending.popleft())
@@ -76,6 +78,8 @@ class Processes:
             if self._kill_time is None:
                 self._look_for_hang()
             if self._kill_time is not None and time.monotonic() > self._kill_time:
+                running = [i for i, code in enumerate(codes) if code is None]
+                self._killed.update(running)
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         for reader in self._readers:
@@ -83,7 +87,26 @@ class Processes:
         for signaller in self._signallers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 signaller.wait(timeout=5)
-        return codes
+
+    @property
+    def code(self) -> int:
+        """The exit code of the first process that failed by itself, or else of one that was killed here."""
+        positions = range(len(self._processes))
+        by_cause = sorted(positions, key=lambda i: i in self._killed)
+        codes = [self._processes[i].returncode for i in by_cause]
+        code = next(filter(None, codes), 0)
+        return code if code >= 0 else 128 - code
+
+    def lost(self) -> list[str]:
+        """The hosts that were lost. All processes have ended."""
+        ended = set(range(len(self._processes))) - self._killed
+        hosts = self._hosts
+        # One process may be the connection to all hosts.
+        if len(self._processes) > 1:
+            hosts = [hosts[i] for i in sorted(ended)]
+        elif not ended:
+            hosts = []
+        return self.stalls.lost(hosts)
 
     def end(self) -> None:
         """Ask all to end. An agent gives its ranks the grace period, so this waits longer than that."""
@@ -231,7 +254,7 @@ def run_all(
         note(ranks_text(job))
     processes = Processes(job, runner, means)
     requests.go_to(processes)
-    codes = processes.wait()
+    processes.wait()
     requests.go_to(None)
     step = processes.stalls.step
     was_asked = bool(requests.received)
@@ -240,11 +263,11 @@ def run_all(
         note(f"{hang.table}\n{hang.text}")
         return Ended(HANG_CODE, hang.host, step, was_asked)
     failure = first_failure(processes.failures)
-    code = next((code if code > 0 else 128 - code for code in codes if code), 0)
+    code = processes.code
     if failure is not None:
         note(failure.text())
         code = failure.exit_code
-    lost = processes.stalls.lost() if code else []
+    lost = processes.lost() if code else []
     if lost:
         note(
             f"no end was reported by the agent of {', '.join(lost)}: it was killed, or the host or the connection "
@@ -254,7 +277,7 @@ def run_all(
     if failure is None:
         return Ended(code, "", step, was_asked)
     is_final = was_asked or not failure.is_passing
-    return Ended(code, failure.host, step, is_final)
+    return Ended(code, failure.host, step, is_final, failure.cause)
 
 
 def note(text: str) -> None:

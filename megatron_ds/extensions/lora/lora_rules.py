@@ -73,7 +73,7 @@ def frozen_weights(config: RunConfig) -> Iterator[str]:
     for what, columns in _columns(config.model, t):
         if columns % FROZEN_BLOCK:
             yield (
-                f"[adapters.lora_base_bits] with [parallel.tensor_model_parallel_size] {t}: a rank has {columns} "
+                f"[adapters.lora_base_bits] with [parallel.tensor_model_parallel_size]: a rank has {columns} "
                 f"columns of {what}, and {FROZEN_BLOCK} numbers of a row have one scale, which ranks would cut "
                 f"differently. Use a size with which it has a multiple of {FROZEN_BLOCK}."
             )

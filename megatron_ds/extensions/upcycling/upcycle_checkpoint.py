@@ -102,12 +102,8 @@ def main(args: argparse.Namespace, flags: Sequence[str]) -> int:
     with locked(args.save, solo()):
         run_id = secrets.token_hex(4)
         step = find_step(args)
-        check_vacant(
-            args.save,
-            run_id,
-            0,
-            f"Give an empty folder, or delete what is in {args.save}",
-        )
+        advice = f"Give an empty folder, or delete what is in {args.save}"
+        check_vacant(args.save, run_id, 0, advice, advice)
         run = read_run(args.load, step)
         check_dense(run, args.load)
         require_whole_model(run, args.load)
