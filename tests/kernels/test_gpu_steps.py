@@ -98,6 +98,8 @@ class Run:
                 # of a kernel before its first use, once in a process
                 and "kernel_check.py" not in wait
                 and "kernel_table.py" not in wait
+                # tables of a device, once in a process
+                and "normal_float.py" not in wait
             )
             for order in self.orders
         ]
@@ -201,6 +203,9 @@ FEATURES = {
     "smoothing": ("tp=2", "fp32", "--label-smoothing 0.1"),
     "untied": ("pp=2,zero=1", "fp32", "--untie-embeddings-and-output-weights"),
     "interleaved": ("pp=2,chunks=2,schedule=interleaved", "fp32", "--num-layers 4"),
+    "adapters": ("dp=2,zero=2", "bf16", "--lora-rank 4"),
+    # One rank: ranks as threads would share tables of decoded numbers, without an order among their streams.
+    "encoded base": ("dp=1", "bf16", "--lora-rank 4 --lora-base-bits 4"),
     "zb-v": ("pp=2,chunks=2,schedule=zb-v", "fp32", "--num-layers 4"),
 }
 EXPERTS = {

@@ -27,6 +27,7 @@ from ...data.loading.loader import Loader
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
 from ...host import places
+from ...host.device_copies import on_device
 from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
@@ -122,7 +123,8 @@ def score_pairs(engine: Replica, dataset: PairDataset, collate: Collator) -> np.
             batch = engine.batches.evaluation(loader, first, size)
             outputs = _forward(engine, batch.split(train.micro_batch_size), scores)
         if outputs and reports:
-            found[list(batch.sample_ids)] = torch.cat([o.log_probs for o in outputs])
+            rows = on_device(torch.tensor(batch.sample_ids), mesh.device)
+            found.index_copy_(0, rows, torch.cat([o.log_probs for o in outputs]))
     all_reduce_(found, mesh.group("world"))
     return to_host(found[:count], mesh.group("world")).numpy()
 
