@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/attention_dropout.py
     OMP_NUM_THREADS=1 python benchmarks/attention_dropout.py --lengths 1024 2048 --all-scores
 
-A GPT of two layers, 64 wide, with two heads, in bf16, one sequence a step: scores are what counts. Each row is a process
-of its own: the most memory that it held, and the CPU seconds of its fastest step after the first. --all-scores also
-measures dropout with the probabilities of all queries in memory, as `reference_attention` computes them.
+A GPT of two layers, 64 wide, with two heads, in bf16, one sequence a step: scores are what counts. Each row is a
+process of its own: the most memory that it held, and the CPU seconds of its fastest step after the first.
+--all-scores also measures dropout with the probabilities of all queries in memory, as `reference_attention` computes
+them.
 """
 
 import argparse

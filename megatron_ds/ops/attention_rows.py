@@ -51,10 +51,14 @@ def rows_at_once(q: torch.Tensor) -> int:
 def parts_of(
     q: torch.Tensor, keep: KeepMask | None, seen: Seen | None = None
 ) -> Iterator[RowPart]:
-    """All rows, some at a time. seen: None: all keys"""
+    """All rows, some at a time. seen: None: all keys
+
+    The last rows come first. Later parts then fit into the memory that earlier ones have freed; parts that grow would
+    leave holes which no later one fits into, in all several times the memory of the largest.
+    """
     length = len(q)
     step = rows_at_once(q)
-    for start in range(0, length, step):
+    for start in reversed(range(0, length, step)):
         stop = min(start + step, length)
         rows = slice(start, stop)
         keys = slice(0, length) if seen is None else seen(range(start, stop))
@@ -91,11 +95,13 @@ class _ByRows(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sink)
         ctx.parts = parts
         ctx.attend = attend
-        outputs = [
-            attend(q[part.rows], k[part.keys], v[part.keys], sink, part)
-            for part in parts
-        ]
-        return torch.cat(outputs)
+        rows, samples, heads, _ = q.shape
+        out = v.new_empty(rows, samples, heads * v.shape[3])
+        for part in parts:
+            out[part.rows] = attend(
+                q[part.rows], k[part.keys], v[part.keys], sink, part
+            )
+        return out
 
     @staticmethod
     def backward(ctx, dout):

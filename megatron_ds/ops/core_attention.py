@@ -162,24 +162,32 @@ def _by_rows(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
+    # On a GPU the kernel of the softmax draws the numbers of whole rows, so it gets all keys.
+    is_cut = q.device.type == "cpu"
+    is_plain = visible.is_plain and visible.pattern.causal
+
     def attend(queries, keys, values, sink, part):
-        # What these queries see is a mask, also the keys behind them.
-        first = part.keys.start
-        hidden = visible.hidden(
-            part.positions, range(first, part.keys.stop), queries.device
-        )
+        # The last queries of the keys up to them need no mask beside a causal pattern.
+        if is_cut and is_plain:
+            seen, positions = CAUSAL_KEYS, None
+        # Else what these queries see is a mask, also the keys behind them.
+        else:
+            first = part.keys.start
+            shown = range(first, part.keys.stop)
+            hidden = visible.hidden(part.positions, shown, queries.device)
+            seen = KeyVisibility(FULL, mask=hidden)
+            positions = range(part.rows.start - first, part.rows.stop - first)
         return reference_attention(
             queries,
             keys,
             values,
-            KeyVisibility(FULL, mask=hidden),
+            seen,
             keep=part.keep,
             scoring=replace(scoring, sink=sink),
-            positions=range(part.rows.start - first, part.rows.stop - first),
+            positions=positions,
         )
 
-    # On a GPU the kernel of the softmax draws the numbers of whole rows.
-    seen = partial(_seen, len(k), visible, scoring) if q.device.type == "cpu" else None
+    seen = partial(_seen, len(k), visible, scoring) if is_cut else None
     return attention_rows.attention_by_rows(q, k, v, scoring.sink, keep, attend, seen)
 
 

@@ -24,7 +24,13 @@ from tests.harness.warm import warm_python
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 PROGRAMS = [path for path in FILES if "__main__" in path.read_text()]
-OWN = ("megatron_ds", "benchmarks", "tests")
+NEIGHBOURS = [
+    ROOT / "benchmarks",
+    ROOT / "tools",
+]  # programs import these by bare names
+OWN = {"megatron_ds", "benchmarks", "tests"} | {
+    path.stem for folder in NEIGHBOURS for path in folder.glob("*.py")
+}
 SECONDS = 200
 MISSING = object()
 
@@ -83,18 +89,17 @@ def tree_of(path: Path) -> ast.Module:
 
 def imported(path: Path) -> Iterator[tuple[int, str, str, str]]:
     """(line, the name here, module, name there or "" for the module itself), of what is the project's own."""
-    names = {file.stem for file in FILES}
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] in OWN and alias.asname:
-                    yield node.lineno, alias.asname, alias.name, ""
+                here = alias.asname or alias.name
+                if alias.name.split(".")[0] in OWN and "." not in here:
+                    yield node.lineno, here, alias.name, ""
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            first = node.module.split(".")[0]
-            module = f"benchmarks.{node.module}" if first in names else node.module
-            if module.split(".")[0] in OWN:
+            if node.module.split(".")[0] in OWN:
                 for alias in node.names:
-                    yield node.lineno, alias.asname or alias.name, module, alias.name
+                    here = alias.asname or alias.name
+                    yield node.lineno, here, node.module, alias.name
 
 
 def found(module: str, name: str) -> object:
@@ -168,7 +173,8 @@ def misfits(path: Path, call: ast.Call, function: object) -> Iterator[str]:
 @pytest.fixture
 def programs_path(monkeypatch):
     """Programs import their neighbours by their bare names."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for folder in NEIGHBOURS:
+        monkeypatch.syspath_prepend(str(folder))
 
 
 @pytest.mark.plan
