@@ -2,8 +2,9 @@
 # make finetune     make a small GPT that continues text answer questions, on this machine's CPU
 # make test         ruff and the tests that need no GPU, of costly ones a part: 12 to 25 minutes on two cores
 # make test-all     all parts, with more cases and all steps of the layout grid, and whole products
-# make gpu          all that one GPU can show, in nine minutes: steps, tests, kernels; into $OUT/gpu-results.json.
-#                   Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
+# make gpu          steps on one GPU beside plain torch, in nine minutes; into $OUT/gpu-headline.json. CALL=truth runs the
+#                   tests, CALL=rest kernels, long sequences and checkers, each in nine minutes more; CALL="headline
+#                   truth rest" all. Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
 # make lint         ruff: fixes what it can, and formats
 # make docs         regenerate docs/reference/flags.md
 # make clean        remove the virtual environment, the build and the quickstart's files
@@ -12,6 +13,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+CALL   ?= headline
 BIN    := $(VENV)/bin
 
 # The part of the costly tests that `make test` runs: another one each day. `make test PART=331` repeats one.
@@ -38,7 +40,7 @@ test-all: $(VENV)/.installed-test
 
 # Neither network nor installation: the checkout, and a python3 with torch, transformers, pytest and hypothesis.
 gpu:
-	$(PYTHON) benchmarks/gpu_day.py
+	$(PYTHON) benchmarks/gpu_day.py --part $(CALL)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check --fix .

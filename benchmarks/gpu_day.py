@@ -1,15 +1,18 @@
-"""Everything that is to be known about one GPU, in one command and one file of results (`make gpu`).
+"""Everything that is to be known about one GPU, in three calls of at most nine minutes (`make gpu`).
 
-    python3 benchmarks/gpu_day.py                    # at most nine minutes on one H100 or H200
-    python3 benchmarks/gpu_day.py --rehearse         # tiny sizes on any machine: does every part run?
+    python3 benchmarks/gpu_day.py --part headline    # steps as users train, beside plain torch: MFU, memory
+    python3 benchmarks/gpu_day.py --part truth       # the tests of tests/gpu
+    python3 benchmarks/gpu_day.py --part rest        # kernels, long sequences, dropout, FlexAttention, checkers
+    python3 benchmarks/gpu_day.py --rehearse         # all three with tiny sizes on any machine: does every part run?
 
 It needs no network and no installation: torch, transformers, pytest and hypothesis, and this checkout. Parts run
 one after the other, the most valuable first, each with a limit of time, so that one that hangs or fails costs
 its own results only. A part may take what those before it have left of their time. One that reaches its limit is
 interrupted first, so that pytest prints its failures and Python the line where it was, then aborted, which prints
-the lines of all threads, then killed. The file `gpu-results.json` is written after each part, into the folder that
-the environment variable OUT names, or into the checkout (--output chooses another place): the device, versions, and
-of each part its exit code, seconds, last lines and figures. Exit code 1 if a part failed.
+the lines of all threads, then killed. A call writes one file, such as `gpu-headline.json`, after each part, into the
+folder that the environment variable OUT names, or into the checkout (--output chooses another folder): the device,
+versions, and of each part its exit code, seconds, clocks and power before and after, last lines and figures. Exit code
+1 if a part failed.
 """
 
 import argparse
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -32,6 +35,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 LINES = 300  # of the output of a part that are kept
 LAST_WORDS = 5  # seconds between the limit of a part and its end
+START_SECONDS = (
+    40  # of a call before its first part: torch is imported from a cold disk
+)
+CLOCKS = (
+    "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active"
+)
 SPEAKING = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -53,11 +62,11 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-# FlexAttention last: its kernels are compiled for minutes.
-FILES = "kernel_launches one_gpu ranks_as_threads nccl_alone two_gpus flex_attention"
-TESTS = "PYTHON -m pytest -vv --tb=short -p no:cacheprovider " + " ".join(
-    f"tests/gpu/test_{name}.py" for name in FILES.split()
-)
+FILES = "kernel_launches one_gpu new_features ranks_as_threads nccl_alone two_gpus"
+PYTEST = "PYTHON -m pytest -vv --tb=short -p no:cacheprovider"
+TESTS = f"{PYTEST} " + " ".join(f"tests/gpu/test_{name}.py" for name in FILES.split())
+# FlexAttention apart: its kernels are compiled for minutes.
+FLEX = f"{PYTEST} tests/gpu/test_flex_attention.py"
 ENVIRONMENT = "PYTHON -m megatron_ds env --json"
 TRAIN = "PYTHON benchmarks/gpu_train.py --json FILE"
 PEER = "PYTHON benchmarks/gpu_peer.py --json FILE"
@@ -67,50 +76,85 @@ CHECKED = "PYTHON benchmarks/kernels.py --rehearse --no-compile"
 # torch's allocator hands out parts of blocks of 2 MiB, in which the memory checker sees no bounds.
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-PARTS = (
-    Part("environment", ENVIRONMENT, 30),
-    Part("training", TRAIN, 130, figures=True),
-    Part("tests", TESTS, 100),
-    Part("kernels", f"{KERNELS} --budget 90", 105, figures=True),
-    Part("torch-compile", PEER, 50, figures=True),
-    Part(
-        "training-torch-kernels",
-        f"{TRAIN} --only gpt-1.3b --steps 8 -- --kernels torch",
-        35,
-        figures=True,
+# Call → its parts, the most valuable first.
+PARTS = {
+    "headline": (
+        Part("environment", ENVIRONMENT, 45),
+        Part("training", f"{TRAIN} --group headline", 290, figures=True),
+        Part("torch-compile", PEER, 135, figures=True),
     ),
-    Part(
-        "memcheck",
-        f"{SANITIZER} memcheck {CHECKED}",
-        30,
-        tool="compute-sanitizer",
-        environment=NO_CACHE,
+    "truth": (
+        Part("tests", TESTS, 420),
+        Part("environment", ENVIRONMENT, 45),
     ),
-    Part(
-        "racecheck",
-        f"{SANITIZER} racecheck {CHECKED}",
-        20,
-        tool="compute-sanitizer",
+    "rest": (
+        Part("kernels", f"{KERNELS} --budget 90", 105, figures=True),
+        Part("training-beyond", f"{TRAIN} --group beyond", 150, figures=True),
+        Part(
+            "training-torch-kernels",
+            f"{TRAIN} --only gpt-1.3b --steps 6 -- --kernels torch",
+            55,
+            figures=True,
+        ),
+        Part("flex-attention", FLEX, 85),
+        Part(
+            "memcheck",
+            f"{SANITIZER} memcheck {CHECKED}",
+            35,
+            tool="compute-sanitizer",
+            environment=NO_CACHE,
+        ),
+        Part(
+            "racecheck",
+            f"{SANITIZER} racecheck {CHECKED}",
+            25,
+            tool="compute-sanitizer",
+        ),
     ),
-)
-REHEARSED = (
-    Part("environment", ENVIRONMENT, 60),
-    Part("training", f"{TRAIN} --rehearse --steps 2", 120, figures=True),
-    Part("tests", TESTS, 120),
-    Part(
-        "kernels",
-        f"{KERNELS} --rehearse --no-compile --budget 100",
-        120,
-        figures=True,
+}
+REHEARSED = {
+    "headline": (
+        Part("environment", ENVIRONMENT, 60),
+        Part(
+            "training",
+            f"{TRAIN} --rehearse --group headline --steps 2",
+            180,
+            figures=True,
+        ),
+        Part("torch-compile", f"{PEER} --rehearse", 180, figures=True),
     ),
-    Part("torch-compile", f"{PEER} --rehearse", 120, figures=True),
-    Part(
-        "training-torch-kernels",
-        f"{TRAIN} --rehearse --only gpt-tiny --steps 2 -- --kernels torch",
-        60,
-        figures=True,
+    "truth": (
+        Part("tests", TESTS, 300),
+        Part("environment", ENVIRONMENT, 60),
     ),
-)
+    "rest": (
+        Part(
+            "kernels",
+            f"{KERNELS} --rehearse --no-compile --budget 100",
+            150,
+            figures=True,
+        ),
+        Part(
+            "training-beyond",
+            f"{TRAIN} --rehearse --group beyond --steps 2",
+            120,
+            figures=True,
+        ),
+        Part(
+            "training-torch-kernels",
+            f"{TRAIN} --rehearse --only gpt-tiny --steps 2 -- --kernels torch",
+            60,
+            figures=True,
+        ),
+        Part("flex-attention", FLEX, 90),
+    ),
+}
+
+
+def estimate(parts: Sequence[Part]) -> int:
+    """The most seconds of a call: the limits of its parts, their last words, and the questions at its start."""
+    limits = sum(part.seconds + LAST_WORDS for part in parts)
+    return START_SECONDS + limits
 
 
 def run(part: Part, folder: Path, spare: float = 0.0) -> dict:
@@ -120,6 +164,7 @@ def run(part: Part, folder: Path, spare: float = 0.0) -> dict:
     file = folder / f"{part.name}.json"
     meant = {"PYTHON": sys.executable, "FILE": str(file)}
     words = [meant.get(word, word) for word in part.command.split()]
+    before = clocks()
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
         code = exit_code(words, part, part.seconds + spare, output)
@@ -129,6 +174,7 @@ def run(part: Part, folder: Path, spare: float = 0.0) -> dict:
         "code": code,
         "seconds": round(time.monotonic() - start, 1),
         "output": lines[-LINES:],
+        "clocks": [before, clocks()],
     }
     # A part that was killed may have written a half of its figures.
     if part.figures and file.exists():
@@ -162,6 +208,17 @@ def exit_code(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def clocks() -> str:
+    """Clocks, power and temperature of the first GPU; "" where its driver has no program that tells them."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    words = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader", "-i", "0"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=10)
+        return asked.stdout.strip()
+    return ""
 
 
 def ask_for_last_words(process: subprocess.Popen) -> None:
@@ -201,42 +258,64 @@ def machine() -> dict:
     return found | failed | {"commit": commit.stdout.strip()}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run all parts; the exit code."""
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     folder = Path(os.environ.get("OUT") or ROOT)
-    parser.add_argument("--output", type=Path, default=folder / "gpu-results.json")
-    parser.add_argument("--only", nargs="*", default=[], help="names of parts")
+    parser.add_argument("--output", type=Path, default=folder, help="folder of results")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=PARTS,
+        default=[],
+        help="calls, one after another; without it all of them",
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="names of parts of them")
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny sizes, any machine"
     )
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the calls; the exit code."""
+    args = parse_arguments(argv)
     if not args.rehearse and not torch.cuda.is_available():
         raise SystemExit(
             "no GPU: torch.cuda.is_available() is False. --rehearse runs tiny sizes on the CPU."
         )
     # Parts inherit an interrupt that is ignored, as in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    results = {"machine": machine(), "parts": {}}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    calls = REHEARSED if args.rehearse else PARTS
+    codes = [
+        run_call(name, calls[name], args.only, args.output)
+        for name in args.part or calls
+    ]
+    return max(codes)
+
+
+def run_call(name: str, parts: Sequence[Part], only: list[str], folder: Path) -> int:
+    """Run the parts of a call, those of `only` if it names any; the exit code."""
+    chosen = [part for part in parts if not only or part.name in only]
+    seconds = estimate(chosen)
+    print(f"{name}: at most {seconds} s", flush=True)
+    start = time.monotonic()
+    file = folder / f"gpu-{name}.json"
+    results = {"machine": machine(), "estimate_s": seconds, "parts": {}}
     spare = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        for part in REHEARSED if args.rehearse else PARTS:
-            if args.only and part.name not in args.only:
-                continue
-            results["parts"][part.name] = entry = run(part, Path(folder), spare)
+    with tempfile.TemporaryDirectory() as figures:
+        for part in chosen:
+            entry = run(part, Path(figures), spare)
             spare = max(0.0, part.seconds + spare - entry["seconds"])
-            args.output.write_text(json.dumps(results, indent=1) + "\n")
-            print(
-                f"{part.name}: {entry.get('skipped') or entry['code']}, {entry['seconds']} s",
-                flush=True,
-            )
-            print(
-                *(f"    {line}" for line in entry.get("output", [])[-8:]),
-                sep="\n",
-                flush=True,
-            )
-    print(f"results: {args.output}")
+            results["parts"][part.name] = entry
+            results["seconds"] = round(time.monotonic() - start, 1)
+            file.write_text(json.dumps(results, indent=1) + "\n")
+            outcome = entry.get("skipped") or entry["code"]
+            print(f"{part.name}: {outcome}, {entry['seconds']} s", flush=True)
+            last = entry.get("output", [])[-8:]
+            print(*(f"    {line}" for line in last), sep="\n", flush=True)
+    print(f"results: {file}")
     return int(any(entry.get("code", 0) != 0 for entry in results["parts"].values()))
 
 

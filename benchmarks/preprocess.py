@@ -5,8 +5,8 @@
 
 The text is that of this Python: the documentation that tools/build_corpus.py finds, that of the installed
 packages, and their sources until --megabytes are there, no document twice. A byte-level BPE of 32,768 entries
-is trained on it first. All are held to one core (`taskset`) and take turns. Ours is timed as a whole command,
-from its start to the finished pair of files; the peer only from the first line it reads, as its imports take
+is trained on it first (--vocab-size). All are held to one core (`taskset`) and take turns. Ours is timed as a whole
+command, from its start to the finished pair of files; the peer only from the first line it reads, as its imports take
 long and a corpus could be longer. The files are compared, ids and index, byte for byte.
 
 The peer does what Megatron's tools/preprocess_data.py does with --workers 1: a pool of one process that
@@ -25,6 +25,8 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -78,43 +80,50 @@ def run_peer(text: str, folder: str, output: str) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # the text
 def write_corpus(path: Path, megabytes: float) -> None:
-    sys.path.insert(0, str(ROOT / "tools"))
-    import build_corpus as own
+    sys.path.insert(0, str(ROOT))
+    from megatron_ds.extensions.corpora import build_corpus as own
 
     standard, installed = (
         Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")
     )
-    # Documentation: the help of Python, docstrings of its library and of installed packages.
-    prose = {own.prose(text) for text in own.help_topics()} | {
-        own.prose(text) for text in own.docstrings(standard)
-    }
     own.LEFT_OUT = own.LEFT_OUT - {"site-packages", "dist-packages"}
-    prose = (prose | {own.prose(text) for text in own.docstrings(installed)}) - {""}
-    by_hash = lambda text: hashlib.sha256(text.encode()).digest()
-    texts = list(prose)
-    size = sum(len(text.encode()) for text in prose)
-    print(
-        f"{len(texts):,} documents of documentation, {size / 1e6:.1f} MB; then sources",
-        flush=True,
-    )
-    # Sources fill up the rest, in an order that looks random and is always the same.
+    # Documentation: the help of Python, docstrings of its library and of installed packages. Then sources, in an order
+    # that looks random and is always the same.
     files = sorted(p for root in (standard, installed) for p in root.rglob("*.py"))
-    for file in sorted(files, key=lambda p: hashlib.sha256(p.name.encode()).digest()):
+    files.sort(key=lambda p: by_hash(p.name))
+    documentation = chain(
+        own.help_topics(), own.docstrings(standard), own.docstrings(installed)
+    )
+    texts: set[str] = set()
+    size = 0
+    for text in chain(map(own.prose, documentation), sources(files)):
         if size > megabytes * 1e6:
             break
-        try:
-            texts.append(file.read_text(encoding="utf-8"))
-            size += len(texts[-1].encode())
-        except (UnicodeDecodeError, OSError):
-            continue
+        if text and text not in texts:
+            texts.add(text)
+            size += len(text.encode())
     with open(path, "w", encoding="utf-8") as f:
         f.writelines(
             json.dumps({"text": t}, ensure_ascii=False) + "\n"
-            for t in sorted(set(texts), key=by_hash)
+            for t in sorted(texts, key=by_hash)
         )
 
 
-def prepare(folder: Path, megabytes: float, part: int) -> None:
+def sources(files: list[Path]) -> Iterator[str]:
+    """Their texts, of those that are UTF-8."""
+    for file in files:
+        try:
+            yield file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+
+
+def by_hash(text: str) -> bytes:
+    """A key that puts texts into an order that looks random and is always the same."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def prepare(folder: Path, megabytes: float, part: int, vocab_size: int) -> None:
     """corpus.jsonl, its first lines as part.jsonl, and tokenizer/ with what transformers wants to see in it."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.jsonl"
@@ -129,7 +138,7 @@ def prepare(folder: Path, megabytes: float, part: int) -> None:
                 "--input",
                 corpus,
                 "--vocab-size",
-                "32768",
+                str(vocab_size),
                 "--output",
                 tokenizer,
             ],
@@ -191,7 +200,7 @@ def command(name: str, folder: Path, peer_python: str | None) -> list[str]:
 
 def race(args: argparse.Namespace) -> None:
     folder = Path(args.folder)
-    prepare(folder, args.megabytes, args.peer_documents)
+    prepare(folder, args.megabytes, args.peer_documents, args.vocab_size)
     sizes = {
         text: (folder / f"{text}.jsonl").stat().st_size for text in ("corpus", "part")
     }
@@ -271,6 +280,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--run-peer", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--vocab-size", type=int, default=32_768, help="of the tokenizer"
+    )
     args = parser.parse_args()
     run_peer(*args.run_peer) if args.run_peer else race(args)
 

@@ -6,8 +6,11 @@ the variable nothing is written.
 
     | 4096 bytes: JSON of the rank                                  | header
     | 4096 bytes: words, a line each; entries have their numbers    |
-    | 64 bytes: the first is 1 while the rank waits for others      |
+    | 64 bytes: for what the rank waits, requests, its device       |
     | RING entries of 48 bytes                                      |
+
+The 64 bytes: 0 holds NOT_WAITING, FOR_RANKS or FOR_DEVICE; 1 a request for the record of collectives (the launcher
+writes WANTED, the rank ANSWERED); 2 is 1 in a rank that answers such requests; from 8 on DEVICE, the place of the GPU.
 
 A write takes no lock. The number of an entry is written at both of its ends: where they differ, the process was ended
 in the middle, and the entry before is the newest.
@@ -40,11 +43,27 @@ HEADER_BYTES = 4096
 WORD_BYTES = 4096
 WORDS_START = HEADER_BYTES
 FLAGS_START = WORDS_START + WORD_BYTES
+REQUEST = FLAGS_START + 1
+ANSWERS = FLAGS_START + 2
+DEVICE_START = FLAGS_START + 8
 RING_START = FLAGS_START + 64
 MOST_WORDS = 200
 # number, nanoseconds, step, collective number, micro-batch, stage, phase, instruction, collective, -, number
 ENTRY = struct.Struct("<QqqIihBBBxxxQ")
 ENDS = struct.Struct("<Q32xQ")  # the two numbers of an entry
+# nanoseconds of the look, and of the last change, step, done, launched, moment, micro-batch, stage, instruction, -, of
+# the look
+DEVICE = struct.Struct("<QQqIIIihBxQ")
+BEHIND_ALL = (1 << 32) - 1  # moment of a device that has done all instructions
+
+# What a rank waits for.
+NOT_WAITING = 0
+FOR_RANKS = 1
+FOR_DEVICE = 2
+
+# A request for the record of collectives.
+WANTED = 1
+ANSWERED = 2
 BYTES = RING_START + RING * ENTRY.size
 
 # Phases. A rank may take long in all but the first two, and what a program around an engine does is not known.
@@ -55,6 +74,8 @@ READING = "reading data"
 SAVING = "saving"
 ENDING = "ending"
 PROGRAM = "program"
+COMPILING = "compiling"
+EXPORTING = "exporting a trace"
 QUICK = (TRAINING, EVALUATING)
 
 
@@ -79,13 +100,43 @@ class PlaceEntry(NamedTuple):
     collectives: int
 
 
+class DeviceEntry(NamedTuple):
+    """Where the GPU of a rank is in the instructions of a step.
+
+    looked       nanoseconds of CLOCK_MONOTONIC at the newest look
+    since        those of the first look that found it there
+    step         complete steps when the instructions were launched
+    done         instructions whose work is done, of those `launched`
+    moment       time of the instruction in the schedule, the same for all ranks: what waits for an instruction of
+                 another rank has a later moment. BEHIND_ALL behind the last one
+    instruction  at which it is, "" behind all; with its stage and micro-batch, which may be NONE
+    """
+
+    looked: int
+    since: int
+    step: int
+    done: int
+    launched: int
+    moment: int
+    instruction: str
+    stage: int
+    microbatch: int
+
+
 @dataclass(frozen=True)
 class PlacesRead:
-    """What a file holds. rank: values of the header; places: oldest first; is_waiting: for other ranks"""
+    """What a file holds. rank: values of the header; places: oldest first; waits_for: FOR_RANKS, FOR_DEVICE or
+    NOT_WAITING; device: where the GPU is, if the rank has one"""
 
     rank: dict
     places: list[PlaceEntry]
-    is_waiting: bool
+    waits_for: int
+    device: DeviceEntry | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for other ranks, by way of its device or without it."""
+        return self.waits_for != NOT_WAITING
 
 
 class PlaceWriter:
@@ -97,6 +148,7 @@ class PlaceWriter:
             # memory that is missing is an error now, not a signal at a later write
             os.posix_fallocate(file.fileno(), 0, BYTES)
             self._map = mmap.mmap(file.fileno(), BYTES)
+        self.rank = int(rank.get("rank", 0))
         header = json.dumps(rank).encode()[: HEADER_BYTES - 1]
         self._map[: len(header)] = header
         self._words: dict[Hashable, int] = {}
@@ -147,9 +199,43 @@ class PlaceWriter:
         self._collectives += 1
         self._write()
 
-    def wait(self, is_waiting: bool) -> None:
-        """Whether this rank waits for others from now on."""
-        self._map[FLAGS_START] = is_waiting
+    def wait(self, what: int) -> None:
+        """what: for which this rank waits from now on: FOR_RANKS, FOR_DEVICE or NOT_WAITING"""
+        self._map[FLAGS_START] = what
+
+    def device(self, entry: DeviceEntry) -> None:
+        """Write the place of the GPU. One thread calls this."""
+        DEVICE.pack_into(
+            self._map,
+            DEVICE_START,
+            entry.looked,
+            entry.since,
+            entry.step,
+            entry.done,
+            entry.launched,
+            entry.moment,
+            entry.microbatch,
+            entry.stage,
+            self._word(entry.instruction),
+            entry.looked,
+        )
+
+    @property
+    def completed_steps(self) -> int:
+        """Steps that are complete, of the next entry."""
+        return self._step
+
+    def answer_requests(self) -> None:
+        """From now on this rank answers requests for the record of its collectives."""
+        self._map[ANSWERS] = 1
+
+    def is_record_wanted(self) -> bool:
+        """Whether the launcher waits for the record of collectives."""
+        return self._map[REQUEST] == WANTED
+
+    def record_is_written(self) -> None:
+        """Answer the request."""
+        self._map[REQUEST] = ANSWERED
 
     # One call for each instruction and collective: less than a microsecond.
     def _write(self) -> None:
@@ -203,7 +289,46 @@ def read_places(path: Path, newest_only: bool = False) -> PlacesRead | None:
         _place(ENTRY.unpack_from(data, RING_START + at * ENTRY.size), words)
         for _, at in (found[-1:] if newest_only else found)
     ]
-    return PlacesRead(rank, places, bool(data[FLAGS_START]))
+    return PlacesRead(rank, places, data[FLAGS_START], _device(data, words))
+
+
+def _device(data: bytes, words: list[str]) -> DeviceEntry | None:
+    """The place of the GPU; None where there is none, or where it is being written."""
+    looked, since, step, done, launched, moment, microbatch, stage, word, again = (
+        DEVICE.unpack_from(data, DEVICE_START)
+    )
+    if not looked or looked != again:
+        return None
+    return DeviceEntry(
+        looked=looked,
+        since=since,
+        step=step,
+        done=done,
+        launched=launched,
+        moment=moment,
+        instruction=words[word],
+        stage=stage,
+        microbatch=microbatch,
+    )
+
+
+def request_record(path: Path) -> bool:
+    """Ask the rank of a file to write the record of its collectives; False if it does not answer requests."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        file.seek(ANSWERS)
+        if file.read(1) == b"\1":
+            file.seek(REQUEST)
+            file.write(bytes([WANTED]))
+            return True
+    return False
+
+
+def is_record_written(path: Path) -> bool:
+    """Whether the rank of a file has answered the request."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(REQUEST)
+        return file.read(1) == bytes([ANSWERED])
+    return False
 
 
 def _place(values: tuple, words: list[str]) -> PlaceEntry:
@@ -250,31 +375,36 @@ def writer() -> PlaceWriter | None:
 
 
 class _Waiting:
-    """A context in which this rank waits for other ranks. The thread that trains enters it, no other one."""
+    """A context in which this rank waits for other ranks. The thread that trains enters it, no other one.
 
-    __slots__ = ("nanoseconds", "_since")
+    what: FOR_RANKS; FOR_DEVICE by way of its device, whose work includes collectives
+    """
 
-    def __init__(self):
+    __slots__ = ("nanoseconds", "_since", "_what")
+
+    def __init__(self, what: int):
         self.nanoseconds = 0
         self._since = 0
+        self._what = what
 
     def __enter__(self) -> None:
         if _writer:
-            _writer[0].wait(True)
+            _writer[0].wait(self._what)
         self._since = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
         self.nanoseconds += time.perf_counter_ns() - self._since
         if _writer:
-            _writer[0].wait(False)
+            _writer[0].wait(NOT_WAITING)
 
 
-WAITING = _Waiting()
+WAITING = _Waiting(FOR_RANKS)
+WAITING_FOR_DEVICE = _Waiting(FOR_DEVICE)
 
 
 def waited_seconds() -> float:
-    """How long this process has waited for other ranks since it began."""
-    return WAITING.nanoseconds / 1e9
+    """How long this process has waited for other ranks since it began, and for its device."""
+    return (WAITING.nanoseconds + WAITING_FOR_DEVICE.nanoseconds) / 1e9
 
 
 @contextlib.contextmanager

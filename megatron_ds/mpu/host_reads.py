@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..host.places import WAITING
+from ..host.places import WAITING_FOR_DEVICE
 from ..host.side_streams import Mark
 from .device_wait import Failing, wait_for_device
 from .group import Group
@@ -68,7 +68,7 @@ def wait_until(is_reached: Callable[[], bool], group: Group | None = None) -> No
 
 
 def _wait(is_reached: Callable[[], bool], transport: Failing | None) -> None:
-    with WAITING:
+    with WAITING_FOR_DEVICE:
         wait_for_device(is_reached, transport)
 
 

@@ -257,7 +257,7 @@ class TorchTransport:
         self._start(what, function, *near).wait()
         reached = torch.cuda.Event()
         reached.record()
-        with places.WAITING:
+        with places.WAITING_FOR_DEVICE:
             wait_for_device(reached.query, self)
         for i in far:
             arguments[i].copy_(near[i])

@@ -1,11 +1,12 @@
 """Attention that needs its probabilities, by rows: only those of some queries are in memory at a time.
 
 Dropout that is a function of (seed, sample, head, query, key) needs probabilities, which torch's fused kernels do
-not have. For all queries they take b n s² numbers, several times. Here forward computes them for ROWS
-queries, then for the next; backward computes them again. It keeps q, k and v alone.
+not have. For all queries they take b n s² numbers, several times. Here forward computes them for some queries, then
+for the next; backward computes them again. It keeps q, k and v alone.
 
-The masks of dropout are those of the same rows of the whole table, so results do not depend on ROWS, but for
-rounding.
+The masks of dropout are those of the same rows of the whole table, so results do not depend on the number of rows, but
+for rounding. On CPUs, keys that no query of a part sees are left out, which halves the work of a causal pattern, and
+parts have fewer rows the longer the sequence is: memory is linear in the length, and near the caches.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +17,16 @@ import torch
 
 from .dropout import KeepMask
 
-ROWS = 512
+ROWS = 512  # at most
+CPU_PAIRS = 1 << 19  # of a query and a key, of a head at a time on a CPU
+FEWEST_ROWS = 16
 
 
 class RowPart(NamedTuple):
-    """Some rows of the queries: where they are in the tensor, and what dropout keeps of theirs."""
+    """Some rows of the queries: where they are in the tensor, the keys that they may see, and what dropout keeps."""
 
     rows: slice
+    keys: slice
     keep: KeepMask | None
 
     @property
@@ -33,24 +37,42 @@ class RowPart(NamedTuple):
 
 # (q, k, v, sink, part) → [rows, b, n * d], of the queries of a part
 Attend = Callable[..., torch.Tensor]
+# queries → keys outside of which they see none
+Seen = Callable[[range], slice]
 
 
-def parts_of(length: int, keep: KeepMask | None) -> Iterator[RowPart]:
-    """All rows, ROWS at a time."""
-    for start in range(0, length, ROWS):
-        stop = min(start + ROWS, length)
+def rows_at_once(q: torch.Tensor) -> int:
+    """Rows of a part of q [s, b, n, d]. They depend on the length alone, not on the samples and heads of a rank."""
+    if q.device.type != "cpu":
+        return ROWS
+    return min(ROWS, max(FEWEST_ROWS, CPU_PAIRS // max(1, len(q))))
+
+
+def parts_of(
+    q: torch.Tensor, keep: KeepMask | None, seen: Seen | None = None
+) -> Iterator[RowPart]:
+    """All rows, some at a time. seen: None: all keys
+
+    The last rows come first. Later parts then fit into the memory that earlier ones have freed; parts that grow would
+    leave holes which no later one fits into, in all several times the memory of the largest.
+    """
+    length = len(q)
+    step = rows_at_once(q)
+    for start in reversed(range(0, length, step)):
+        stop = min(start + step, length)
         rows = slice(start, stop)
+        keys = slice(0, length) if seen is None else seen(range(start, stop))
         of_rows = keep
         if keep is not None:
-            of_rows = replace(keep, rows=keep.rows[rows])
-        yield RowPart(rows, of_rows)
+            of_rows = replace(keep, rows=keep.rows[rows], seen=keys)
+        yield RowPart(rows, keys, of_rows)
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, keep: KeepMask | None) -> bool:
     """Whether there are several parts; tokens that are no neighbours keep their mask for all rows."""
     if keep is not None and keep.picked is not None:
         return False
-    return len(q) == len(k) and len(q) > ROWS
+    return len(q) == len(k) and len(q) > rows_at_once(q)
 
 
 def attention_by_rows(
@@ -60,9 +82,10 @@ def attention_by_rows(
     sink: torch.Tensor | None,
     keep: KeepMask | None,
     attend: Attend,
+    seen: Seen | None = None,
 ) -> torch.Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], sink [n] or None → [s, b, n * d]."""
-    parts = list(parts_of(len(q), keep))
+    parts = list(parts_of(q, keep, seen))
     return _ByRows.apply(q, k, v, sink, parts, attend)
 
 
@@ -72,8 +95,13 @@ class _ByRows(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sink)
         ctx.parts = parts
         ctx.attend = attend
-        outputs = [attend(q[part.rows], k, v, sink, part) for part in parts]
-        return torch.cat(outputs)
+        rows, samples, heads, _ = q.shape
+        out = v.new_empty(rows, samples, heads * v.shape[3])
+        for part in parts:
+            out[part.rows] = attend(
+                q[part.rows], k[part.keys], v[part.keys], sink, part
+            )
+        return out
 
     @staticmethod
     def backward(ctx, dout):
@@ -86,7 +114,8 @@ class _ByRows(torch.autograd.Function):
 
         for part in ctx.parts:
             # the probabilities of these rows once more
-            leaves = [_leaf(t) for t in (q[part.rows], *shared)]
+            used = [q[part.rows], k[part.keys], v[part.keys], *shared[2:]]
+            leaves = [_leaf(t) for t in used]
             of_sink = leaves[3] if sink is not None else None
             with torch.enable_grad():
                 out = ctx.attend(*leaves[:3], of_sink, part)
@@ -94,7 +123,8 @@ class _ByRows(torch.autograd.Function):
 
             # queries have a gradient of one part, the others of all
             dq[part.rows] = found[0]
-            for total, more in zip(totals, found[1:], strict=True):
+            used = [totals[0][part.keys], totals[1][part.keys], *totals[2:]]
+            for total, more in zip(used, found[1:], strict=True):
                 total += more
 
         found = [_like(total, t) for total, t in zip(totals, shared, strict=True)]

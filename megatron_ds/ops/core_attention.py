@@ -4,14 +4,17 @@ Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; q
 head i // (n/g)), d channels. Queries may be fewer than keys: they are then the last ones (generation with a
 key-value cache).
 
+Values may have fewer channels than keys; results then have those of the values.
+
 Implementations: torch's fused attention, with a mask of all scores for what is not plain or causal;
-`reference_attention` with dropout, a sink or a cap of the scores, since these need the probabilities. On a CPU fp32
-where the processor has no matrix products of the dtype. On a GPU with dropout, rows of queries one part after another
-(attention_rows.py). Kernels (extensions/kernels): compiled attention of CPUs; on GPUs FlexAttention for what torch's
-fused attention needs a mask for, or cannot do.
+`reference_attention` with dropout, a sink or a cap of the scores, since these need the probabilities; for long
+sequences rows of queries one part after another (attention_rows.py), so that memory does not grow with the square of
+the length. On a CPU fp32 where the processor has no matrix products of the dtype. Kernels (extensions/kernels):
+compiled attention of CPUs; on GPUs FlexAttention for what torch's fused attention needs a mask for, or cannot do.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,8 +45,7 @@ def attention(
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
     visible  which keys a query sees; with documents sq = sk
-    keep     dropout of the probabilities, an `ops.dropout.KeepMask`. They are kept for backward, so memory
-             grows with sq * sk
+    keep     dropout of the probabilities, an `ops.dropout.KeepMask`
     scoring  scale of the scores, and what joins them in the softmax
     """
     is_simple = visible is CAUSAL_KEYS and scoring is PLAIN and keep is None
@@ -150,7 +152,7 @@ def _suits_rows(
     )
 
 
-@attention.implementation("rows", devices=GPU, suits=_suits_rows)
+@attention.implementation("rows", devices=CPU + GPU, suits=_suits_rows)
 def _by_rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -160,20 +162,45 @@ def _by_rows(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
+    # On a GPU the kernel of the softmax draws the numbers of whole rows, so it gets all keys.
+    is_cut = q.device.type == "cpu"
+    is_plain = visible.is_plain and visible.pattern.causal
+
     def attend(queries, keys, values, sink, part):
-        # What these queries see is a mask, also the keys behind them.
-        hidden = visible.hidden(part.positions, range(len(keys)), queries.device)
+        # The last queries of the keys up to them need no mask beside a causal pattern.
+        if is_cut and is_plain:
+            seen, positions = CAUSAL_KEYS, None
+        # Else what these queries see is a mask, also the keys behind them.
+        else:
+            first = part.keys.start
+            shown = range(first, part.keys.stop)
+            hidden = visible.hidden(part.positions, shown, queries.device)
+            seen = KeyVisibility(FULL, mask=hidden)
+            positions = range(part.rows.start - first, part.rows.stop - first)
         return reference_attention(
             queries,
             keys,
             values,
-            KeyVisibility(FULL, mask=hidden),
+            seen,
             keep=part.keep,
             scoring=replace(scoring, sink=sink),
-            positions=part.positions,
+            positions=positions,
         )
 
-    return attention_rows.attention_by_rows(q, k, v, scoring.sink, keep, attend)
+    seen = partial(_seen, len(k), visible, scoring) if is_cut else None
+    return attention_rows.attention_by_rows(q, k, v, scoring.sink, keep, attend, seen)
+
+
+def _seen(
+    length: int, visible: KeyVisibility, scoring: Scoring, queries: range
+) -> slice:
+    """The keys of a whole sequence outside of which these queries see none."""
+    pattern = visible.pattern
+    # The bias of ALiBi is made from the first key on, so that its roundings are those of all keys.
+    is_cut = pattern.left is not None and scoring.alibi is None
+    first = max(0, queries.start - pattern.left) if is_cut else 0
+    stop = length if pattern.after is None else queries.stop + pattern.after
+    return slice(first, min(length, stop))
 
 
 class OutputExchange(Protocol):
@@ -243,7 +270,7 @@ def reference_attention(
         scores = (scores + scoring.alibi.bias(*places)).to(scores.dtype)
     p = masked_softmax(scores, mask, visible.pattern.causal, 1.0, keep, scoring.sink)
     out = p.reshape(b, g, n // g, sq, sk) @ values
-    return _merge_heads(out.reshape(b, n, sq, d))
+    return _merge_heads(out.reshape(b, n, sq, v.shape[3]))
 
 
 class _PlannedAttention(torch.autograd.Function):
@@ -253,8 +280,8 @@ class _PlannedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, queries, keys, values, allowed):
-        b, n, s, d = queries.shape
-        out = queries.new_empty(b, s, n, d).transpose(1, 2)
+        b, n, s, _ = queries.shape
+        out = queries.new_empty(b, s, n, values.shape[3]).transpose(1, 2)
         if allowed is not None and allowed.dtype is torch.bool:
             allowed = queries.new_empty(allowed.shape)
         sums = queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -37,6 +37,7 @@ class KeepMask:
     heads   global numbers of the n heads
     rows    query positions; `cols` key positions
     picked  int64 [b, k]: only these rows (counted from the first) and columns of each sample; [b, n, k, k]
+    seen    only these of the key positions; None: all
     """
 
     p: float
@@ -46,10 +47,11 @@ class KeepMask:
     cols: int
     picked: torch.Tensor | None = None
     device: torch.device | str = "cpu"
+    seen: slice | None = None
 
     @property
     def mask(self) -> torch.Tensor:
-        """bool [b, n, sq, sk], contiguous, drawn anew by each call."""
+        """bool [b, n, sq, sk], drawn anew by each call; contiguous, unless only some keys are `seen`."""
         queries, columns = (
             (len(self.rows), self.cols)
             if self.picked is None
@@ -66,7 +68,7 @@ class KeepMask:
         fill_attention_mask_(
             out, self.p, self.of_heads, self.rows, self.cols, self.picked
         )
-        return out
+        return out if self.seen is None else out[..., self.seen]
 
     @property
     def of_heads(self) -> list[Key]:

@@ -19,7 +19,7 @@ from ..batch.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
 from ..host.places import writer
 from ..mpu.channels import Channels, FromItself, Pending
-from .device_place import DevicePlace
+from .device_place import DevicePlace, Moments
 from .instruction import Instruction, Op, Program
 from .passes import forward_only
 from .stage import Stage
@@ -55,6 +55,8 @@ class Executor:
     hooks             handlers of REDUCE, TIE, GATHER and RELEASE, called with the stage
     prepare           micro-batches → those that `run` trains on, unless None; may be set between steps
     timeline          records start and end of each instruction, unless None; may be set between steps
+    moments           (number of micro-batches, forward only) → the start of each instruction of this rank in the
+                      simulated schedule, unless None; may be set once: by these the launcher compares devices
     ranges            makes the context in which the instruction of a name runs, for profilers, unless None; may be
                       set between steps
     """
@@ -100,6 +102,7 @@ class Executor:
         self._place = DevicePlace() if device.type == "cuda" else None
         self._scale = 1.0
         self.prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None
+        self.moments: Moments | None = None
         self.timeline: Timeline | None = None
         self.ranges: Callable[[str], AbstractContextManager] | None = None
         # Programs by number of micro-batches; a fixed one is compiled at once.
@@ -159,7 +162,7 @@ class Executor:
         self._losses = {}
         self._current = None
         if self._place is not None:
-            self._place.begin()
+            self._place.begin(self.moments, len(microbatches), forward)
         for stage in self.stages.values():
             stage.begin_step()
         try:
@@ -194,6 +197,7 @@ class Executor:
                 if self._place is not None:
                     self._place.add(self._current)
             return
+        # Inputs are waited for, so that they are not in the recorded times.
         for handler, self._current in steps:
             if places is not None:
                 places.instruction(*self._current)
@@ -201,6 +205,8 @@ class Executor:
             start = self.timeline.now()
             handler(self._current)
             self.timeline.add(self._current, start)
+            if self._place is not None:
+                self._place.add(self._current)
 
     def _in_range(self, handler: Handler, i: Instruction) -> None:
         """Run an instruction in a range that has its name."""

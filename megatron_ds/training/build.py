@@ -8,7 +8,7 @@ configuration.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from torch import nn
 
@@ -22,7 +22,9 @@ from ..mpu.context import SequenceSlice
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
-from ..pipeline.instruction import Op
+from ..pipeline.instruction import Op, Schedule
+from ..pipeline.passes import forward_only
+from ..pipeline.simulate import simulate
 from ..pipeline.stage import LayerHooks, Stage
 from ..planning.replica_plan import ReplicaPlan, plan_replica
 from ..planning.run_model import (
@@ -267,10 +269,12 @@ def _build_executor(
 ) -> Executor:
     pp_rank = mesh.coordinate("pp")
     costs = plan.stage_costs()
-    return Executor(
-        lambda num_microbatches: plan_schedule(
-            config, num_microbatches, keeps_gathered, costs
-        )[pp_rank],
+
+    def schedule(num_microbatches: int) -> Schedule:
+        return plan_schedule(config, num_microbatches, keeps_gathered, costs)
+
+    executor = Executor(
+        lambda num_microbatches: schedule(num_microbatches)[pp_rank],
         stages,
         Channels(mesh.group("pp")),
         stage_rank=plan.shape.placement.__getitem__,
@@ -286,3 +290,10 @@ def _build_executor(
             Op.RELEASE: optimizer.release_gathered,
         },
     )
+    # Simulated for a launcher that watches devices, once for each number of micro-batches.
+    executor.moments = cache(
+        lambda num_microbatches, forward: simulate(
+            (forward_only if forward else tuple)(schedule(num_microbatches))
+        ).starts[pp_rank]
+    )
+    return executor

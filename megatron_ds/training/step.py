@@ -325,7 +325,8 @@ class Tracer:
         self._entries += timeline.read()
         path = self._folder / f"pipeline-rank-{rank}.json"
         try:
-            write_trace(path, {rank: self._entries})
+            with places.phase(places.EXPORTING):
+                write_trace(path, {rank: self._entries})
         except OSError as error:
             logger.warning(
                 "cannot write %s: %s. Training continues; the %d recorded instruction(s) are "

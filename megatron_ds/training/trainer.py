@@ -32,7 +32,7 @@ from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Replica
 from .evaluation_tasks import EvaluationTasks
-from .observe.comms_log import least_seconds, make_log, table_text
+from .observe.comms_log import make_log, seconds_of_groups, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
 from .observe.kernel_profile import KernelProfile
 from .observe.log import Log
@@ -193,9 +193,10 @@ class Trainer:
         if log is None:
             return
         self.communication = None
-        least = least_seconds(log, mesh.group("world")) if together else None
+        world = mesh.group("world")
+        of_groups = seconds_of_groups(log, world) if together else None
         if mesh.rank == 0:
-            logger.info("%s", table_text(log, mesh.rank, least))
+            logger.info("%s", table_text(log, mesh.rank, of_groups))
 
     def _loop(self) -> str:
         # The first step differs in what it logs.

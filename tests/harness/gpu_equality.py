@@ -33,6 +33,8 @@ LIMITS = {
     "fp16": Difference(loss=5e-4, grad_norm=2e-2, weights=5e-2),
 }
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01")
+LORA = ("--lora-rank", "4")
+QLORA = (*LORA, "--lora-base-bits", "4")
 # The first two steps overflow; three good ones later the scale grows, and a step overflows again.
 OVERFLOWS = (
     "--initial-loss-scale",
@@ -72,6 +74,8 @@ CASES = {
     "weights offloaded": Case("zero=3,offload=cpu,offload_param=cpu", "bf16", "llama"),
     "recomputed": Case(more=("--recompute-granularity", "full")),
     "experts": Case(style="llama", dropout=0.0, more=MOE),
+    "adapters": Case(dropout=0.0, more=LORA),
+    "adapters of an encoded base": Case(dtype="bf16", dropout=0.0, more=QLORA),
 }
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,8 +13,11 @@ from megatron_ds.host.places import (
     ENTRY,
     RING,
     RING_START,
+    DeviceEntry,
     PlaceWriter,
+    is_record_written,
     read_places,
+    request_record,
 )
 
 pytestmark = pytest.mark.plan
@@ -29,7 +33,7 @@ def test_what_is_written_is_read(path):
     writer.step(7)
     writer.collective("all_reduce", "dp")
     writer.instruction("B", 2, 5)
-    writer.wait(True)
+    writer.wait(places.FOR_RANKS)
     read = read_places(path)
     assert read.rank == {"rank": 3} and read.is_waiting
     newest = read.places[-1]
@@ -96,3 +100,20 @@ def test_without_the_variable_nothing_is_written():
     places.open_places({}, 0)
     assert places.writer() is None
     assert read_places(places.Path("/nonexistent")) is None
+
+
+def test_the_place_of_a_device_and_a_request_for_the_record_pass_through_the_file(path):
+    writer = PlaceWriter(path, {"rank": 3})
+    assert read_places(path).device is None and writer.rank == 3
+    now = time.monotonic_ns()
+    entry = DeviceEntry(now, now - 5, 7, 3, 9, 1 << 31, "F", 2, places.NONE)
+    writer.device(entry)
+    assert read_places(path).device == entry
+    # a rank without a record is not waited for
+    assert not request_record(path) and not writer.is_record_wanted()
+    writer.answer_requests()
+    assert request_record(path) and writer.is_record_wanted()
+    assert not is_record_written(path)
+    writer.record_is_written()
+    assert is_record_written(path) and not writer.is_record_wanted()
+    assert read_places(path).device == entry

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from importlib.machinery import ModuleSpec
+from itertools import chain
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks import gpu_day, gpu_train, kernel_clock, kernel_contestants, kernels
 from megatron_ds.ops import kernel_table
+from megatron_ds.tensor_parallel import init
 from tests.harness.emulated import emulated_gpu
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 
@@ -245,26 +247,60 @@ def test_a_model_is_measured_beside_its_plan(device):
     args = gpu_train.parse_arguments(
         ["--device", device, "--steps", "2", "--rehearse", "--", "--kernels", "torch"]
     )
-    flags, layers = gpu_train.REHEARSED["gpt-tiny"]
+    shape = gpu_train.REHEARSED["headline"]["gpt-tiny"]
     with kernel_table.selected("torch"), fake_cuda(), FakeGpu() as gpu:
-        result = gpu_train.measure("gpt-tiny", flags, layers, args)
-    assert result["layers"] == 2 and result["step_s"] > 0 and result["planned_gib"] > 0
-    if device != "cpu":
-        assert (
-            result["mfu"] > 0
-            and result["allocated_gib"] == 1
-            and not gpu.order.problems
-        )
+        rows = gpu_train.measure("gpt-tiny", shape, args)
+    assert [row["micro_batches"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["layers"] == 2 and row["step_s"] > 0 and row["planned_gib"] > 0
+        if device != "cpu":
+            assert row["mfu"] > 0 and row["allocated_gib"] == 1
+    assert rows[-1]["step_kernels"] and not gpu.order.problems
+
+
+def test_weights_are_drawn_where_they_are_and_not_by_one_thread_of_the_host(
+    monkeypatch,
+):
+    def draw(*_):
+        raise AssertionError("the host draws")
+
+    monkeypatch.setattr(init, "generator_of", draw)
+    words = ["--device", "cpu", "--steps", "2", "--rehearse"]
+    args = gpu_train.parse_arguments(words)
+    shape = gpu_train.REHEARSED["headline"]["llama-tiny"]
+    with kernel_table.selected("torch"):
+        [row, _] = gpu_train.measure("llama-tiny", shape, args)
+    assert abs(row["losses"][0] - math.log(131)) < 1
 
 
 def test_the_most_layers_that_fit_are_taken():
     args = gpu_train.parse_arguments(["--device", "cuda:0", "--rehearse"])
-    flags, _ = gpu_train.REHEARSED["gpt-tiny"]
+    device = torch.device("cuda", 0)
+    shape = gpu_train.Shape(gpu_train.SMALL, (64, 2))
     with fake_cuda(), FakeGpu():
-        _, planned, layers = gpu_train.fitting(
-            "tiny", flags, (64, 2), torch.device("cuda", 0), args.more
-        )
+        _, planned, layers = gpu_train.fitting("tiny", shape, device, args.more)
         assert layers == 64 and planned > 0
+
+
+def test_at_most_two_numbers_of_layers_are_planned(monkeypatch):
+    """A plan takes seconds; memory grows evenly between them."""
+    shape = gpu_train.Shape(gpu_train.SMALL, (12, 8, 6, 4, 2))
+    cpu = torch.device("cpu")
+    exact = gpu_train.peak_of(shape, 6, cpu, [])
+    peak, planned = gpu_train.peak_of, []
+
+    def counted(shape, layers, *more):
+        planned.append(layers)
+        return peak(shape, layers, *more)
+
+    monkeypatch.setattr(gpu_train, "peak_of", counted)
+    monkeypatch.setattr(gpu_train, "free_memory", lambda _: exact * 1.02 / 0.94)
+    config, found, layers = gpu_train.fitting("tiny", shape, cpu, [])
+    assert (layers, planned) == (6, [12, 2]) and config.model.num_layers == 6
+    assert abs(found - exact) < 0.02 * exact
+    monkeypatch.setattr(gpu_train, "free_memory", lambda _: 1000)
+    with pytest.raises(MemoryError, match="2 layers need"):
+        gpu_train.fitting("tiny", shape, cpu, [])
 
 
 def test_a_model_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, capsys):
@@ -273,7 +309,7 @@ def test_a_model_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, ca
             raise RuntimeError("no kernel image is available")
         if name == "llama-tiny":
             raise MemoryError("2 layers need too much")
-        return {"model": name}
+        return [{"model": name}]
 
     monkeypatch.setattr(gpu_train, "measure", measure)
     monkeypatch.setattr(gpu_train, "text_of", str)
@@ -283,7 +319,8 @@ def test_a_model_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, ca
     found = {row["model"]: row.get("error", "") for row in json.loads(file.read_text())}
     assert found["gpt-tiny"] == "RuntimeError: no kernel image is available"
     assert found["llama-tiny"] == "MemoryError: 2 layers need too much"
-    assert found.keys() == gpu_train.REHEARSED.keys() and not found["mixtral-tiny"]
+    assert found.keys() == gpu_train.REHEARSED["all"].keys()
+    assert not found["mixtral-tiny"]
     assert "in measure" in capsys.readouterr().out  # the place of the failure
     words += ["--only", "llama-tiny", "mixtral-tiny"]
     assert gpu_train.main(gpu_train.parse_arguments(words)) == 0
@@ -300,20 +337,36 @@ def test_the_host_leads_before_the_first_call(monkeypatch):
 
 
 def test_all_commands_name_files_and_flags_that_exist(tmp_path, monkeypatch):
-    for part in (*gpu_day.PARTS, *gpu_day.REHEARSED):
+    calls = [*gpu_day.PARTS.values(), *gpu_day.REHEARSED.values()]
+    for part in chain.from_iterable(calls):
         for word in part.command.split():
             if word.endswith(".py") or word.startswith("tests/"):
                 assert (gpu_day.ROOT / word).exists(), word
     monkeypatch.setattr(gpu_day, "machine", dict)
-    limits = [part.seconds + gpu_day.LAST_WORDS for part in gpu_day.PARTS]
-    assert sum(limits) <= 540
-    monkeypatch.setattr(
-        gpu_day, "REHEARSED", (gpu_day.Part("one", "PYTHON -c print('seen')", 20),)
-    )
-    assert gpu_day.main(["--rehearse", "--output", str(tmp_path / "out.json")]) == 0
-    assert json.loads((tmp_path / "out.json").read_text())["parts"]["one"][
-        "output"
-    ] == ["seen"]
+    one = gpu_day.Part("one", "PYTHON -c print('seen')", 20)
+    monkeypatch.setattr(gpu_day, "REHEARSED", {"truth": (one,)})
+    assert gpu_day.main(["--rehearse", "--output", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "gpu-truth.json").read_text())
+    assert results["parts"]["one"]["output"] == ["seen"]
+
+
+@pytest.mark.parametrize("calls", [gpu_day.PARTS, gpu_day.REHEARSED])
+def test_each_call_of_the_day_ends_within_nine_minutes(calls):
+    assert calls.keys() == {"headline", "truth", "rest"}
+    for name, parts in calls.items():
+        assert gpu_day.estimate(parts) <= 540, name
+        limits = sum(part.seconds + gpu_day.LAST_WORDS for part in parts)
+        assert gpu_day.estimate(parts) >= limits + 30, name
+
+
+def test_all_models_and_tests_of_a_gpu_are_in_a_call():
+    commands = " ".join(p.command for parts in gpu_day.PARTS.values() for p in parts)
+    for path in (gpu_day.ROOT / "tests/gpu").glob("test_*.py"):
+        assert f"tests/gpu/{path.name}" in commands, path.name
+    for group in gpu_train.GROUPS.keys() - {"all"}:
+        assert f"--group {group}" in commands, group
+    assert list(gpu_train.BEYOND)[-1] == "gpt-1.3b-dropout"
+    assert all(1 in shape.micro_batches for shape in gpu_train.HEADLINE.values())
 
 
 # ------------------------------------------------------------------------------- Liger, a stand-in

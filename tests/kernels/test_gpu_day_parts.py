@@ -100,10 +100,10 @@ def test_a_part_may_take_what_those_before_it_have_left(tmp_path, monkeypatch):
         return {"code": 0, "seconds": 4.0}
 
     parts = tuple(gpu_day.Part(f"part {i}", "PYTHON", 10) for i in range(3))
-    monkeypatch.setattr(gpu_day, "REHEARSED", parts)
+    monkeypatch.setattr(gpu_day, "REHEARSED", {"rest": parts})
     monkeypatch.setattr(gpu_day, "run", run)
     monkeypatch.setattr(gpu_day, "machine", dict)
-    assert gpu_day.main(["--rehearse", "--output", str(tmp_path / "out.json")]) == 0
+    assert gpu_day.main(["--rehearse", "--output", str(tmp_path)]) == 0
     assert given == [0.0, 6.0, 12.0]
 
 
@@ -119,7 +119,8 @@ def test_a_part_has_its_environment(tmp_path):
     code = "print(__import__('os').environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
     part = gpu_day.Part("one", f"PYTHON -c {code}", 20, environment=gpu_day.NO_CACHE)
     assert gpu_day.run(part, tmp_path)["output"] == ["1"]
-    [checked] = [part for part in gpu_day.PARTS if part.name == "memcheck"]
+    parts = gpu_day.PARTS["rest"]
+    [checked] = [part for part in parts if part.name == "memcheck"]
     assert checked.environment == gpu_day.NO_CACHE
 
 

@@ -17,25 +17,32 @@ def test_the_day_of_a_gpu_is_rehearsed_into_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "executable", warm_python()
     )  # of the processes of the parts
-    file = tmp_path / "gpu-results.json"
-    parts = ["training", "kernels", "training-torch-kernels"]
+    parts = ["training", "training-beyond", "kernels", "training-torch-kernels"]
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert gpu_day.main(["--rehearse", "--only", *parts]) == 0, file.read_text()
-    results = json.loads(file.read_text())
-    assert results["machine"]["torch"] == torch.__version__
-    training, kernels = (results["parts"][name] for name in ("training", "kernels"))
+    calls = ["--part", "headline", "rest"]
+    assert gpu_day.main(["--rehearse", *calls, "--only", *parts]) == 0
+    files = [tmp_path / f"gpu-{name}.json" for name in ("headline", "rest")]
+    headline, rest = (json.loads(file.read_text()) for file in files)
+    assert headline["machine"]["torch"] == torch.__version__
+    assert headline["seconds"] < headline["estimate_s"] <= 540
+    training = headline["parts"]["training"]
+    kernels = rest["parts"]["kernels"]
     assert training["code"] == kernels["code"] == 0
 
-    models = {model["model"]: model for model in training["figures"]}
-    assert models.keys() == gpu_train.REHEARSED.keys()
-    for model in models.values():
+    models = [*training["figures"], *rest["parts"]["training-beyond"]["figures"]]
+    assert {m["model"] for m in models} == gpu_train.REHEARSED["all"].keys()
+    for name in gpu_train.REHEARSED["headline"]:
+        found = [m["micro_batches"] for m in models if m["model"] == name]
+        assert found == [1, 3]
+    for model in models:
         assert model["layers"] == 2 and model["step_s"] > 0 and model["planned_gib"] > 0
         assert all(
             abs(loss - math.log(131)) < 1 for loss in model["losses"]
         )  # untrained, 131 tokens
 
-    [by_torch] = results["parts"]["training-torch-kernels"]["figures"]
-    assert by_torch["model"] == "gpt-tiny" and by_torch["step_s"] > 0
+    by_torch = rest["parts"]["training-torch-kernels"]["figures"]
+    assert {row["model"] for row in by_torch} == {"gpt-tiny"}
+    assert all(row["step_s"] > 0 for row in by_torch)
 
     rows = kernels["figures"]["rows"]
     assert [row for row in rows if row["why"]] == []
@@ -60,6 +67,8 @@ def test_the_day_of_a_gpu_is_rehearsed_into_one_file(tmp_path, monkeypatch):
 def test_the_peer_trains(monkeypatch):
     """Plain torch with the sizes of our smallest model. Compiling it takes half a minute, so it is not here."""
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    peer = gpu_peer.measure(gpu_train.SMALL, 2, 3, torch.device("cpu"))
-    assert peer["step_s"] > 0 and peer["tflops"] > 0
-    assert 0 < peer["loss"] < 2 * math.log(131)
+    rows = gpu_peer.measure(gpu_train.SMALL, 2, 3, torch.device("cpu"), (1, 3))
+    assert [row["micro_batches"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["step_s"] > 0 and row["tflops"] > 0
+        assert 0 < row["loss"] < 2 * math.log(131)

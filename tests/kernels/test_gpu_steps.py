@@ -19,16 +19,18 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.context_parallel import block_exchange
 from megatron_ds.errors import CommunicationError
+from megatron_ds.host import places
+from megatron_ds.host.places import PlaceWriter, read_places
 from megatron_ds.host.side_streams import Mark, SideStream, side_stream
 from megatron_ds.mpu import device_wait
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import attention_tiles, kernel_table, partial_attention
 from megatron_ds.ops.attention_tiles import TileLimits
-from megatron_ds.pipeline import passes
+from megatron_ds.pipeline import device_place, passes
 from megatron_ds.pipeline import simulate as simulation
 from megatron_ds.pipeline.executor import Executor
-from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
@@ -96,6 +98,8 @@ class Run:
                 # of a kernel before its first use, once in a process
                 and "kernel_check.py" not in wait
                 and "kernel_table.py" not in wait
+                # tables of a device, once in a process
+                and "normal_float.py" not in wait
             )
             for order in self.orders
         ]
@@ -199,6 +203,9 @@ FEATURES = {
     "smoothing": ("tp=2", "fp32", "--label-smoothing 0.1"),
     "untied": ("pp=2,zero=1", "fp32", "--untie-embeddings-and-output-weights"),
     "interleaved": ("pp=2,chunks=2,schedule=interleaved", "fp32", "--num-layers 4"),
+    "adapters": ("dp=2,zero=2", "bf16", "--lora-rank 4"),
+    # One rank: ranks as threads would share tables of decoded numbers, without an order among their streams.
+    "encoded base": ("dp=1", "bf16", "--lora-rank 4 --lora-base-bits 4"),
     "zb-v": ("pp=2,chunks=2,schedule=zb-v", "fp32", "--num-layers 4"),
 }
 EXPERTS = {
@@ -337,6 +344,43 @@ def test_a_device_that_waits_for_another_rank_is_found_in_the_pipeline(
         assert "is behind them" in message
     else:
         assert f" instructions and is at {place}" in message, message
+
+
+def test_the_place_of_the_device_is_written_with_its_moment_in_the_schedule(
+    tmp_path, monkeypatch
+):
+    """For the launcher, by a thread, while the host waits: the device of the last stage does not go on."""
+    writer = PlaceWriter(tmp_path / "places", {})
+    monkeypatch.setattr(places, "_writer", [writer])
+    monkeypatch.setattr(device_place, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(device_wait, "patience", lambda timeout: 1.0)
+    entries, write = [], PlaceWriter.device
+
+    def recorded(self, entry):
+        write(self, entry)
+        entries.append(read_places(tmp_path / "places").device)
+
+    monkeypatch.setattr(PlaceWriter, "device", recorded)
+    run_steps = Executor._run_steps
+
+    def stop(executor, steps):
+        def handle(handler, i):
+            gpu().is_stuck |= str(i) == "F2@1"
+            handler(i)
+
+        run_steps(executor, [(partial(handle, handler), i) for handler, i in steps])
+
+    monkeypatch.setattr(Executor, "_run_steps", stop)
+    with pytest.raises(CommunicationError, match="waiting for the device"):
+        train("pp=2,schedule=1f1b", "cuda")
+    schedule = lower(SCHEDULES["1f1b"](2, BATCH), 2, tied=(0, 1))
+    at = schedule[1].index(Instruction(Op.F, 1, 2))
+    found = [entry for entry in entries if entry.done == at and entry.instruction]
+    assert any(
+        (entry.instruction, entry.stage, entry.microbatch) == ("F", 1, 2)
+        and entry.moment == simulate(schedule).starts[1][at]
+        for entry in found
+    )
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,tp=2,comm_type=all_gather"])

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,16 +11,22 @@ from megatron_ds.extensions.launch import stalls as stalls_module
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.rank_places import (
     STOPPED,
+    DeviceAt,
     NodeReport,
     RankPlace,
     behind,
+    hang_text,
     report_in,
     table_text,
 )
 from megatron_ds.extensions.launch.stalls import SILENT_SECONDS, Stalls
 from megatron_ds.extensions.launch.watch import StepTimes, Watch
 from megatron_ds.host import places
-from megatron_ds.host.places import PlaceWriter
+from megatron_ds.host.places import NONE, DeviceEntry, PlaceWriter
+from megatron_ds.pipeline.instruction import Instruction, Op
+from megatron_ds.pipeline.passes import lower
+from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.simulate import simulate
 
 pytestmark = pytest.mark.plan
 
@@ -40,16 +47,114 @@ def rank(number: int, host: str = "n1", **values) -> RankPlace:
     ],
 )
 def test_the_rank_for_which_others_wait_is_behind(first):
-    assert behind([rank(0), rank(1, **first), rank(2)]).rank == 1
+    found = behind([rank(0), rank(1, **first), rank(2)])
+    assert [one.rank for one in found.ranks] == [1] and not found.is_device
 
 
 def test_a_stopped_rank_comes_before_one_that_computes():
     ranks = [rank(0, is_waiting=False, step=3), rank(1, state=STOPPED)]
-    assert behind(ranks).rank == 1
+    assert behind(ranks).ranks[0].rank == 1
+
+
+def at_device(number: int, host: str = "n1", done: int = 9, **values) -> RankPlace:
+    """A rank whose host waits for its device. values: of the place of the device"""
+    found = dict(step=5, launched=12, moment=done, instruction="REDUCE", stage=0)
+    device = DeviceAt(done=done, **found | values)
+    return rank(number, host, waits_for_device=True, device=device)
+
+
+def named(ranks) -> list[int]:
+    found = behind(ranks)
+    assert found.is_device
+    return [one.rank for one in found.ranks]
+
+
+class TestDevices:
+    """All hosts wait for their devices, as those of GPUs do: they launch a whole step ahead."""
+
+    def test_the_device_at_the_earliest_place_is_behind_not_the_host_that_came_first(
+        self,
+    ):
+        ranks = [at_device(i) for i in range(4)]
+        ranks[2] = replace(ranks[2], idle_seconds=30.0)
+        ranks.append(at_device(4, "n2", done=3, instruction="F", microbatch=1))
+        assert named(ranks) == [4]
+        assert behind(ranks).host == "n2"
+
+    def test_a_device_of_an_earlier_step_is_behind(self):
+        assert named([at_device(0, done=1), at_device(1, step=4)]) == [1]
+
+    def test_no_host_is_accused_where_all_devices_are_at_one_place(self):
+        ranks = [at_device(0), at_device(1, "n2")]
+        found = behind(ranks)
+        assert found.is_device and found.host == "" and len(found.ranks) == 2
+        text = hang_text(found, total=2)
+        assert "No host is behind; a device is: one of those of all ranks" in text
+
+    def test_no_device_is_named_where_a_place_is_not_known(self):
+        ranks = [at_device(0), rank(1, "n2", waits_for_device=True)]
+        assert named(ranks) == [0, 1]
+
+    def test_a_host_that_does_not_wait_comes_before_devices(self):
+        busy = replace(rank(1, is_waiting=False), device=at_device(1, done=12).device)
+        assert [one.rank for one in behind([at_device(0), busy]).ranks] == [1]
+
+    def test_a_host_that_stands_in_a_launch_is_at_its_device(self):
+        """The queue of the device is full, so the host cannot go on."""
+        full = replace(at_device(1, done=3), is_waiting=False, waits_for_device=False)
+        assert named([at_device(0), full]) == [1]
+
+    @pytest.mark.parametrize("name, p", [("1f1b", 4), ("gpipe", 3), ("zb-h1", 3)])
+    def test_every_instruction_of_a_pipeline_is_found_if_it_does_not_end(self, name, p):
+        """The device of each stage stands where it waits for the instruction, which no count of instructions shows."""
+        schedule = lower(SCHEDULES[name](p, 6), p)
+        starts = simulate(schedule).starts
+        for stuck, program in enumerate(schedule):
+            for at, i in enumerate(program):
+                if i.op not in (Op.F, Op.B, Op.I):
+                    continue
+                done = done_without(schedule, i)
+                places = [
+                    at_device(
+                        r,
+                        done=done[r],
+                        moment=int(starts[r][done[r]]),
+                        stage=schedule[r][done[r]].stage,
+                    )
+                    for r in range(p)
+                    if done[r] < len(schedule[r])
+                ]
+                assert done[stuck] == at and stuck in named(places), i
+                assert len(named(places)) == 1, i
+
+
+def done_without(schedule, stuck: Instruction) -> list[int]:
+    """How many instructions each rank can do if one does not end. Receives are posted without a wait."""
+    ended: set[Instruction] = set()
+    done = [0] * len(schedule)
+
+    def can_end(i: Instruction) -> bool:
+        before = {
+            Op.F: Instruction(Op.F, i.stage - 1, i.microbatch),
+            Op.B: Instruction(Op.B, i.stage + 1, i.microbatch),
+            Op.I: Instruction(Op.I, i.stage + 1, i.microbatch),
+        }.get(i.op)
+        is_outer = before is None or not 0 <= before.stage < len(schedule)
+        return i != stuck and (is_outer or before in ended)
+
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for r, program in enumerate(schedule):
+            while done[r] < len(program) and can_end(program[done[r]]):
+                ended.add(program[done[r]])
+                done[r] += 1
+                is_moving = True
+    return done
 
 
 def test_a_report_passes_as_a_line():
-    report = NodeReport("n1", (rank(0), rank(1, collective="all_reduce over dp")))
+    report = NodeReport("n1", (at_device(0), rank(1, collective="all_reduce over dp")))
     assert report_in(f"n1: {report.line()}\n") == report
     assert report_in(report.line()[:-9]) is None
     assert report_in("a line of the training") is None
@@ -106,6 +211,24 @@ class TestStalls:
         stalls.add(NodeReport("n1", (rank(0), rank(1, is_waiting=False))))
         assert "rank 1 on n1 is behind" in stalls.hang().text
 
+    def test_all_hosts_wait_for_devices(self, stalls):
+        """As when a collective of NCCL does not end: the host that came first is as innocent as the others."""
+        idle = [69.91, 69.93, 69.97, 69.92, 69.90, 69.95, 69.94, 69.96]
+        ranks = [at_device(r, "n1" if r < 4 else "n2") for r in range(8)]
+        ranks[5] = at_device(5, "n2", done=3, instruction="F", microbatch=1)
+        ranks = [replace(one, idle_seconds=s) for one, s in zip(ranks, idle)]
+        stalls.add(NodeReport("n1", tuple(ranks[:4])))
+        stalls.add(NodeReport("n2", tuple(ranks[4:])))
+        hang = stalls.hang()
+        assert hang.host == "n2" and "that of rank 5 on n2 has not moved" in hang.text
+        assert "is at F of micro-batch 1 at stage 0 (3 of 12" in hang.text
+        assert "rank 2 on n1 is behind" not in hang.text
+
+    def test_devices_may_wait_for_hosts_that_are_not_seen(self):
+        stalls = Stalls(["n1"], sees_all=False)
+        stalls.add(NodeReport("n1", (at_device(0),)))
+        assert stalls.hang() is None
+
     def test_the_furthest_step_is_kept(self, stalls):
         stalls.add(NodeReport("n1", (rank(0, step=9),), is_last=True))
         stalls.add(NodeReport("n2", (rank(1, step=8),), is_last=True))
@@ -152,7 +275,7 @@ class TestWatch:
     def test_a_limit_follows_from_the_phase(self, job, tmp_path):
         writer = PlaceWriter(tmp_path / "p", {})
         assert self.limit(job, tmp_path / "p") == math.inf  # a program's own loop
-        writer.wait(True)
+        writer.wait(places.FOR_RANKS)
         assert self.limit(job, tmp_path / "p") == job.patience_seconds
         writer.phase(places.SAVING)
         assert self.limit(job, tmp_path / "p") == job.patience_seconds
@@ -178,6 +301,44 @@ class TestWatch:
         assert watch.look().ranks[0].idle_seconds > 0.1
         writer.step(1)
         assert watch.look().ranks == ()
+
+    def test_a_device_that_moves_is_no_hang_while_its_host_waits(self, job, tmp_path):
+        """A long step, as of a later stage of a curriculum: the host launched all of it long ago."""
+        writer = PlaceWriter(tmp_path / "p", {})
+        watch = Watch(job, "n1", [Process(tmp_path / "p")])
+        writer.step(5)
+        writer.wait(places.FOR_DEVICE)
+        for done in range(4):
+            time.sleep(0.1)
+            now = time.monotonic_ns()
+            writer.device(DeviceEntry(now, now, 5, done, 9, done, "F", 0, NONE))
+            assert watch.look().ranks == ()
+        time.sleep(0.1)
+        [found] = watch.look().ranks
+        assert found.is_at_device and 0.1 <= found.idle_seconds < 100
+        assert found.device == DeviceAt(5, 3, 9, 3, "F", 0, NONE)
+
+    def test_an_old_look_at_a_device_says_nothing(self, job, tmp_path):
+        writer = PlaceWriter(tmp_path / "p", {})
+        then = time.monotonic_ns() - int(60e9)
+        writer.device(DeviceEntry(then, then, 5, 1, 9, 1, "F", 0, 0))
+        [found] = Watch(job, "n1", [Process(tmp_path / "p")]).look(is_last=True).ranks
+        assert found.device is None
+
+    @pytest.mark.parametrize("phase", [places.COMPILING, places.EXPORTING])
+    def test_compilations_and_exports_may_take_long(self, job, tmp_path, phase):
+        writer = PlaceWriter(tmp_path / "p", {})
+        watch = Watch(job, "n1", [Process(tmp_path / "p")])
+        for step in range(3):
+            writer.instruction("F", 0, 0)
+            writer.step(step)
+            watch.look()
+        before = writer.phase(phase)
+        [found] = watch.look(is_last=True).ranks
+        assert found.limit_seconds == job.patience_seconds
+        writer.phase(before)
+        [found] = watch.look(is_last=True).ranks
+        assert found.limit_seconds < 100
 
     def test_a_program_without_places_is_not_watched(self, job, tmp_path):
         assert Watch(job, "n1", [Process(tmp_path / "p")]).look() is None

@@ -19,7 +19,11 @@ from megatron_ds.mpu.communication_log import (
 )
 from megatron_ds.mpu.fake_group import fake_group
 from megatron_ds.mpu.group import DONE, RING_FACTOR, Group, Traffic
-from megatron_ds.training.observe.comms_log import least_seconds, make_log, table_text
+from megatron_ds.training.observe.comms_log import (
+    make_log,
+    seconds_of_groups,
+    table_text,
+)
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -205,17 +209,26 @@ def test_the_table_has_sums_means_bandwidths_and_the_time_waited_for_others():
         log = CommunicationLog()
         message = LoggedMessage("all_reduce", "dp", 2, group.ranks[0], 8_000_000)
         log.rows[message] = Spent(10, [2.0, 0.5, 0.1, 0.2][rank])
-        least = least_seconds(log, world.group("world", range(RANKS), rank))
-        return table_text(log, rank, least)
+        all_ranks = world.group("world", range(RANKS), rank)
+        small = LoggedMessage("all_reduce", "tp-cp-dp-pp", RANKS, 0, 4)
+        log.rows[small] = Spent(1, 0.25)
+        return table_text(log, rank, seconds_of_groups(log, all_ranks))
 
-    first, *_, last = run_ranks(RANKS, main)
-    head, names, row = first.splitlines()
+    first, second, *_, last = run_ranks(RANKS, main)
+    head, names, row, of_world, in_all = first.splitlines()
     assert head == "communication of rank 0" and names.split()[-1] == "waited"
     assert row.split() == (
-        "all_reduce dp of 2 8 MB 10 80 MB 2000.00 ms 200.00 ms 0.04 0.04 1500.00 ms".split()
+        "all_reduce dp of 2 8 MB 10 80 MB 2000.00 ms 200.00 ms 40 MB/s 40 MB/s 1500.00 ms "
+        "0.00 ms".split()
     )
+    # all ranks have a name, and slow links no exponents
+    assert of_world.split()[1:4] == ["world", "of", str(RANKS)]
+    assert of_world.split()[-8:-4] == ["16", "B/s", "24", "B/s"]
+    assert in_all.split() == ("in all 11 80 MB 2250.00 ms 1500.00 ms 0.00 ms".split())
+    # a rank that comes last waits for no other one, and the other one for it
+    assert second.splitlines()[2].split()[-4:] == ["0.00", "ms", "1500.00", "ms"]
     # the other group has a fastest rank of its own
-    assert last.split()[-2:] == ["100.00", "ms"]
+    assert last.splitlines()[3].split()[-4:] == ["100.00", "ms", "0.00", "ms"]
 
 
 def test_a_rank_that_sent_nothing_has_no_table():

@@ -86,15 +86,49 @@ class LargestResult(DispatchMode):
         return out
 
 
-def test_scores_of_all_rows_are_never_in_memory():
-    case = CAUSAL_KEYS, keep_mask(), False, False
-    for function, rows in (
-        (reference_attention, LENGTH),
-        (core_attention._by_rows, ROWS),
+@pytest.mark.parametrize("name, keys", [("causal", 2 * ROWS), ("window", ROWS + 3)])
+def test_scores_of_all_rows_are_never_in_memory(name, keys, monkeypatch):
+    """On a CPU also not those of keys that a part does not see: the second of three parts has most."""
+    monkeypatch.setattr(f"{__name__}.CHANNELS", 1)  # else q, k and v are larger
+    case = VISIBLE[name], keep_mask(), False, False
+    for function, pairs in (
+        (reference_attention, LENGTH * LENGTH),
+        (core_attention._by_rows, ROWS * keys),
     ):
         with LargestResult() as largest:
             results(function, *case)
-        assert largest.numbers == SAMPLES * HEADS * rows * LENGTH
+        assert largest.numbers == SAMPLES * HEADS * pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_dropout_does_not_grow_with_the_square_of_the_length(
+    dtype, monkeypatch
+):
+    """The implementation that a CPU chooses: no tensor has more numbers than a few rows, or than q, k and v."""
+    monkeypatch.undo()  # ROWS
+
+    def largest(length: int) -> int:
+        q, k, v = (torch.randn(length, 1, 2, 32).to(dtype) for _ in range(3))
+        keep = KeepMask(
+            0.1, sample_keys(1, "here", (0,)), range(2), range(length), length
+        )
+        with LargestResult() as found:
+            out = attention(q.requires_grad_(), k, v, keep=keep)
+            out.float().sum().backward()
+        return found.numbers
+
+    numbers = {length: largest(length) for length in (1024, 4096)}
+    assert numbers[4096] <= 2 * attention_rows.CPU_PAIRS == numbers[1024]
+
+
+@pytest.mark.parametrize("function", [core_attention._by_rows, reference_attention])
+def test_values_may_have_fewer_channels_than_keys(function):
+    q, k, v, _ = leaves()
+    narrow = v[..., :3]
+    everything = function(q, k, v, keep=keep_mask()).unflatten(2, (HEADS, -1))
+    found = function(q, k, narrow, keep=keep_mask()).unflatten(2, (HEADS, -1))
+    assert found.shape == (LENGTH, SAMPLES, HEADS, 3)
+    torch.testing.assert_close(found, everything[..., :3], rtol=1e-12, atol=1e-12)
 
 
 def test_backward_keeps_the_arguments_alone():
@@ -105,8 +139,9 @@ def test_backward_keeps_the_arguments_alone():
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (q, k, v)}
 
 
-def test_gpus_attend_by_rows_where_probabilities_are_needed():
-    q, k, v, sink = (t.detach().to("meta") for t in leaves(torch.bfloat16))
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_devices_attend_by_rows_where_probabilities_are_needed(device):
+    q, k, v, sink = (t.detach().to(device) for t in leaves(torch.float32))
     keep = keep_mask()
     choose = lambda **named: attention.choice(q, k, v, CAUSAL_KEYS, **named)
     assert choose(keep=keep) is core_attention._by_rows

@@ -20,7 +20,7 @@ def test_a_run_ends_with_the_table_of_rank_0(tmp_path):
     # gradients and metrics of three steps
     found = {tuple(row.split()[:4]): row.split()[6] for row in rows if "all_" in row}
     assert found["all_reduce", "dp-cp", "of", "2"] == "3"
-    assert found["all_reduce", "tp-cp-dp-pp", "of", "2"] == "3"
+    assert found["all_reduce", "world", "of", "2"] == "3"
 
 
 def test_a_run_that_ends_with_an_error_has_the_table_without_other_ranks_times(

@@ -2,13 +2,16 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_ds.config.options.profiler_options import ProfilerConfig
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.observe.kernel_profile import check_profile
+from megatron_ds.host import places
+from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.training.observe.kernel_profile import KernelProfile, check_profile
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, train
 
 pytestmark = pytest.mark.processes
@@ -47,3 +50,25 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(tmp_path):
     window = ["--profile-step-start", "5", "--profile-step-end", "9"]
     train(1, [*MOCK, *PROFILE, *window, "--profile-dir", str(folder)])
     assert names_of(folder / "profile-rank-0.json")["F0@0"] == 1
+
+
+def test_the_export_of_a_trace_is_a_phase_of_its_own(tmp_path, monkeypatch):
+    """It takes minutes for millions of events, in which no instruction begins."""
+    writer = PlaceWriter(tmp_path / "places", {})
+    writer.step(4)
+    monkeypatch.setattr(places, "_writer", [writer])
+    config = ProfilerConfig(
+        profile=True, use_pytorch_profiler=True, profile_dir=str(tmp_path)
+    )
+    profile = KernelProfile(config, SimpleNamespace(ranges=None), 0)
+    phases = []
+
+    def export(self, path):
+        phases.append(read_places(tmp_path / "places").places[-1].phase)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with profile.step(config.profile_step_start + 1):
+        torch.ones(2).sum()
+    profile.finish()
+    phases.append(read_places(tmp_path / "places").places[-1].phase)
+    assert phases == [places.EXPORTING, places.TRAINING]

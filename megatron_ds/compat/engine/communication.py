@@ -13,7 +13,7 @@ from ...config.options.profiler_options import ProfilerConfig
 from ...mpu.communication_log import CommunicationLog, LoggedMessage
 from ...mpu.external_groups import DataParallelWorld
 from ...mpu.group import Group
-from ...training.observe.comms_log import least_seconds, make_log, table_text
+from ...training.observe.comms_log import make_log, seconds_of_groups, table_text
 from .engine import show
 
 _log: ContextVar[tuple[CommunicationLog, Group] | None] = ContextVar(
@@ -91,7 +91,7 @@ def show_communication(has_waits: bool = False) -> bool:
         return False
     log, world = found
     log.complete_rows()
-    least = least_seconds(log, world) if has_waits else None
+    of_groups = seconds_of_groups(log, world) if has_waits else None
     if world.rank == 0:
-        show(table_text(log, world.ranks[0], least))
+        show(table_text(log, world.ranks[0], of_groups))
     return True

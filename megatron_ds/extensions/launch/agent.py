@@ -26,7 +26,12 @@ from typing import BinaryIO
 
 from ...cli import main_guard
 from ...errors import CommunicationError, ConfigError
-from ...host.places import PLACES_FILE, read_places
+from ...host.places import (
+    PLACES_FILE,
+    is_record_written,
+    read_places,
+    request_record,
+)
 from ...launch_env import unresolved
 from .failures import Failure, first_failure
 from .job import Job, Rank
@@ -35,7 +40,16 @@ from .output import pieces
 from .program_check import reason_against
 from .rank_places import NodeReport
 from .restarts import USER_ERROR
-from .signals import END, FORWARDED, KILL, STACKS, dying_with_parent, pid_file
+from .signals import (
+    END,
+    FORWARDED,
+    KILL,
+    LAST_SECONDS,
+    RECORD_SECONDS,
+    STACKS,
+    dying_with_parent,
+    pid_file,
+)
 from .watch import Watch, last_place, last_places
 
 LAST_LINES = 25  # of a failed rank's output that are reported
@@ -62,6 +76,7 @@ class RankProcess:
         self.last: deque[bytes] = deque(maxlen=LAST_LINES)
         self.ended: float | None = None
         self._mark = b""  # before each line
+        self._is_asked = False  # for its record
         words = job.program.command(rank.local_rank)
         variables = {**os.environ, **job.environment(host, rank, os.environ)}
         cores = _cores(job, host, rank)
@@ -146,6 +161,15 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, STACKS)
 
+    def ask_for_record(self) -> None:
+        """Have the rank write the record of its collectives, if it has one."""
+        self._is_asked = self.poll() is None and request_record(self.places)
+
+    def has_answered(self) -> bool:
+        """Whether the record is written, or the rank has none."""
+        is_over = not self._is_asked or self.poll() is not None
+        return is_over or is_record_written(self.places)
+
     def keep_places(self) -> None:
         """Write what the rank did last beside its log."""
         lines = last_places(self.places) if self.log else []
@@ -179,6 +203,7 @@ class Node:
         self._received: list[int] = []
         self._held: list[int] | None = []  # signals for ranks that have not started
         self._end_time: float | None = None
+        self._record_end: float | None = None  # until which ranks write their records
 
     def run(self, listens: bool = False) -> int:
         """Start the ranks and wait for their end; the exit code of the node.
@@ -255,6 +280,8 @@ class Node:
                 next_look = time.monotonic() + REPORT_SECONDS
                 report = watch.look() if self.job.hang_seconds else None
                 _print_line(report or NodeReport(self.host))
+            if self._record_end is not None:
+                self._end_hanging()
             # The launcher is gone, or the time is over.
             if self._end_time is None and _reader_is_gone():
                 self._end()
@@ -296,9 +323,22 @@ class Node:
             self._send(signal.SIGTERM)
 
     def _kill(self) -> None:
-        """End all ranks at once: there is nothing that they can save."""
-        self._end_time = self._end_time or time.time()
-        self._send(signal.SIGKILL)
+        """End ranks that hang. Those with a GPU first write their last collectives."""
+        if self._record_end is None:
+            self._record_end = time.time() + RECORD_SECONDS
+            for rank in self.ranks:
+                rank.ask_for_record()
+
+    def _end_hanging(self) -> None:
+        """SIGTERM when the records are written, or at the end of their time, and SIGKILL soon after: there is nothing
+        more that ranks can save."""
+        now = time.time()
+        answered = all(rank.has_answered() for rank in self.ranks)
+        if self._end_time is None and (answered or now > self._record_end):
+            self._end_time = now
+            self._send(signal.SIGTERM)
+        if self._end_time is not None and now > self._end_time + LAST_SECONDS:
+            self._send(signal.SIGKILL)
 
     def _print_stacks(self) -> None:
         for rank in self.ranks:

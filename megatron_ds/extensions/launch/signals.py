@@ -25,7 +25,11 @@ END = signal.SIGHUP
 STACKS = places.STACKS
 """An agent has its ranks print their stacks."""
 KILL = signal.SIGABRT
-"""An agent ends its ranks by SIGKILL."""
+"""An agent ends ranks that hang: their records of collectives, SIGTERM, and soon SIGKILL."""
+RECORD_SECONDS = 6.0
+"""In which ranks write their records. They look for the request each second."""
+LAST_SECONDS = 1.0
+"""From SIGTERM to SIGKILL of ranks that hang."""
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 START_SECONDS = 10
 """Within which an agent starts on its host."""

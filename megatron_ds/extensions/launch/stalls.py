@@ -18,7 +18,8 @@ SILENT_SECONDS = 6.0  # agents report each second
 
 @dataclass(frozen=True)
 class Hang:
-    """host: of the rank that is behind, or the one that is lost. text: what the user reads first; table: of all"""
+    """host: of the rank that is behind, or the one that is lost; "" where devices of several hosts may be behind.
+    text: what the user reads first; table: of all"""
 
     host: str
     text: str
@@ -89,12 +90,12 @@ class Stalls:
         first = behind(ranks)
         if silent and any(rank.idle_seconds > rank.limit_seconds for rank in ranks):
             return Hang(silent[0], _silent_text(silent), table_text(ranks))
-        if silent or first.idle_seconds <= first.limit_seconds:
+        if silent or not first.has_passed_its_limit:
             return None
         # It may wait for a rank of a host that is not seen.
-        if not self._sees_all and first.is_waiting and not first.state:
+        if not self._sees_all and first.may_wait_for_others:
             return None
-        return Hang(first.host, hang_text(first), table_text(ranks))
+        return Hang(first.host, hang_text(first, len(ranks)), table_text(ranks))
 
 
 def _silent_text(hosts: Sequence[str]) -> str:

@@ -18,7 +18,15 @@ from .output import pieces
 from .rank_places import NodeReport, report_in
 from .restarts import Ended
 from .runners import Means, Runner, Started
-from .signals import END, FORWARDED, KILL, STACKS, dying_with_parent
+from .signals import (
+    END,
+    FORWARDED,
+    KILL,
+    LAST_SECONDS,
+    RECORD_SECONDS,
+    STACKS,
+    dying_with_parent,
+)
 from .stalls import HANG_CODE, Hang, Stalls
 
 POLL_SECONDS = 0.1
@@ -138,7 +146,8 @@ class Processes:
     def _end_hanging(self, hang: Hang) -> None:
         self.hang = hang
         self._send(KILL)
-        self._kill_time = time.monotonic() + CONNECTION_SECONDS
+        seconds = RECORD_SECONDS + LAST_SECONDS + CONNECTION_SECONDS
+        self._kill_time = time.monotonic() + seconds
 
     def _forward(self, number: int) -> None:
         """Pass a signal on. After a second Ctrl-C nothing is waited for long."""

@@ -5,15 +5,26 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ...host.places import PROGRAM, QUICK, STARTING, PlaceEntry, PlacesRead, read_places
+from ...host.places import (
+    FOR_DEVICE,
+    PROGRAM,
+    QUICK,
+    STARTING,
+    DeviceEntry,
+    PlaceEntry,
+    PlacesRead,
+    read_places,
+)
 from .job import Job
-from .rank_places import STOPPED, NodeReport, RankPlace, place_text
+from .rank_places import STOPPED, DeviceAt, NodeReport, RankPlace, place_text
 
 KEPT_STEPS = 32  # of which the median is taken
 STEPS_ALLOWED = 2  # median steps without an instruction
+OLD_SECONDS = 10.0  # of a look at a device: the rank looks each second, unless its interpreter is blocked
 
 
 class Watched(Protocol):
@@ -116,7 +127,7 @@ class Watch:
             limit = self._job.hang_seconds + STEPS_ALLOWED * times.median
         elif place.phase == PROGRAM and not read.is_waiting:
             limit = math.inf
-        return RankPlace(
+        found = RankPlace(
             rank=rank.number,
             host=self._host,
             state=state,
@@ -130,7 +141,29 @@ class Watch:
             collective=place.collective,
             collectives=place.collectives,
             is_waiting=read.is_waiting,
+            waits_for_device=read.waits_for == FOR_DEVICE,
+            device=_device_at(read.device, now),
         )
+        if not found.is_at_device or found.device is None:
+            return found
+        # The host has launched what its device does now.
+        device_idle = (now - read.device.since) / 1e9
+        return replace(found, idle_seconds=min(found.idle_seconds, device_idle))
+
+
+def _device_at(device: DeviceEntry | None, now: int) -> DeviceAt | None:
+    """The place of a device, if it is known at this moment."""
+    if device is None or now - device.looked > OLD_SECONDS * 1e9:
+        return None
+    return DeviceAt(
+        step=device.step,
+        done=device.done,
+        launched=device.launched,
+        moment=device.moment,
+        instruction=device.instruction,
+        stage=device.stage,
+        microbatch=device.microbatch,
+    )
 
 
 def first_instruction(path: Path) -> PlaceEntry | None:

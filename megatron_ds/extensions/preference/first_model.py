@@ -20,6 +20,7 @@ from ...data.loading.loader import Loader
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...host import places
+from ...host.device_copies import on_device
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
 from ...mpu.host_reads import to_host
@@ -175,7 +176,8 @@ def score_pairs(
             batch = engine.batches.evaluation(loader, first, size)
             outputs = _forward(engine, batch.split(train.micro_batch_size), scores)
         if outputs and reports:
-            found[list(batch.sample_ids)] = torch.cat([o.log_probs for o in outputs])
+            rows = on_device(torch.tensor(batch.sample_ids), mesh.device)
+            found.index_copy_(0, rows, torch.cat([o.log_probs for o in outputs]))
     all_reduce_(found, mesh.group("world"))
     return to_host(found[:count], mesh.group("world")).numpy()
 

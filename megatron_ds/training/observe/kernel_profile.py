@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...config.options.profiler_options import ProfilerConfig
 from ...errors import ConfigError
+from ...host import places
 from ...pipeline.executor import Executor
 from .sink import reason_of
 
@@ -66,9 +67,11 @@ class KernelProfile:
         """Stop, and write the trace: a run may end within the window."""
         if self._executor.ranges is None:
             return
-        finished = self._stop()
-        if finished is not None:
-            self._write(finished)
+        # Millions of events take minutes, in which this rank trains nothing.
+        with places.phase(places.EXPORTING):
+            finished = self._stop()
+            if finished is not None:
+                self._write(finished)
 
     def _start(self) -> None:
         if not self._uses_torch:

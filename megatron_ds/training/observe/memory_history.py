@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from ...host import places
 from ...ops.widened_products import WORKSPACE
 from ...planning.fake_stages import LiveBytes
 from ...planning.world_plan import plan_world
@@ -80,7 +81,8 @@ class MemoryHistory:
             return
         self._has_snapshot = False
         dump = torch.cuda.memory._dump_snapshot
-        self._write(lambda: dump(str(self._path)))
+        with places.phase(places.EXPORTING):
+            self._write(lambda: dump(str(self._path)))
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _peak_of_gpu(self) -> int:

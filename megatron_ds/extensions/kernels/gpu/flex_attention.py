@@ -33,6 +33,7 @@ from ....ops.visible_blocks import (
     of_padding,
     visible_blocks,
 )
+from .compile_phase import mark_compilations
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ def compiled() -> Callable[..., Any]:
     """torch's flex_attention, compiled; one for the process, so that layers share what was compiled."""
     from torch.nn.attention.flex_attention import flex_attention as of_torch
 
+    mark_compilations()
     return torch.compile(of_torch, fullgraph=True)
 
 
@@ -154,6 +156,7 @@ def _compiled_for_check() -> Callable[..., Any]:
     ) -> Any:  # torch counts lengths by function
         return of_torch(*arguments, **named)
 
+    mark_compilations()
     return torch.compile(checked, fullgraph=True)
 
 
