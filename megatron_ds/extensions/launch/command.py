@@ -25,8 +25,8 @@ from pathlib import Path
 from ...cli import Arguments
 from ...console import paragraph
 from ...errors import ConfigError
-from ...plugins import missing_wings, plugged
 from ...launch_env import port_of_job
+from ...plugins import missing_wings, plugged
 from . import devices
 from .autotuning import autotune, plan_lines, program_of
 from .flag_values import (
@@ -522,6 +522,8 @@ def variables_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
             f"--as-deepspeed has no package to give the name deepspeed.{missing_wings()}"
         )
     return with_name(found)
+
+
 def port_of(name: str, is_alone: bool, environ: Mapping[str, str]) -> int:
     """The port of a job where the user gives none: a free one of this machine, usually of other hosts, too.
 
