@@ -17,7 +17,7 @@ from megatron_ds.compat.config.dialects import DIALECTS  # noqa: E402
 from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
 from megatron_ds.config.messages import needed  # noqa: E402
 from megatron_ds.config.options.option import Option  # noqa: E402
-from megatron_ds.config.run import SECTIONS, options_in  # noqa: E402
+from megatron_ds.config.run import options_in, sections  # noqa: E402
 from megatron_ds.config.sources.config_files import declared_keys  # noqa: E402
 from megatron_ds.config.sources.config_text import TITLES, default_text, invocation  # noqa: E402
 
@@ -85,7 +85,7 @@ def main() -> int:
 def flags_document() -> str:
     """The whole page."""
     parts = [INTRO]
-    for section in SECTIONS:
+    for section in sections():
         rows = [_row(option) for option in options_in(section)]
         parts += [
             f"\n## {TITLES[section]} (`{section}:`)\n",

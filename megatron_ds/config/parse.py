@@ -15,6 +15,7 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from ..errors import ConfigError
+from ..features import features
 from ..launch_env import problems_of_local_rank, rank_in
 from ..plugins import plugged
 from ..version import __version__
@@ -31,6 +32,7 @@ from .sources.config_files import names, read_yaml
 from .sources.config_text import help_text, short_help_text, to_yaml
 from .sources.flags import CommandLine, read_flags, spellings
 from .sources.foreign_words import foreign_words
+from .sources.named_features import import_named
 from .sources.reading import Setting, SourceReading, attempt, reject
 
 HELP = {"help": help_text, "short help": short_help_text}
@@ -109,6 +111,7 @@ def _read_all(
     settings: Sequence[Setting] = (),
 ) -> tuple[RunConfig, CommandLine, list[SourceReading], list[str]]:
     """(the configuration, the command line, one reading for it and for each file, their problems)."""
+    import_named(argv)
     line = read_flags(argv)
     if line.asks_for in HELP:
         _print_and_exit(HELP[line.asks_for](), env)
@@ -197,6 +200,7 @@ def check(
         *(plugged("preference rules") or ()),
         *(plugged("distillation rules") or ()),
         *(plugged("optimizer rules") or ()),
+        *(rule for feature in features() for rule in feature.rules),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
     reject(

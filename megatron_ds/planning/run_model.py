@@ -12,6 +12,7 @@ from ..config.options.adapter_choice import Adapters
 from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_token_drop
 from ..data.kind import DataKind
+from ..features import features
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Recompute, SequenceSlice
 from ..mpu.mesh import Mesh
@@ -71,9 +72,12 @@ def describe_layers(
         device = torch.device("meta") if is_late else mesh.device
     ctx = replace(ctx, device=device)
     layers = model_layers(config.model, config.adapters, ctx)
-    if drop is None:
-        return layers
-    return plugged("token dropping layers")(layers, drop.blocks, ctx)
+    if drop is not None:
+        layers = plugged("token dropping layers")(layers, drop.blocks, ctx)
+    for feature in features():
+        if feature.layers is not None:
+            layers = feature.layers(layers, config, ctx)
+    return layers
 
 
 def model_layers(

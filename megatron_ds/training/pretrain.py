@@ -29,6 +29,7 @@ from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
 from ..config.sources.flags import read_flags
+from ..config.sources.named_features import import_named
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
@@ -118,6 +119,7 @@ def _pretrain(
 ) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
+    import_named(argv)
     # Without communication: a dry run ends before a mesh exists.
     alone = Launch(rank_in(os.environ)) if _names_its_world(argv) else None
     with launching.reported_to_others(alone):

@@ -49,6 +49,7 @@ from .observe.state_statistics import (
 )
 from .observe.stragglers import Stragglers
 from .observe.task_record import TaskRecord
+from .observer import Observer, RunStart, StepEnd, observers_of
 from .replica_check import check_replicas
 from .rerun import Rerun
 from .saves import Saves
@@ -117,10 +118,11 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
-        self.saves.report = lambda step, wait: log.note(SaveRecord(step, wait))
+        self.saves.report = self._report_save
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
         self.tasks = tasks
+        self.observers: tuple[Observer, ...] = observers_of(config)
         self._validated_step = -1
         self._tasks_step = -1
         self._has_warned_of_stall = self._has_tuned = False
@@ -150,7 +152,10 @@ class Trainer:
         self.log.note(process_record(self.config, mesh, first, self.started))
         if (watched := places.writer()) is not None:
             watched.step(first, places.STARTING)
+        start = RunStart(self.config, self.engine, self.progress, self.stop.request)
         try:
+            for observer in self.observers:
+                observer.run_started(start)
             if (
                 first == 0
                 and 0 in self.config.checkpoint.extra_save_iters
@@ -167,6 +172,8 @@ class Trainer:
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
             self._report_communication(together=True)
+            for observer in self.observers:
+                observer.run_ended(reason)
         except MegatronDSError as error:
             # All ranks stop here, so that they can complete the checkpoint under way.
             if getattr(error, "on_all_ranks", False):
@@ -283,6 +290,8 @@ class Trainer:
         # Read
         begin = time.perf_counter()
         before = self.progress
+        for observer in self.observers:
+            observer.step_began(before.step + 1)
         size = self.batch_size(before)
         with places.phase(places.READING):
             batch = self.engine.batches.training(self.loaders.train, before, size)
@@ -334,7 +343,26 @@ class Trainer:
             self._write_record(size, trained)
         if is_due:
             self._window.clear()
+        self._end_step(outcome, trained.tokens, seconds)
         return outcome
+
+    def _end_step(self, outcome: StepOutcome, tokens: int, seconds: float) -> None:
+        end = StepEnd(
+            self.progress.step,
+            self.progress.samples,
+            tokens,
+            outcome.loss,
+            outcome.grad_norm,
+            seconds,
+            outcome.skipped,
+        )
+        for observer in self.observers:
+            observer.step_ended(end)
+
+    def _report_save(self, step: int, stall: float) -> None:
+        self.log.note(SaveRecord(step, stall))
+        for observer in self.observers:
+            observer.saved(step)
 
     def _size(self, batch: Batch, size: int) -> StepSize:
         """What the next step trains on, over all ranks. size: of the global batch, in samples."""
@@ -562,6 +590,8 @@ class Trainer:
                     not self.engine.config.preference.is_on,
                 )
             )
+        for observer in self.observers:
+            observer.evaluated(split, self.progress.step, result.loss)
         return result.stop
 
     def evaluate_tasks(self) -> None:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...features import missing_features, per_features
 from ...plugins import missing_wings
 from ..messages import value_text
 from ..options.option import Option, coerce
-from ..run import RENAMED, RUN, SECTIONS, Source, all_options
+from ..run import RENAMED, RUN, Source, all_options, sections
 from .flags import Spelling, spellings
 from .reading import Setting, SourceReading
 from .suggest import near_key
@@ -34,6 +34,7 @@ RECORDS = (
     "world_size",
     "sources",
 )
+IMPORT = "import"  # the key of modules with features
 
 
 def read_yaml(path: str) -> SourceReading:
@@ -48,6 +49,19 @@ def read_yaml(path: str) -> SourceReading:
     if root is not None:
         _top(path, root, reading)
     return reading
+
+
+def imports_in(path: str) -> list[str]:
+    """Return the modules that a file names at its top, as `import: package.module`. [] for one that cannot be read."""
+    try:
+        root = _compose(path)
+    except ConfigError:
+        return []
+    value = _by_key(root).get(IMPORT) if getattr(root, "id", "") == "mapping" else None
+    if value is None:
+        return []
+    items = value.value if value.id == "sequence" else [value]
+    return [str(item.value) for item in items]
 
 
 def _compose(path: str) -> Any:
@@ -96,15 +110,26 @@ def _top(path: str, root: Any, reading: SourceReading) -> None:
     ):
         root = inner["config"]
         kind = RUN
+        for sentence in missing_features(_plain(inner.get("features"))):
+            reading.refuse(f"{path}: {sentence}")
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
         name = RENAMED.get(name, name)
-        if name in SECTIONS and value.id == "mapping":
+        if name == IMPORT:
+            continue  # imported before the flags were read
+        if name in sections() and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, reading):
                 entry = FileEntry(path, inner_line, field, inner_value, name, kind)
                 _read(entry, reading)
         elif name not in ignored:
             _read(FileEntry(path, line, name, value, kind=kind), reading)
+
+
+def _plain(node: Any) -> Any:
+    """Return the value of a node of a run.json; None for a node that is not there."""
+    import yaml
+
+    return None if node is None else yaml.SafeLoader("").construct_object(node, True)
 
 
 def _by_key(mapping: Any) -> dict[str, Any]:
@@ -227,7 +252,7 @@ class FileEntry:
         )
 
 
-@cache
+@per_features
 def names() -> Mapping[str, Option]:
     """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
     table = {option.name: option for option in all_options().values()}
@@ -291,7 +316,7 @@ class JsonDocument(SourceReading):
                 )
 
 
-@cache
+@per_features
 def declared_keys() -> Mapping[str, Option]:
     """Dotted key → the option that declares it."""
     return {option.json: option for option in all_options().values() if option.json}

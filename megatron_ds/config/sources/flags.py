@@ -7,10 +7,11 @@ explains flags of Megatron that have no option here.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from ...errors import ConfigError
+from ...features import FLAG as IMPORT_FLAG
+from ...features import per_features
 from ...plugins import missing_wings
 from ..options.option import Option, coerce
 from ..run import Source, all_options
@@ -61,7 +62,7 @@ class Spelling:
     value: Any = None
 
 
-@cache
+@per_features
 def spellings() -> Mapping[str, Spelling]:
     """All flags of options → what they set."""
     table: dict[str, Spelling] = {}
@@ -102,6 +103,8 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
             # Flags about the command line itself.
             if flag == STRICT_FLAG:
                 line.is_strict = True
+            elif flag == IMPORT_FLAG:
+                continue  # imported before the flags are read
             elif flag in ASKING:
                 line.asks_for = line.asks_for or ASKING[flag]
             elif flag == LOCAL_RANK_FLAG:
@@ -316,7 +319,15 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     answer = foreign_words().answer_to_flag(flag)
     if answer is None:
         near = near_flag(
-            flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING]
+            flag,
+            [
+                *spellings(),
+                CONFIG_FLAG,
+                DEEPSPEED_FLAG,
+                IMPORT_FLAG,
+                STRICT_FLAG,
+                *ASKING,
+            ],
         )
         _refuse(
             line,

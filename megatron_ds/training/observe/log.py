@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from ...config import RunConfig
 from ...errors import ConfigError
+from ...features import features
 from ...plugins import missing_wings, plugged
 from ...progress.ramps import Progress
 from .csv_monitor import CsvMonitor
@@ -222,9 +223,10 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     progress  where the run starts; TensorBoard drops points of earlier processes beyond it
     run_id    the same after each resume; None: a new random id
     """
+    run_id = run_id or secrets.token_hex(8)
     sinks: list[Sink] = []
     if path := metrics_path(config):
-        sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
+        sinks.append(MetricsFile(path, run_id))
     if folder := config.logging.tensorboard_dir:
         sinks.append(
             TensorBoard(
@@ -235,7 +237,9 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
         sinks.append(CsvMonitor(Path(folder)))
     for name, (sink, *_) in SERVICES.items():
         if getattr(config.logging, name):
-            sinks.append(plugged(sink)(config, run_id or secrets.token_hex(8)))
+            sinks.append(plugged(sink)(config, run_id))
+    made = (make(config, run_id) for feature in features() for make in feature.sinks)
+    sinks += [sink for sink in made if sink is not None]
     draws = (
         config.logging.progress_bar
         and _is_terminal()

@@ -1,0 +1,311 @@
+"""`Feature`: what a package outside the core adds to it, and how such packages are found.
+
+A feature is a value whose parts are all optional: options, rules, models, a change of the layers, sinks of
+metrics, commands, observers of a run. A module has features as its attribute `FEATURES`. Importing the module
+may also register entries (`@MODELS.register`), which then count as part of its features.
+
+    installed      modules that a distribution names as entry points of the group `megatron_ds.features`;
+                   found by all commands
+    --import M     modules that a command line or a --config file names
+
+A checkpoint remembers the features of its run (run.json), by which a command that opens it names what is
+missing. Modules are never imported because a checkpoint names them.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+ENTRY_POINTS = "megatron_ds.features"
+FLAG = "--import"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The parts that one package adds.
+
+    name       of the feature, and of its section of options
+    options    the section: a frozen dataclass whose fields are declared with `config.option`
+    rules      (RunConfig) -> problems of the configuration, as sentences
+    layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model
+    sinks      (RunConfig, run id) -> `Sink` of metrics on rank 0, or None if it is off
+    commands   name → `commands.Command`, whose module is an absolute name
+    observers  (RunConfig) -> `training.observer.Observer` on every rank, or None if it is off
+    """
+
+    name: str
+    options: type | None = None
+    rules: Sequence[Callable[[Any], Iterable[str]]] = ()
+    layers: Callable[[list, Any, Any], list] | None = None
+    sinks: Sequence[Callable[[Any, str], Any]] = ()
+    commands: Mapping[str, Any] = field(default_factory=dict)
+    observers: Sequence[Callable[[Any], Any]] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A module with features, as run.json records it.
+
+    distribution  "name version" of the distribution whose entry point it is; empty for --import
+    supplies      what it adds: "model parallel-gpt", "option --noise", "command count"
+    """
+
+    module: str
+    distribution: str = ""
+    supplies: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return the plain values for run.json."""
+        return {
+            "module": self.module,
+            "distribution": self.distribution,
+            "supplies": list(self.supplies),
+        }
+
+
+class _Loaded:
+    """The features of this process. number: changes with every change of them."""
+
+    def __init__(self) -> None:
+        self.features: list[Feature] = []
+        self.origins: dict[str, Origin] = {}
+        self.watched: list[Callable[[], Iterable[tuple[str, str]]]] = []
+        self.number = 0
+        self.has_installed = False
+
+
+_LOADED = _Loaded()
+
+
+# ---- What is loaded.
+
+
+def features() -> tuple[Feature, ...]:
+    """Return all features, those of installed distributions first.
+
+    Raises ConfigError if an installed one cannot be imported.
+    """
+    _load_installed()
+    return tuple(_LOADED.features)
+
+
+def origins() -> tuple[Origin, ...]:
+    """Return the modules that the features come from."""
+    _load_installed()
+    return tuple(_LOADED.origins.values())
+
+
+def per_features(function: Callable[[], T]) -> Callable[[], T]:
+    """Keep the result of a function without arguments until other features are loaded."""
+    kept: dict[int, T] = {}
+
+    @wraps(function)
+    def once() -> T:
+        _load_installed()
+        if _LOADED.number not in kept:
+            kept.clear()
+            kept[_LOADED.number] = function()
+        return kept[_LOADED.number]
+
+    return once
+
+
+# ---- Loading.
+
+
+def import_features(modules: Iterable[str]) -> None:
+    """Import modules that the user named, and add their features.
+
+    The working directory is searched last, so that no file there hides an installed module. A module that was
+    imported before is left alone. Raises ConfigError if one cannot be imported.
+    """
+    _load_installed()
+    for module in modules:
+        if module not in _LOADED.origins:
+            here = os.getcwd()
+            if here not in sys.path:
+                sys.path.append(here)
+            _load(Origin(module), f"{FLAG} {module}")
+
+
+def _load_installed() -> None:
+    if _LOADED.has_installed:
+        return
+    # First, since features ask for options and registries, which lead back here.
+    _LOADED.has_installed = True
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.value):
+        name = _distribution(entry)
+        _load(Origin(entry.module, name), f"the installed distribution {name}")
+
+
+def _distribution(entry: EntryPoint) -> str:
+    found = entry.dist
+    return f"{found.name} {found.version}" if found is not None else entry.name
+
+
+def _load(origin: Origin, source: str) -> None:
+    """Import one module, and record what it adds. source: for messages."""
+    before = _registered()
+    module = _import(origin.module, source)
+    found = _features_of(module, source)
+    for feature in found:
+        _add(feature, source)
+    # What the import has registered, besides the parts of the features.
+    new = [name for entry in _registered() if entry not in before for name in entry[1:]]
+    supplies = [*_names(found), *new]
+    _LOADED.origins[origin.module] = replace(origin, supplies=tuple(supplies))
+    _LOADED.number += 1
+
+
+def _import(module: str, source: str) -> Any:
+    """Import a module. Errors inside of it keep their traceback as the cause."""
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(
+            f"{source}: {module!r} is no name of a module. Write it as in `import package.module`: without .py, and "
+            "with points between its parts."
+        )
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{source}: its module {module} cannot be imported ({what}). The features that it has are not "
+            "known without it. Check the name, and that the module is in this folder, on PYTHONPATH or installed."
+        ) from error
+
+
+def _features_of(module: Any, source: str) -> tuple[Feature, ...]:
+    found = tuple(getattr(module, "FEATURES", ()))
+    for feature in found:
+        if not isinstance(feature, Feature):
+            raise ConfigError(
+                f"{source}: FEATURES of {module.__name__} has {feature!r}, which is no Feature."
+            )
+    return found
+
+
+def _add(feature: Feature, source: str) -> None:
+    names = [known.name for known in _LOADED.features]
+    if feature.name in names:
+        raise ConfigError(
+            f"{source}: a feature is named {feature.name!r}, and another one has this name. Rename one of them."
+        )
+    _LOADED.features.append(feature)
+
+
+# ---- Naming what features add.
+
+
+def watch_names(names: Callable[[], Iterable[tuple[str, str]]]) -> None:
+    """Register a function that returns (module, "noun name") for the entries of a table that are not the package's."""
+    _LOADED.watched.append(names)
+
+
+def _registered() -> list[tuple[str, str]]:
+    return [entry for table in _LOADED.watched for entry in table()]
+
+
+def scripted() -> Iterator[Origin]:
+    """Yield what modules have registered that are no features: an entry script, or what it imports."""
+    known = {name for origin in origins() for name in origin.supplies}
+    of_module: dict[str, list[str]] = {}
+    for module, name in _registered():
+        if name not in known:
+            of_module.setdefault(module, []).append(name)
+    for module, names in of_module.items():
+        # A script is imported by the name of its file.
+        name = Path(sys.argv[0]).stem if module == "__main__" else module
+        yield Origin(name, "", tuple(names))
+
+
+def record() -> list[dict[str, Any]]:
+    """Return the value `features` of run.json: what this process has besides the package."""
+    return [origin.record() for origin in (*origins(), *scripted())]
+
+
+def _names(found: Sequence[Feature]) -> Iterator[str]:
+    for feature in found:
+        if feature.options is not None:
+            yield f"options of [{feature.name}]"
+        yield from (f"command {name}" for name in feature.commands)
+        parts = {
+            "rules": feature.rules,
+            "layers": feature.layers,
+            "sinks": feature.sinks,
+            "observers": feature.observers,
+        }
+        yield from (f"{part} of {feature.name}" for part, has in parts.items() if has)
+
+
+def missing_features(recorded: Any) -> list[str]:
+    """Return a sentence for each module in a run.json whose features are not loaded.
+
+    recorded: the value `features` of a run.json, from a file that anybody may have written
+    """
+    loaded = {origin.module for origin in origins()}
+    here = {name for _, name in _registered()}
+    entries = recorded if isinstance(recorded, list) else []
+    return [
+        _sentence(entry)
+        for entry in entries
+        if isinstance(entry, Mapping)
+        and entry.get("module") not in loaded
+        and not _is_here(entry.get("supplies"), here)
+    ]
+
+
+def require_features(recorded: Any, where: str) -> None:
+    """Raise ConfigError, with the remedy, if features of a run are not loaded.
+
+    recorded: the value `features` of its run.json; where: the file or folder, for the message
+    """
+    if missing := missing_features(recorded):
+        raise ConfigError(f"{where}: {' '.join(missing)}")
+
+
+def _is_here(supplies: Any, here: set[str]) -> bool:
+    """Whether another module, such as the script that runs, has registered the same names."""
+    return (
+        isinstance(supplies, list)
+        and bool(supplies)
+        and set(map(str, supplies)) <= here
+    )
+
+
+def _sentence(entry: Mapping) -> str:
+    module = entry.get("module")
+    supplies = entry.get("supplies")
+    what = ", ".join(map(str, supplies)) if isinstance(supplies, list) else ""
+    distribution = entry.get("distribution")
+    remedy = f"name it with {FLAG} {module}"
+    if distribution:
+        remedy = f"install {distribution}, or {remedy}"
+    return f"the run uses {what or 'features'} of the module {module}: {remedy}."
+
+
+# ---- For tests.
+
+
+@contextmanager
+def only(*found: Feature) -> Iterator[None]:
+    """Inside, these are all features."""
+    before = _LOADED.features, _LOADED.has_installed
+    _LOADED.features = list(found)
+    _LOADED.has_installed = True
+    _LOADED.number += 1
+    try:
+        yield
+    finally:
+        _LOADED.features, _LOADED.has_installed = before
+        _LOADED.number += 1
