@@ -4,6 +4,7 @@ A feature is a value whose parts are all optional: options, rules, models, a cha
 metrics, commands, observers of a run. A module has features as its attribute `FEATURES`. Importing the module
 may also register entries (`@MODELS.register`), which then count as part of its features.
 
+    own            `feature.py` of each package below the wings, extensions/ and compat/
     installed      modules that a distribution names as entry points of the group `megatron_ds.features`;
                    found by all commands
     --import M     modules that a command line or a --config file names
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +29,46 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 
+WINGS = ("compat", "extensions")
 ENTRY_POINTS = "megatron_ds.features"
 FLAG = "--import"
+
+
+class Later:
+    """A function of a module that is imported when the function is called.
+
+    Features are declared at every start; what they compute with is loaded by the runs that use it.
+    """
+
+    def __init__(self, package: str, target: str):
+        """package: of the declaration, its `__package__`. target: ".module:function", relative to it"""
+        self._package = package
+        self._module, _, self._name = target.partition(":")
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        module = importlib.import_module(self._module, self._package)
+        return getattr(module, self._name)(*args, **named)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a run is trained for in place of the model's own loss.
+
+    is_on         (RunConfig) -> whether the run has this objective
+    loss          (RunConfig, Mesh) -> the loss: (output of the last layer, batch) -> `models.Loss`
+    data          (DataKind of the model, RunConfig) -> DataKind; None for that of the model
+    start         (RunConfig, Tokenizer) -> `training.objective.Prepare`, what precedes the first step; None: nothing
+    plan          (RunConfig, Grid, rank, device, number of micro-batches) -> an object whose `added_to(RankPlan)`
+                  adds bytes and traffic to the plan of a rank, or None
+    is_of_tokens  whether the loss is a mean over tokens, which has a perplexity
+    """
+
+    is_on: Callable[[Any], bool]
+    loss: Callable[[Any, Any], Callable]
+    data: Callable[[Any, Any], Any] | None = None
+    start: Callable[[Any, Any], Callable] | None = None
+    plan: Callable[..., Any] | None = None
+    is_of_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,8 +76,11 @@ class Feature:
     """The parts that one package adds.
 
     name       of the feature, and of its section of options
+    title      of the section, in texts of help
     options    the section: a frozen dataclass whose fields are declared with `config.option`
+    implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
+    objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model
     sinks      (RunConfig, run id) -> `Sink` of metrics on rank 0, or None if it is off
     commands   name → `commands.Command`, whose module is an absolute name
@@ -45,8 +88,11 @@ class Feature:
     """
 
     name: str
+    title: str = ""
     options: type | None = None
+    implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
+    objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
     sinks: Sequence[Callable[[Any, str], Any]] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)
@@ -100,6 +146,16 @@ def features() -> tuple[Feature, ...]:
     return tuple(_LOADED.features)
 
 
+def objectives(config: Any) -> dict[str, Objective]:
+    """Return the objectives that a configuration switches on, by the names of their features; rules allow one."""
+    found = {feature.name: feature.objective for feature in features()}
+    return {
+        name: objective
+        for name, objective in found.items()
+        if objective is not None and objective.is_on(config)
+    }
+
+
 def origins() -> tuple[Origin, ...]:
     """Return the modules that the features come from."""
     _load_installed()
@@ -144,9 +200,22 @@ def _load_installed() -> None:
         return
     # First, since features ask for options and registries, which lead back here.
     _LOADED.has_installed = True
+    for module in _own_modules():
+        for feature in _features_of(importlib.import_module(module), module):
+            _add(feature, module)
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.value):
         name = _distribution(entry)
         _load(Origin(entry.module, name), f"the installed distribution {name}")
+
+
+def _own_modules() -> Iterator[str]:
+    """Yield the declarations of the wings that are installed, without importing the packages around them."""
+    for wing in WINGS:
+        spec = find_spec(f"{__package__}.{wing}")
+        folders = spec.submodule_search_locations if spec is not None else None
+        for folder in folders or ():
+            for file in sorted(Path(folder).glob("*/feature.py")):
+                yield f"{__package__}.{wing}.{file.parent.name}.feature"
 
 
 def _distribution(entry: EntryPoint) -> str:

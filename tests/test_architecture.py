@@ -13,7 +13,7 @@ light.
     2½ optim
     2  ops  data  batch
     1  config  mpu
-    0  cli  console  errors  launch_env  registry  plugins  progress  version
+    0  cli  console  errors  features  launch_env  registry  plugins  progress  version
        standard library only
        host    memory, files and disks of one machine: torch, and nothing above it
 """
@@ -37,6 +37,7 @@ LAYERS = {
     "progress": 0,
     "version": 0,
     "plugins": 0,
+    "features": 0,
     "cli": 0,
     "console": 0,
     "launch_env": 0,
@@ -79,6 +80,7 @@ WITHOUT_TORCH = (
     "extensions.sparse_layouts.sparse_rules",
     "version",
     "plugins",
+    "features",
     "cli",
     "console",
     "launch_env",

@@ -197,8 +197,6 @@ def check(
         *TRAINING_RULES,
         *DATA_RULES,
         *(plugged("data rules") or ()),
-        *(plugged("preference rules") or ()),
-        *(plugged("distillation rules") or ()),
         *(plugged("optimizer rules") or ()),
         *(rule for feature in features() for rule in feature.rules),
     )

@@ -10,14 +10,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
-from ..features import features, per_features
+from ..features import Objective, features, objectives, per_features
 from ..mpu.grid import Grid
 from .options.adapter_choice import Adapters
 from .options.cycle_options import CycleConfig
 from .options.data_options import BertConfig, DataConfig
 from .options.logging_options import LoggingConfig
 from .options.model_options import ModelConfig
-from .options.objective_choice import ObjectiveChoice
 from .options.option import Option, options_of, plugged_options
 from .options.parallel_options import ParallelConfig, ZeroConfig
 from .options.profiler_options import ProfilerConfig
@@ -75,12 +74,6 @@ class RunConfig:
     adapters: Adapters = field(
         default_factory=plugged_options("adapter options", Adapters)
     )
-    preference: ObjectiveChoice = field(
-        default_factory=plugged_options("preference options", ObjectiveChoice)
-    )
-    distillation: ObjectiveChoice = field(
-        default_factory=plugged_options("distillation options", ObjectiveChoice)
-    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -93,10 +86,9 @@ class RunConfig:
     without_effect: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
-    def objective(self) -> str | None:
-        """The section whose wing has the loss; None for the model's own."""
-        sections = ("preference", "distillation")
-        return next((name for name in sections if getattr(self, name).is_on), None)
+    def objective(self) -> Objective | None:
+        """What the run is trained for in place of the model's own loss; None for that loss."""
+        return next(iter(objectives(self).values()), None)
 
     @property
     def data_parallel_size(self) -> int:

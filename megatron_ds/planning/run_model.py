@@ -141,9 +141,10 @@ def last_step(config: RunConfig) -> int:
 def data_kind(config: RunConfig) -> DataKind:
     """The kind of the data of a run: that of the model, or what an objective of a wing makes of it."""
     own = MODELS[config.model.model].data
-    if config.objective is None:
+    objective = config.objective
+    if objective is None or objective.data is None:
         return own
-    return plugged(f"{config.objective} data")(own, config)
+    return objective.data(own, config)
 
 
 def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
@@ -152,7 +153,7 @@ def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
     It is the model's, or that of an objective of a wing; that of pairs of answers is collective over cp, too.
     """
     if config.objective is not None:
-        return plugged(f"{config.objective} loss")(config, mesh)
+        return config.objective.loss(config, mesh)
     return partial(
         MODELS[config.model.model].loss,
         tp=mesh.group("tp"),

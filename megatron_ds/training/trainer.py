@@ -122,6 +122,8 @@ class Trainer:
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
         self.tasks = tasks
+        objective = config.objective
+        self._is_of_tokens = objective is None or objective.is_of_tokens
         self.observers: tuple[Observer, ...] = observers_of(config)
         self._validated_step = -1
         self._tasks_step = -1
@@ -587,7 +589,7 @@ class Trainer:
                     result.loss,
                     result.seconds,
                     result.metrics,
-                    not self.engine.config.preference.is_on,
+                    self._is_of_tokens,
                 )
             )
         for observer in self.observers:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...features import FLAG as IMPORT_FLAG
-from ...features import origins
+from ...features import features, origins
 from ...plugins import missing_wings
 from ...registry import did_you_mean
 from ..messages import either, needed, value_text
@@ -39,8 +39,6 @@ TITLES = {
     "curriculum": "Curriculum",
     "random_ltd": "Random-LTD",
     "adapters": "Adapters (LoRA)",
-    "preference": "Preferences (DPO)",
-    "distillation": "Distillation",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
     "profiler": "Measurements",
@@ -160,7 +158,7 @@ def help_text() -> str:
     for section in sections():
         lines += [
             "",
-            TITLES.get(section, f"Feature {section}"),
+            title_of(section),
             *_rows((invocation(o), explanation(o)) for o in options_in(section)),
         ]
     # Names of forks.
@@ -171,6 +169,12 @@ def help_text() -> str:
     )
     lines += ["", "Names of Megatron's forks", *_rows(names)]
     return "\n".join(lines) + "\n"
+
+
+def title_of(section: str) -> str:
+    """Return the heading of a section."""
+    added = {feature.name: feature.title or feature.name for feature in features()}
+    return (TITLES | added)[section]
 
 
 def short_help_text() -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from ...config.run import RunConfig
+from .preference_options import PreferenceConfig
 
 
 def pairs(config: RunConfig) -> Iterator[str]:
     """Samples are whole pairs of a corpus, and their loss is that of the pairs alone."""
-    if not config.preference.is_on:
+    if not config.of(PreferenceConfig).is_on:
         return
     # The data.
     data = config.data
