@@ -80,6 +80,7 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
+    registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model
     sinks      (RunConfig, run id) -> `Sink` of metrics on rank 0, or None if it is off
@@ -92,6 +93,7 @@ class Feature:
     options: type | None = None
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
+    registers: Mapping[str, str] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
     sinks: Sequence[Callable[[Any, str], Any]] = ()

@@ -6,11 +6,12 @@ Models, schedules, tokenizers and optimizers have one `Registry` each. `tests/co
 import difflib
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
 from .features import features, watch_names
-from .plugins import missing_wings, plugged
+from .plugins import missing_wings
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
@@ -26,10 +27,10 @@ class Registry(Generic[T]):
     '#f00'
     """
 
-    def __init__(self, noun: str, plugin: str | None = None):
-        """plugin: the row of `PLUGINS` whose modules register further entries, loaded at the first look-up."""
+    def __init__(self, noun: str):
+        """noun: for messages, and under which features name modules that register entries."""
         self.noun = noun
-        self._plugin = plugin
+        self._registering: set[str] = set()
         self._things: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
         self._owners: dict[str, str] = {}
@@ -92,11 +93,13 @@ class Registry(Generic[T]):
         return tuple(self._things)
 
     def _load(self) -> None:
-        """Register the entries of the plugin, once, and those of features."""
-        features()
-        if self._plugin is not None:
-            plugged(self._plugin)
-            self._plugin = None
+        """Import the modules of features that register entries here, at the first look-up."""
+        for feature in features():
+            module = feature.registers.get(self.noun)
+            if module is not None and module not in self._registering:
+                # First, since the module may look up entries.
+                self._registering.add(module)
+                import_module(module)
 
 
 def _caller() -> str:

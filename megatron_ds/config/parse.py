@@ -17,7 +17,6 @@ from typing import Any
 from ..errors import ConfigError
 from ..features import features
 from ..launch_env import problems_of_local_rank, rank_in
-from ..plugins import plugged
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
 from .rules.attention_rules import ATTENTION_RULES
@@ -191,13 +190,9 @@ def check(
         *NEED_RULES,
         *LAYOUT_RULES,
         *ATTENTION_RULES,
-        *(plugged("attention rules") or ()),
-        *(plugged("adapter rules") or ()),
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,
-        *(plugged("data rules") or ()),
-        *(plugged("optimizer rules") or ()),
         *(rule for feature in features() for rule in feature.rules),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]

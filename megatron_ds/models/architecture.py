@@ -121,7 +121,7 @@ class Models(Registry[Architecture]):
             )
 
 
-MODELS = Models("model", "models")
+MODELS = Models("model")
 
 
 def language_model(layers: Callable[..., list[Layer]]) -> Architecture:

@@ -1,5 +1,7 @@
 """Options that need another one: refused without it, accepted with it, named in help and on the flags page."""
 
+import dataclasses
+
 import pytest
 
 from megatron_ds.config.messages import needed, problems_of
@@ -32,7 +34,8 @@ def value_that_turns_on(path: str, values: tuple):
 
 
 def with_value(config: RunConfig, path: str, value) -> RunConfig:
-    return config.with_values({path: value}, Source("flag", "--flag"))
+    changed = config.with_values({path: value}, Source("flag", "--flag"))
+    return dataclasses.replace(changed, sources={})
 
 
 def about(path: str, config: RunConfig) -> list[str]:

@@ -21,6 +21,3 @@ def distillation(config: RunConfig) -> Iterator[str]:
             "[train.label_smoothing] with --distill-from: the teacher's probabilities take the place of smoothed "
             "labels. Remove it."
         )
-
-
-DISTILLATION_RULES = (distillation,)

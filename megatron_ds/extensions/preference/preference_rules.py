@@ -33,6 +33,3 @@ def pairs(config: RunConfig) -> Iterator[str]:
         if config.get(path):
             advice = "" if "per" in path else ", or use --dpo-label-smoothing"
             yield f"[{path}] with --dpo: the loss is a mean over pairs, not over tokens. Remove it{advice}."
-
-
-PREFERENCE_RULES = (pairs,)
