@@ -17,13 +17,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .errors import ConfigError
 
@@ -35,7 +34,7 @@ FLAG = "--import"
 
 
 class Later:
-    """A function of a module that is imported when the function is called.
+    """A function, or another object, of a module that is imported when the object is used.
 
     Features are declared at every start; what they compute with is loaded by the runs that use it.
     """
@@ -45,9 +44,13 @@ class Later:
         self._package = package
         self._module, _, self._name = target.partition(":")
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def load(self) -> Any:
+        """Return the object, or without a name the module."""
         module = importlib.import_module(self._module, self._package)
-        return getattr(module, self._name)(*args, **named)
+        return getattr(module, self._name) if self._name else module
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.load()(*args, **named)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
+    provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model
@@ -93,6 +97,7 @@ class Feature:
     options: type | None = None
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
+    provides: Mapping[str, Later] = field(default_factory=dict)
     registers: Mapping[str, str] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
@@ -130,6 +135,7 @@ class _Loaded:
         self.origins: dict[str, Origin] = {}
         self.watched: list[Callable[[], Iterable[tuple[str, str]]]] = []
         self.number = 0
+        self.has_own = False
         self.has_installed = False
 
 
@@ -146,6 +152,31 @@ def features() -> tuple[Feature, ...]:
     """
     _load_installed()
     return tuple(_LOADED.features)
+
+
+class Provided(Generic[T]):
+    """An object that the core takes from a feature, and does without where none has it.
+
+    The module that uses it declares it: DRY_RUN: Provided[DryRun] = Provided("dry run").
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def find(self) -> T | None:
+        """Return the object; None where no feature has it."""
+        return find_provided(self.name)
+
+
+def find_provided(name: str) -> Any | None:
+    """Return what a feature has under the name of a `Provided`; None where none has it.
+
+    Features of installed distributions are not looked for, so that a class may be made of it at import.
+    """
+    _load_own()
+    found = (feature.provides.get(name) for feature in _LOADED.features)
+    later = next((one for one in found if one is not None), None)
+    return None if later is None else later.load()
 
 
 def objectives(config: Any) -> dict[str, Objective]:
@@ -200,14 +231,26 @@ def import_features(modules: Iterable[str]) -> None:
 def _load_installed() -> None:
     if _LOADED.has_installed:
         return
+    _load_own()
     # First, since features ask for options and registries, which lead back here.
     _LOADED.has_installed = True
-    for module in _own_modules():
-        for feature in _features_of(importlib.import_module(module), module):
-            _add(feature, module)
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.value):
         name = _distribution(entry)
         _load(Origin(entry.module, name), f"the installed distribution {name}")
+
+
+def _load_own() -> None:
+    if _LOADED.has_own:
+        return
+    # The configuration first: its classes ask for features while they are made, which loads all of them here.
+    importlib.import_module(f"{__package__}.config")
+    if _LOADED.has_own:
+        return
+    _LOADED.has_own = True
+    for module in _own_modules():
+        for feature in _features_of(importlib.import_module(module), module):
+            _add(feature, module)
+    _LOADED.number += 1
 
 
 def _own_modules() -> Iterator[str]:
@@ -365,18 +408,17 @@ def _sentence(entry: Mapping) -> str:
     return f"the run uses {what or 'features'} of the module {module}: {remedy}."
 
 
-# ---- For tests.
+# ---- The wings.
 
 
-@contextmanager
-def only(*found: Feature) -> Iterator[None]:
-    """Inside, these are all features."""
-    before = _LOADED.features, _LOADED.has_installed
-    _LOADED.features = list(found)
-    _LOADED.has_installed = True
-    _LOADED.number += 1
-    try:
-        yield
-    finally:
-        _LOADED.features, _LOADED.has_installed = before
-        _LOADED.number += 1
+def missing_wings() -> str:
+    """Return a sentence for messages about unknown names: the wings that are not installed. Empty if all are."""
+    missing = [f"{__package__}.{wing}" for wing in WINGS if not is_installed(wing)]
+    if not missing:
+        return ""
+    return f" Not installed: {', '.join(missing)}, which may have it. Install the whole package."
+
+
+def is_installed(wing: str) -> bool:
+    """Return whether a package below megatron_ds is there."""
+    return find_spec(f"{__package__}.{wing}") is not None

@@ -10,8 +10,7 @@ from importlib import import_module
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
-from .features import features, watch_names
-from .plugins import missing_wings
+from .features import features, missing_wings, watch_names
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]

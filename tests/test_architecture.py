@@ -13,7 +13,7 @@ light.
     2½ optim
     2  ops  data  batch
     1  config  mpu
-    0  cli  console  errors  features  launch_env  registry  plugins  progress  version
+    0  cli  console  errors  features  launch_env  registry  progress  version
        standard library only
        host    memory, files and disks of one machine: torch, and nothing above it
 """
@@ -36,7 +36,6 @@ LAYERS = {
     "registry": 0,
     "progress": 0,
     "version": 0,
-    "plugins": 0,
     "features": 0,
     "cli": 0,
     "console": 0,
@@ -79,7 +78,6 @@ WITHOUT_TORCH = (
     "extensions.onebit.onebit_rules",
     "extensions.sparse_layouts.sparse_rules",
     "version",
-    "plugins",
     "features",
     "cli",
     "console",
@@ -194,7 +192,7 @@ def test_no_modules_import_each_other():
 
 
 def test_the_core_imports_no_wing():
-    """What trains can be read, and used, without the wings (plugins.py). None needs another."""
+    """What trains can be read, and used, without the wings (features.py). None needs another."""
     wings = ("megatron_ds.compat", "megatron_ds.extensions")
     free = ("megatron_ds.commands", "megatron_ds.__main__")
     for wing in wings:

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from ..cli import main_guard, run_command
 from ..errors import ConfigError
-from ..features import FLAG, features, import_features
-from ..plugins import is_installed, missing_wings
+from ..features import FLAG, features, import_features, is_installed, missing_wings
 from ..registry import did_you_mean
 from ..version import __version__
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,12 +13,14 @@ from ..config.options.adapter_choice import Adapters
 from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_token_drop
 from ..data.kind import DataKind
-from ..features import features
+from ..features import Provided, features
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Recompute, SequenceSlice
 from ..mpu.mesh import Mesh
-from ..plugins import plugged
 from .training_length import planned_steps
+
+ADAPTED_LAYERS: Provided[Any] = Provided("adapted layers")
+TOKEN_DROPPING_LAYERS: Provided[Any] = Provided("token dropping layers")
 
 # dtypes by their names in the configuration.
 DTYPES = {
@@ -73,7 +76,7 @@ def describe_layers(
     ctx = replace(ctx, device=device)
     layers = model_layers(config.model, config.adapters, ctx)
     if drop is not None:
-        layers = plugged("token dropping layers")(layers, drop.blocks, ctx)
+        layers = TOKEN_DROPPING_LAYERS.find()(layers, drop.blocks, ctx)
     for feature in features():
         if feature.layers is not None:
             layers = feature.layers(layers, config, ctx)
@@ -87,7 +90,7 @@ def model_layers(
     layers = MODELS[model.model](model, ctx)
     if not adapters.is_on:
         return layers
-    return plugged("adapted layers")(layers, adapters, model, ctx)
+    return ADAPTED_LAYERS.find()(layers, adapters, model, ctx)
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:

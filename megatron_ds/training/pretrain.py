@@ -35,6 +35,7 @@ from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
 from ..errors import ConfigError, DeviceMemoryError
+from ..features import Provided, missing_wings
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -50,7 +51,6 @@ from ..planning.replica_plan import plan_replica
 from ..planning.run_model import data_kind
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
-from ..plugins import missing_wings, plugged
 from ..progress.ramps import Progress
 from .base_weights import (
     BaseWeights,
@@ -85,6 +85,9 @@ from .run_tokenizer import with_tokenizer
 from .samples import build_loaders, rearranged, wanted_samples
 from .startup_text import describe
 from .trainer import Loaders, Trainer
+
+DRY_RUN: Provided[Any] = Provided("dry run")
+PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
 KNOWN_NAMES = {
@@ -147,7 +150,7 @@ def _names_its_world(argv: Sequence[str]) -> bool:
 
 
 def _dry_run(config: RunConfig, launch: Launch) -> int:
-    dry_run = plugged("dry run")
+    dry_run = DRY_RUN.find()
     if dry_run is None:
         raise ConfigError(f"--dry-run needs megatron_ds.extensions.{missing_wings()}")
     return dry_run(config, launch)
@@ -305,7 +308,7 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     engine = build_engine(config, mesh, plan_replica(config, mesh))
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source, opened.as_given))
-    prepare_kernels = plugged("prepared kernels")
+    prepare_kernels = PREPARED_KERNELS.find()
     if prepare_kernels and (compiled := prepare_kernels(engine)):
         logger.info("%s", compiled)
     return engine

@@ -18,8 +18,8 @@ import torch
 
 from ...config import RunConfig
 from ...errors import ConfigError
+from ...features import find_provided
 from ...mpu.host_reads import read_number
-from ...plugins import plugged
 from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
     PointSink,
@@ -62,7 +62,7 @@ def sinks_of(config: RunConfig) -> Iterator[PointSink]:
             continue
         try:
             check_package(block, module, extra)
-            sink = plugged(plugin)(config, secrets.token_hex(8))
+            sink = find_provided(plugin)(config, secrets.token_hex(8))
         except ConfigError as error:
             logger.warning("no curves there: %s", in_words_of_json(str(error)))
             continue

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...features import missing_features, per_features
-from ...plugins import missing_wings
+from ...features import missing_features, missing_wings, per_features
 from ..messages import value_text
 from ..options.option import Option, coerce
 from ..run import RENAMED, RUN, Source, all_options, sections

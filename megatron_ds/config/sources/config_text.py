@@ -8,8 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...features import FLAG as IMPORT_FLAG
-from ...features import features, origins
-from ...plugins import missing_wings
+from ...features import features, missing_wings, origins
 from ...registry import did_you_mean
 from ..messages import either, needed, value_text
 from ..options.option import Option

@@ -11,8 +11,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...features import FLAG as IMPORT_FLAG
-from ...features import per_features
-from ...plugins import missing_wings
+from ...features import missing_wings, per_features
 from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words

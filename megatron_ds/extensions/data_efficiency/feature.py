@@ -17,5 +17,16 @@ FEATURES = [
             own(".data_efficiency_rules:dropping_blocks"),
             own(".data_efficiency_rules:divided_tokens"),
         ),
+        provides={
+            "curriculum options": own(".data_efficiency_options:CurriculumConfig"),
+            "token drop options": own(".data_efficiency_options:RandomLTDConfig"),
+            "difficulty": own(".difficulty:make_difficulty"),
+            "metric keys": own(".data_efficiency_options:METRIC_KEYS"),
+            "sample order": own(".sample_order:make_order"),
+            "curriculum sampler": own(".curriculum_sampler:CurriculumSampler"),
+            "token rise": own(".difficulty:Rise"),
+            "shortened batches": own(".seqlen_curriculum:shortening"),
+            "token dropping layers": own(".random_ltd:with_random_ltd"),
+        },
     )
 ]

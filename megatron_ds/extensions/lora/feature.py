@@ -14,5 +14,12 @@ FEATURES = [
             own(".lora_rules:dropout"),
             own(".lora_rules:frozen_weights"),
         ),
+        provides={
+            "adapted layers": own(".adapted_layers:with_adapters"),
+            "adapter merge": own(".merging:merged"),
+            "adapter norms": own(".merging:row_norms"),
+            "adapter options": own(".lora_options:LoraConfig"),
+            "adapter targets": own(".lora_targets:TARGETS"),
+        },
     )
 ]

@@ -11,5 +11,9 @@ FEATURES = [
         "onebit",
         registers={"optimizer": f"{__package__}.registered"},
         rules=(own(".onebit_rules:one_bit"),),
+        provides={
+            "optimizer options": own(".onebit_options:OneBitOptions"),
+            "optimizer facts": own(".onebit_facts:FACTS"),
+        },
     )
 ]

@@ -14,5 +14,10 @@ FEATURES = [
             own(".sparse_rules:sparse_direction"),
             own(".sparse_rules:sparse_composition"),
         ),
+        provides={
+            "attention layouts": own(".layer_layouts:LAYOUTS"),
+            "layouts of heads": own(".sparse_layouts:LAYOUTS"),
+            "attention options": own(".sparse_options:SparseOptions"),
+        },
     )
 ]

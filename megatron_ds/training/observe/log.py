@@ -21,8 +21,7 @@ from typing import Any, TextIO
 
 from ...config import RunConfig
 from ...errors import ConfigError
-from ...features import features
-from ...plugins import missing_wings, plugged
+from ...features import features, find_provided, missing_wings
 from ...progress.ramps import Progress
 from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
@@ -210,7 +209,7 @@ def check_log(config: RunConfig) -> None:
         check_folder("--comet-offline-dir", Path(folder))
     for name, (sink, flag, module, extra) in SERVICES.items():
         if getattr(config.logging, name):
-            if plugged(sink) is None:
+            if find_provided(sink) is None:
                 raise ConfigError(
                     f"{flag} needs megatron_ds.extensions.{missing_wings()}"
                 )
@@ -237,7 +236,7 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
         sinks.append(CsvMonitor(Path(folder)))
     for name, (sink, *_) in SERVICES.items():
         if getattr(config.logging, name):
-            sinks.append(plugged(sink)(config, run_id))
+            sinks.append(find_provided(sink)(config, run_id))
     made = (make(config, run_id) for feature in features() for make in feature.sinks)
     sinks += [sink for sink in made if sink is not None]
     draws = (
