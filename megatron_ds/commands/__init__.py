@@ -201,11 +201,10 @@ def _of_feature(name: str, argv: Sequence[str]) -> int | None:
 
 
 def _added_commands() -> dict[str, Command]:
-    return {
-        name: command
-        for feature in features()
-        for name, command in feature.commands.items()
-    }
+    found: dict[str, Command] = {}
+    for feature in features():
+        found |= feature.commands
+    return found
 
 
 def _imported(argv: Sequence[str]) -> Iterator[str]:

@@ -100,17 +100,17 @@ def _top(path: str, root: Any, reading: SourceReading) -> None:
         )
         reading.is_complete = False
         return
-    inner = _by_key(root)
-    kind = "yaml"
-    if (
-        "format_version" in inner
-        and "config" in inner
-        and inner["config"].id == "mapping"
-    ):
-        root = inner["config"]
-        kind = RUN
-        for sentence in missing_features(_plain(inner.get("features"))):
+    # A run.json has the configuration inside.
+    config = _by_key(root).get("config")
+    is_run = (
+        "format_version" in _by_key(root) and getattr(config, "id", "") == "mapping"
+    )
+    kind = RUN if is_run else "yaml"
+    if is_run:
+        for sentence in missing_features(_plain(_by_key(root).get("features"))):
             reading.refuse(f"{path}: {sentence}")
+        root = config
+    # Sections, and options outside of one.
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
         name = RENAMED.get(name, name)

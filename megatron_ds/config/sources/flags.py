@@ -31,6 +31,8 @@ ASKING = {
     "--version": "version",
     "--print-config": "config",
 }
+# Flags about the command line itself.
+OF_THE_LINE = (CONFIG_FLAG, DEEPSPEED_FLAG, IMPORT_FLAG, STRICT_FLAG, *ASKING)
 # Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
 OVERRIDDEN = {
     "--no-position-embedding": ("rope",),
@@ -317,17 +319,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     value = " ".join(words)
     answer = foreign_words().answer_to_flag(flag)
     if answer is None:
-        near = near_flag(
-            flag,
-            [
-                *spellings(),
-                CONFIG_FLAG,
-                DEEPSPEED_FLAG,
-                IMPORT_FLAG,
-                STRICT_FLAG,
-                *ASKING,
-            ],
-        )
+        near = near_flag(flag, [*spellings(), *OF_THE_LINE])
         _refuse(
             line,
             f"unknown flag {typed}{near or '.'} All flags: --help.{missing_wings()}",

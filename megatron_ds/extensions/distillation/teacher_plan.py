@@ -115,6 +115,7 @@ def plan_teacher(
     keep = keeper(
         student.of(DistillationConfig), config.model.vocab_size, mesh.group("tp")
     )
+    # All stages, run forward without memory.
     with without_memory(device, config.train.kernels) as where:
         runner = ForwardRunner(config, mesh, run, where, keep)
         stages = []
@@ -122,6 +123,7 @@ def plan_teacher(
             stages += runner.stages_of(pp_rank)
     for stage in stages:
         stage.modules.requires_grad_(False)
+    # What is kept of the predictions of a micro-batch.
     train = config.train
     size = (train.micro_batch_size, config.model.seq_length)
     predicted = blank_tokens(student, *size, torch.device("meta"))
