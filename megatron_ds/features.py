@@ -75,6 +75,24 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class MetricSink:
+    """Where the metrics of a run go, besides the files of the log. On rank 0 alone.
+
+    is_on    (RunConfig) -> whether the run has it
+    make     (RunConfig, run id) -> `training.observe.sink.Sink`
+    check    (RunConfig) -> None; raises ConfigError at the start of a run where nothing can be written
+    require  () -> None; raises ConfigError where a package that it needs is not installed
+    points   (RunConfig, id) -> `PointSink` of the curves of an engine; None: engines have no such sink
+    """
+
+    is_on: Callable[[Any], bool]
+    make: Callable[[Any, str], Any]
+    check: Callable[[Any], None] | None = None
+    require: Callable[[], None] | None = None
+    points: Callable[[Any, str], Any] | None = None
+
+
+@dataclass(frozen=True)
 class Feature:
     """The parts that one package adds.
 
@@ -87,7 +105,8 @@ class Feature:
     registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model
-    sinks      (RunConfig, run id) -> `Sink` of metrics on rank 0, or None if it is off
+    formerly   the section of the package that had the options in earlier files, if there was one
+    sinks      where metrics go
     commands   name → `commands.Command`, whose module is an absolute name
     observers  (RunConfig) -> `training.observer.Observer` on every rank, or None if it is off
     """
@@ -95,13 +114,14 @@ class Feature:
     name: str
     title: str = ""
     options: type | None = None
+    formerly: str = ""
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
     provides: Mapping[str, Later] = field(default_factory=dict)
     registers: Mapping[str, str] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
-    sinks: Sequence[Callable[[Any, str], Any]] = ()
+    sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)
     observers: Sequence[Callable[[Any], Any]] = ()
 
@@ -177,6 +197,14 @@ def find_provided(name: str) -> Any | None:
     found = (feature.provides.get(name) for feature in _LOADED.features)
     later = next((one for one in found if one is not None), None)
     return None if later is None else later.load()
+
+
+def metric_sinks(config: Any) -> list[MetricSink]:
+    """Return the sinks of features that a configuration switches on."""
+    found: list[MetricSink] = []
+    for feature in features():
+        found += [sink for sink in feature.sinks if sink.is_on(config)]
+    return found
 
 
 def objectives(config: Any) -> dict[str, Objective]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ds.commands import Command
 from megatron_ds.config.options.option import option
-from megatron_ds.features import Feature, Objective
+from megatron_ds.features import Feature, MetricSink, Objective
 from megatron_ds.models import MODELS, gpt_layers, language_model
 from megatron_ds.training.observer import Observer
 
@@ -66,18 +66,12 @@ def scaled_loss(config, mesh):
 class LoudFile:
     """A sink: receives the records of the log on rank 0."""
 
-    def __init__(self, path):
-        self.place = Path(path)
+    def __init__(self, config, run_id):
+        self.place = Path(config.of(LoudOptions).loud_file)
 
     def write(self, record):
         with open(self.place, "a") as file:
             file.write(json.dumps({"step": record.step, "loss": record.loss}) + "\n")
-
-
-def loud_file(config, run_id):
-    """Return the sink of a run, or None without --loud-file."""
-    path = config.of(LoudOptions).loud_file
-    return None if path is None else LoudFile(path)
 
 
 class Steps(Observer):
@@ -106,7 +100,12 @@ FEATURES = [
             is_on=lambda config: config.of(LoudOptions).loud_scale != 1.0,
             loss=scaled_loss,
         ),
-        sinks=[loud_file],
+        sinks=[
+            MetricSink(
+                is_on=lambda config: config.of(LoudOptions).loud_file is not None,
+                make=LoudFile,
+            )
+        ],
         commands={"loud-count": Command("loud_gpt", "count records", "count")},
         observers=[Steps],
     )

@@ -236,6 +236,20 @@ def _added() -> dict[str, type]:
     return found
 
 
+def formerly(section: str) -> str:
+    """Return the section that had the options of a section in earlier files; its own name if none had."""
+    found = (f.formerly for f in features() if f.name == section)
+    return next(found, "") or section
+
+
+def home_of(section: str, name: str) -> str:
+    """Return the section that has an option now, of a file in which `section` has it."""
+    if f"{section}.{name}" in all_options():
+        return section
+    moved = (new for new in sections() if formerly(new) == section)
+    return next((new for new in moved if f"{new}.{name}" in all_options()), section)
+
+
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sections by name as arguments of `RunConfig`."""
     own = {name: section for name, section in values.items() if name in _OWN}

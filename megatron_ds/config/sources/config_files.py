@@ -22,7 +22,7 @@ from ...errors import ConfigError
 from ...features import missing_features, missing_wings, per_features
 from ..messages import value_text
 from ..options.option import Option, coerce
-from ..run import RENAMED, RUN, Source, all_options, sections
+from ..run import RENAMED, RUN, Source, all_options, formerly, sections
 from .flags import Spelling, spellings
 from .reading import Setting, SourceReading
 from .suggest import near_key
@@ -209,7 +209,11 @@ class FileEntry:
         """The option of this name. Raises ConfigError with a suggestion."""
         option = names().get(self._name)
         switch = self.switch
-        if option is not None and self.section in (None, option.section):
+        if option is not None and self.section in (
+            None,
+            option.section,
+            formerly(option.section),
+        ):
             return option
         if option is not None:
             raise ConfigError(

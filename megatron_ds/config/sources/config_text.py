@@ -18,6 +18,7 @@ from ..run import (
     Source,
     all_options,
     by_field,
+    home_of,
     options_in,
     sections,
 )
@@ -343,8 +344,12 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
     """The config that `to_dict` of this or an older version wrote. Raises ConfigError for unknown fields."""
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
+    given: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for section in sections():
+        for name, value in saved.get(section, {}).items():
+            given[home_of(section, name)][name] = value
     values = {
-        section: cls(**_fields(section, saved.get(section, {})))
+        section: cls(**_fields(section, given[section]))
         for section, cls in sections().items()
     }
     sources = {
@@ -358,7 +363,7 @@ def from_dict(saved: Mapping[str, Any]) -> RunConfig:
 
 def _renamed(path: str) -> str:
     section, dot, name = path.partition(".")
-    return RENAMED.get(section, section) + dot + name
+    return home_of(RENAMED.get(section, section), name) + dot + name
 
 
 def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def spellings() -> Mapping[str, Spelling]:
             add(flag, Spelling(option, True, value))
     for name, meaning in foreign_words().names.items():
         flag, _, value = meaning.partition(" ")
+        if flag not in table:
+            continue  # an option of a wing that is not installed
         add(name, Spelling(table[flag].option, True, value) if value else table[flag])
     return table
 

@@ -2,20 +2,47 @@
 
 from functools import partial
 
-from ...features import Feature, Later
+from ...features import Feature, Later, MetricSink
+from .services_options import ServiceOptions
 
 own = partial(Later, __package__)
+
+
+def _is_given(option: str):
+    """Return the function that reads whether an option of a configuration is given."""
+    return lambda config: bool(getattr(config.of(ServiceOptions), option))
+
 
 FEATURES = [
     Feature(
         "services",
-        provides={
-            "comet points": own(".comet_log:CometPoints"),
-            "comet sink": own(".comet_log:CometLog"),
-            "mlflow sink": own(".mlflow_log:MlflowLog"),
-            "otel sink": own(".otel_log:OtelLog"),
-            "wandb points": own(".wandb_log:WandbPoints"),
-            "wandb sink": own(".wandb_log:WandbLog"),
-        },
+        title="Services that collect metrics",
+        options=ServiceOptions,
+        formerly="logging",
+        sinks=(
+            MetricSink(
+                _is_given("wandb_project"),
+                make=own(".wandb_log:WandbLog"),
+                require=own(".packages:require_wandb"),
+                points=own(".wandb_log:WandbPoints"),
+            ),
+            MetricSink(
+                _is_given("comet_project"),
+                make=own(".comet_log:CometLog"),
+                check=own(".packages:check_comet_folder"),
+                require=own(".packages:require_comet"),
+                points=own(".comet_log:CometPoints"),
+            ),
+            MetricSink(
+                _is_given("mlflow_tracking_uri"),
+                make=own(".mlflow_log:MlflowLog"),
+                require=own(".packages:require_mlflow"),
+            ),
+            MetricSink(
+                _is_given("otel_enabled"),
+                make=own(".otel_log:OtelLog"),
+                require=own(".packages:require_otel"),
+            ),
+        ),
     )
 ]
