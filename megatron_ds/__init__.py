@@ -83,7 +83,7 @@ def foreign_name(module: str, name: str) -> Any:
     """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
     find = None
     if not name.startswith("__") or name == "__path__":
-        find = import_module(".plugins", __name__).plugged("foreign names")
+        find = import_module(".features", __name__).find_provided("foreign names")
     if find is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return find(module, name)
@@ -100,9 +100,9 @@ class _ForeignModules:
         wings = (f"{__name__}.compat", f"{__name__}.extensions")
         if not name.startswith(f"{__name__}.") or name.startswith(wings):
             return None
-        plugged = import_module(".plugins", __name__).plugged
+        find = import_module(".features", __name__).find_provided
         for kind in ("moved modules", "foreign modules"):
-            finder = plugged(kind)
+            finder = find(kind)
             if finder is not None and (spec := finder.find_spec(name)) is not None:
                 return spec
         return None

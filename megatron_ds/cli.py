@@ -43,6 +43,7 @@ from .errors import (
     ScheduleError,
     StorageError,
 )
+from .features import FLAG, import_features
 from .launch_env import ends_siblings, is_launched, local_rank_in, rank_in, size_in
 from .registry import did_you_mean
 
@@ -208,6 +209,12 @@ class Arguments(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.add_argument(
+            FLAG,
+            action="append",
+            metavar="MODULE",
+            help="a module with features of another package; those of installed distributions are found without it",
+        )
 
     def add_table(
         self, options: Mapping[str, Mapping[str, Any]], title: str | None = None
@@ -242,6 +249,16 @@ class Arguments(argparse.ArgumentParser):
         if wrong:
             raise ConfigError(f"{' '.join(wrong)} --help lists the flags.")
         return super().parse_args(args, namespace)
+
+    def parse_known_args(
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse like argparse, and import the features that --import names. Raises ConfigError."""
+        found, rest = super().parse_known_args(args, namespace)
+        import_features(vars(found).pop("import", None) or ())
+        return found, rest
 
     def error(self, message: str) -> None:
         """Raise the message as a ConfigError."""

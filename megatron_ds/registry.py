@@ -4,13 +4,16 @@ Models, schedules, tokenizers and optimizers have one `Registry` each. `tests/co
 """
 
 import difflib
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
-from .plugins import missing_wings, plugged
+from .features import features, missing_wings, watch_names
 
 T = TypeVar("T")
+PACKAGE = __name__.partition(".")[0]
 
 
 class Registry(Generic[T]):
@@ -23,26 +26,40 @@ class Registry(Generic[T]):
     '#f00'
     """
 
-    def __init__(self, noun: str, plugin: str | None = None):
-        """plugin: the row of `PLUGINS` whose modules register further entries, loaded at the first look-up."""
+    def __init__(self, noun: str):
+        """noun: for messages, and under which features name modules that register entries."""
         self.noun = noun
-        self._plugin = plugin
+        self._registering: set[str] = set()
         self._things: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
+        self._owners: dict[str, str] = {}
+        watch_names(self._of_others)
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
         """Decorator that adds an entry under `name`. Aliases find it, too, but are not listed."""
+        owner = _caller()
 
         def add(thing: T) -> T:
+            self._check(name, thing)
             for key in (name, *aliases):
                 assert key not in (*self._things, *self._aliases), (
                     f"{self.noun} {key!r} is registered twice"
                 )
             self._things[name] = thing
             self._aliases.update(dict.fromkeys(aliases, name))
+            self._owners[name] = owner
             return thing
 
         return add
+
+    def _check(self, name: str, thing: T) -> None:
+        """Raise TypeError for a thing that is no entry of this registry."""
+
+    def _of_others(self) -> Iterator[tuple[str, str]]:
+        """Yield (module, "noun name") of the entries that other packages have registered."""
+        for name, owner in self._owners.items():
+            if owner != PACKAGE:
+                yield owner, f"{self.noun} {name}"
 
     def __getitem__(self, name: str) -> T:
         """Raises ConfigError with the most similar name."""
@@ -75,10 +92,30 @@ class Registry(Generic[T]):
         return tuple(self._things)
 
     def _load(self) -> None:
-        """Register the entries of the plugin, once."""
-        if self._plugin is not None:
-            plugged(self._plugin)
-            self._plugin = None
+        """Import the modules of features that register entries here, at the first look-up."""
+        for feature in features():
+            module = feature.registers.get(self.noun)
+            if module is not None and module not in self._registering:
+                # First, since the module may look up entries.
+                self._registering.add(module)
+                import_module(module)
+
+
+def _caller() -> str:
+    """Return the module outside of this package that registers something, or this package.
+
+    A module of the package that is imported for the first time registers its own entries: what called it is the
+    import system.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("importlib."):
+            return PACKAGE
+        if name.partition(".")[0] != PACKAGE:
+            return name
+        frame = frame.f_back
+    return PACKAGE
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

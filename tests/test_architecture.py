@@ -13,7 +13,7 @@ light.
     2½ optim
     2  ops  data  batch
     1  config  mpu
-    0  cli  console  errors  launch_env  registry  plugins  progress  version
+    0  cli  console  errors  features  launch_env  registry  progress  version
        standard library only
        host    memory, files and disks of one machine: torch, and nothing above it
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds import features
 from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +37,7 @@ LAYERS = {
     "registry": 0,
     "progress": 0,
     "version": 0,
-    "plugins": 0,
+    "features": 0,
     "cli": 0,
     "console": 0,
     "launch_env": 0,
@@ -79,7 +80,7 @@ WITHOUT_TORCH = (
     "extensions.onebit.onebit_rules",
     "extensions.sparse_layouts.sparse_rules",
     "version",
-    "plugins",
+    "features",
     "cli",
     "console",
     "launch_env",
@@ -193,7 +194,7 @@ def test_no_modules_import_each_other():
 
 
 def test_the_core_imports_no_wing():
-    """What trains can be read, and used, without the wings (plugins.py). None needs another."""
+    """What trains can be read, and used, without the wings (features.py). None needs another."""
     wings = ("megatron_ds.compat", "megatron_ds.extensions")
     free = ("megatron_ds.commands", "megatron_ds.__main__")
     for wing in wings:
@@ -397,3 +398,34 @@ def test_no_cache_keeps_a_tensor_that_a_plan_could_have_made():
 def test_the_entry_scripts_stay_short():
     for script in ("pretrain_gpt.py", "pretrain_bert.py"):
         assert len((ROOT / script).read_text().splitlines()) <= 60
+
+
+def test_what_a_wing_provides_is_asked_for():
+    """A name in `provides` that no module asks for is a part that no run uses."""
+    asked = {
+        node.value
+        for path in FILES
+        if path.name != "feature.py"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    provided = [name for one in features.features() for name in one.provides]
+    assert len(provided) > 20
+    assert sorted(provided) == sorted(set(provided))
+    assert [name for name in provided if name not in asked] == []
+
+
+def test_the_core_names_no_file_of_a_wing():
+    """Features are found by looking into the folders of the wings; one table of names would grow with each."""
+    wings = {path.parent.name for path in FILES if path.name == "feature.py"}
+    named = [
+        f"{path.relative_to(ROOT)}: {node.value}"
+        for path in FILES
+        if module_of(path)[0] not in (*features.WINGS, "commands", "__init__")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"\.?(compat|extensions)(\.\w+)+(:\w+)?", node.value)
+    ]
+    assert len(wings) > 10
+    assert named == []

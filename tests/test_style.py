@@ -20,7 +20,6 @@ import ast
 import io
 import re
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +40,6 @@ ANNOTATED, DOCUMENTED = 0.98, 0.95
 MOST_PARAMETERS = 8
 MOST_NODES = 2700  # of a file of the package
 MOST_NODES_OF_TESTS = 3000
-ANY_ROOM_MAY_HAVE = {"__init__.py", "launch.py"}  # launch.py: for python -m
 AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 # Functions under DeepSpeed's names have DeepSpeed's parameters.
 SIGNATURES_OF_DEEPSPEED = {
@@ -298,20 +296,6 @@ def riddles(path: Path) -> Iterator[tuple[int, str, str]]:
                         text[max(0, match.start() - 40) : match.end() + 40].split()
                     ),
                 )
-
-
-def test_no_two_files_have_the_same_name():
-    places = defaultdict(list)
-    for path in FILES:
-        place = str(path.relative_to(PACKAGE))
-        if path.name not in ANY_ROOM_MAY_HAVE:
-            places[path.name].append(place)
-    twice = {
-        name: found
-        for name, found in places.items()
-        if len(found) > 1 and any(room_of(PACKAGE / path) in DONE for path in found)
-    }
-    assert not twice
 
 
 def nodes_of(path: Path) -> int:

@@ -17,9 +17,9 @@ from megatron_ds.compat.config.dialects import DIALECTS  # noqa: E402
 from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
 from megatron_ds.config.messages import needed  # noqa: E402
 from megatron_ds.config.options.option import Option  # noqa: E402
-from megatron_ds.config.run import SECTIONS, options_in  # noqa: E402
+from megatron_ds.config.run import options_in, sections  # noqa: E402
 from megatron_ds.config.sources.config_files import declared_keys  # noqa: E402
-from megatron_ds.config.sources.config_text import TITLES, default_text, invocation  # noqa: E402
+from megatron_ds.config.sources.config_text import default_text, invocation, title_of  # noqa: E402
 
 INTRO = """# Flags
 
@@ -85,10 +85,10 @@ def main() -> int:
 def flags_document() -> str:
     """The whole page."""
     parts = [INTRO]
-    for section in SECTIONS:
+    for section in sections():
         rows = [_row(option) for option in options_in(section)]
         parts += [
-            f"\n## {TITLES[section]} (`{section}:`)\n",
+            f"\n## {title_of(section)} (`{section}:`)\n",
             *_table(("Flag", "Default", "Meaning", "Needs", "Advice"), rows),
         ]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]

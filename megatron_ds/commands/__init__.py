@@ -7,14 +7,14 @@ printed at once, also where torch is not installed. Scripts in tools/ of the che
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NoReturn
 
 from ..cli import main_guard, run_command
 from ..errors import ConfigError
-from ..plugins import is_installed, missing_wings
+from ..features import FLAG, features, import_features, is_installed, missing_wings
 from ..registry import did_you_mean
 from ..version import __version__
 
@@ -25,7 +25,7 @@ PRETRAIN = "training.pretrain"
 
 @dataclass(frozen=True)
 class Command:
-    """module: below the package; summary: a line of the list of commands.
+    """module: below the package; of a feature's command its whole name; summary: a line of the list of commands.
 
     function   takes the command line and returns the exit code
     before     flags that the command adds in front of those given
@@ -186,9 +186,38 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(__version__)
         sys.exit(0)
     name, *rest = words
-    if name not in COMMANDS:
-        sys.exit(main_guard(lambda: _unknown(name)))
-    run(name, rest, f"{PROGRAM} {name}")
+    if name in COMMANDS:
+        run(name, rest, f"{PROGRAM} {name}")
+    sys.exit(main_guard(lambda: _of_feature(name, rest)))
+
+
+def _of_feature(name: str, argv: Sequence[str]) -> int | None:
+    """Run a command of a feature, of an installed one or of one that --import names."""
+    import_features(_imported(argv))
+    found = _added_commands()
+    if name not in found:
+        _unknown(name)
+    command = found[name]
+    words = [*command.before, *argv]
+    sys.argv = [f"{PROGRAM} {name}", *words]
+    function = getattr(import_module(command.module), command.function)
+    return function(words, **command.defaults)
+
+
+def _added_commands() -> dict[str, Command]:
+    found: dict[str, Command] = {}
+    for feature in features():
+        found |= feature.commands
+    return found
+
+
+def _imported(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the modules that follow --import, one each time."""
+    for word, following in zip(argv, [*argv[1:], ""]):
+        if word == FLAG:
+            yield following
+        elif word.startswith(f"{FLAG}="):
+            yield word.removeprefix(f"{FLAG}=")
 
 
 def run(
@@ -218,7 +247,8 @@ def _function_of(command: Command) -> Any:
 
 def overview() -> str:
     """The page of `megatron-ds --help`."""
-    width = max(map(len, COMMANDS)) + 4
+    listed = {**COMMANDS, **_added_commands()}
+    width = max(map(len, listed)) + 4
     columns = min(shutil.get_terminal_size().columns, 110)
     lines = [
         f"usage: {PROGRAM} COMMAND …   (or: python -m megatron_ds COMMAND …)",
@@ -226,7 +256,7 @@ def overview() -> str:
         f"megatron_ds {__version__}. `{PROGRAM} COMMAND --help` lists the flags of a command.",
         "",
     ]
-    for name, command in COMMANDS.items():
+    for name, command in listed.items():
         lines += textwrap.wrap(
             command.summary,
             columns,

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plugins import plugged
+from ..features import Provided
 from .options.training_options import OptimizerConfig
+
+OPTIMIZER_FACTS: Provided[Any] = Provided("optimizer facts")
 
 # What the update of an element depends on, besides that element.
 ELEMENT = "nothing else"
@@ -129,7 +131,7 @@ FACTS: Mapping[str, OptimizerFacts] = {
             ("lamb_form",),
             depends=NORMS,
         ),
-        *(plugged("optimizer facts") or ()),
+        *(OPTIMIZER_FACTS.find() or ()),
         OptimizerFacts(
             "muon",
             ("Muon",),

@@ -15,8 +15,8 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from ..errors import ConfigError
+from ..features import features
 from ..launch_env import problems_of_local_rank, rank_in
-from ..plugins import plugged
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
 from .rules.attention_rules import ATTENTION_RULES
@@ -31,6 +31,7 @@ from .sources.config_files import names, read_yaml
 from .sources.config_text import help_text, short_help_text, to_yaml
 from .sources.flags import CommandLine, read_flags, spellings
 from .sources.foreign_words import foreign_words
+from .sources.named_features import import_named
 from .sources.reading import Setting, SourceReading, attempt, reject
 
 HELP = {"help": help_text, "short help": short_help_text}
@@ -109,6 +110,7 @@ def _read_all(
     settings: Sequence[Setting] = (),
 ) -> tuple[RunConfig, CommandLine, list[SourceReading], list[str]]:
     """(the configuration, the command line, one reading for it and for each file, their problems)."""
+    import_named(argv)
     line = read_flags(argv)
     if line.asks_for in HELP:
         _print_and_exit(HELP[line.asks_for](), env)
@@ -188,15 +190,10 @@ def check(
         *NEED_RULES,
         *LAYOUT_RULES,
         *ATTENTION_RULES,
-        *(plugged("attention rules") or ()),
-        *(plugged("adapter rules") or ()),
         *MOE_RULES,
         *TRAINING_RULES,
         *DATA_RULES,
-        *(plugged("data rules") or ()),
-        *(plugged("preference rules") or ()),
-        *(plugged("distillation rules") or ()),
-        *(plugged("optimizer rules") or ()),
+        *(rule for feature in features() for rule in feature.rules),
     )
     found = [*problems_of(own, config), *unknown_names(config, known or {})]
     reject(

@@ -5,18 +5,18 @@ The layers below `training` receive numbers and groups, not the whole configurat
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from math import lcm
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+from ..errors import ConfigError
+from ..features import Objective, features, objectives, per_features
 from ..mpu.grid import Grid
 from .options.adapter_choice import Adapters
 from .options.cycle_options import CycleConfig
 from .options.data_options import BertConfig, DataConfig
 from .options.logging_options import LoggingConfig
 from .options.model_options import ModelConfig
-from .options.objective_choice import ObjectiveChoice
 from .options.option import Option, options_of, plugged_options
 from .options.parallel_options import ParallelConfig, ZeroConfig
 from .options.profiler_options import ProfilerConfig
@@ -27,6 +27,8 @@ from .options.training_options import (
     PlanConfig,
     TrainConfig,
 )
+
+S = TypeVar("S")
 
 RUN = "run"  # kind of a source: the run.json of a checkpoint
 # Name of a section in older files → its name now.
@@ -48,6 +50,7 @@ class Source:
 class RunConfig:
     """One dataclass per section, all values of their final types.
 
+    more            name → section of each feature that has options (`of` finds one by its class)
     sources         path of each value that is not the default of its declaration ("train.seed") → its
                     `Source`
     without_effect  flag or key that was accepted although it changes nothing, as written → the reason;
@@ -71,25 +74,21 @@ class RunConfig:
     adapters: Adapters = field(
         default_factory=plugged_options("adapter options", Adapters)
     )
-    preference: ObjectiveChoice = field(
-        default_factory=plugged_options("preference options", ObjectiveChoice)
-    )
-    distillation: ObjectiveChoice = field(
-        default_factory=plugged_options("distillation options", ObjectiveChoice)
-    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    more: tuple[tuple[str, Any], ...] = field(
+        default_factory=lambda: tuple((name, cls()) for name, cls in _added().items())
+    )
     world_size: int = 1
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
     without_effect: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
-    def objective(self) -> str | None:
-        """The section whose wing has the loss; None for the model's own."""
-        sections = ("preference", "distillation")
-        return next((name for name in sections if getattr(self, name).is_on), None)
+    def objective(self) -> Objective | None:
+        """What the run is trained for in place of the model's own loss; None for that loss."""
+        return next(iter(objectives(self).values()), None)
 
     @property
     def data_parallel_size(self) -> int:
@@ -156,10 +155,27 @@ class RunConfig:
             or None
         )
 
+    def section(self, name: str) -> Any:
+        """Return a section by its name."""
+        return dict(self.more)[name] if name in _added() else getattr(self, name)
+
+    def of(self, options: type[S]) -> S:
+        """Return the section of a feature by its dataclass.
+
+        Raises ConfigError if the feature was not loaded when this configuration was made.
+        """
+        for _, section in self.more:
+            if isinstance(section, options):
+                return section
+        raise ConfigError(
+            f"the configuration has no section {options.__name__}: its feature was not loaded when the options were "
+            "read. Name its module with --import."
+        )
+
     def get(self, path: str) -> Any:
-        """The value of `section.field`."""
+        """Return the value of `section.field`."""
         section, name = path.split(".")
-        return getattr(getattr(self, section), name)
+        return getattr(self.section(section), name)
 
     def is_default(self, path: str) -> bool:
         """Whether the option has its default value, from whatever source."""
@@ -171,19 +187,21 @@ class RunConfig:
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
         """A copy with other values for some paths, all from one source."""
-        sections = {
+        changed = {
             section: replace(
-                getattr(self, section),
+                self.section(section),
                 **{
                     path.split(".")[1]: value
                     for path, value in values.items()
                     if path.startswith(section + ".")
                 },
             )
-            for section in SECTIONS
+            for section in sections()
         }
         return replace(
-            self, **sections, sources={**self.sources, **dict.fromkeys(values, source)}
+            self,
+            **by_field(changed),
+            sources={**self.sources, **dict.fromkeys(values, source)},
         )
 
     def with_notes(self, notes: Mapping[str, str]) -> "RunConfig":
@@ -191,8 +209,8 @@ class RunConfig:
         return replace(self, without_effect={**notes, **self.without_effect})
 
 
-# Name of each section → its dataclass.
-SECTIONS: Mapping[str, type] = MappingProxyType(
+# Name of each section of the package → its dataclass.
+_OWN: Mapping[str, type] = MappingProxyType(
     {
         f.name: f.default_factory
         for f in fields(RunConfig)
@@ -201,11 +219,52 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 )
 
 
-@cache
+@per_features
+def sections() -> Mapping[str, type]:
+    """Return the dataclass of each section by its name, those of features last."""
+    return MappingProxyType({**_OWN, **_added()})
+
+
+def _added() -> dict[str, type]:
+    """Return the sections of features. Raises ConfigError for a name that the package has."""
+    found = {f.name: f.options for f in features() if f.options is not None}
+    for name in found:
+        if name in RunConfig.__dataclass_fields__:
+            raise ConfigError(
+                f"a feature is named {name!r}, as a section of the package. Give it another name."
+            )
+    return found
+
+
+def formerly(section: str) -> str:
+    """Return the section that had the options of a section in earlier files; its own name if none had."""
+    found = (f.formerly for f in features() if f.name == section)
+    return next(found, "") or section
+
+
+def home_of(section: str, name: str) -> str:
+    """Return the section that has an option now, of a file in which `section` has it."""
+    if f"{section}.{name}" in all_options():
+        return section
+    moved = (new for new in sections() if formerly(new) == section)
+    return next((new for new in moved if f"{new}.{name}" in all_options()), section)
+
+
+def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections by name as arguments of `RunConfig`."""
+    own = {name: section for name, section in values.items() if name in _OWN}
+    added = [(name, section) for name, section in values.items() if name not in _OWN]
+    return {**own, "more": tuple(added)}
+
+
+@per_features
 def all_options() -> Mapping[str, Option]:
-    """path → option, in the order of declaration."""
-    found = {}
-    for section, cls in SECTIONS.items():
+    """Return the option of each path, in the order of declaration.
+
+    Raises ConfigError if a feature declares a field that another section has.
+    """
+    found: dict[str, Option] = {}
+    for section, cls in sections().items():
         found |= {option.path: option for option in options_of(section, cls)}
     return MappingProxyType(found)
 

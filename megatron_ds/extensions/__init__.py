@@ -15,7 +15,7 @@
     upcycling/         a checkpoint with experts from a dense one
     sparse_layouts/    DeepSpeed's layouts of sparse attention
 
-The core asks for their options, rules and registrations by name (`plugins.py`). A module of this wing may be
+Each has a `feature.py`, which declares what the core takes from it (`features.py`). A module of this wing may be
 the first one that a program imports: the configuration is loaded here before it, since it has these options.
 """
 

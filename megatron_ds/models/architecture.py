@@ -111,25 +111,17 @@ class Architecture:
 class Models(Registry[Architecture]):
     """The registry of architectures."""
 
-    def register(
-        self, name: str, *aliases: str
-    ) -> Callable[[Architecture], Architecture]:
-        """Raises TypeError for a plain function, which has no loss and no data."""
-        add = super().register(name, *aliases)
-
-        def checked(architecture: Architecture) -> Architecture:
-            if not isinstance(architecture, Architecture):
-                raise TypeError(
-                    f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
-                    "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
-                    "otherwise register an Architecture."
-                )
-            return add(architecture)
-
-        return checked
+    def _check(self, name: str, thing: Architecture) -> None:
+        """Raise TypeError for a plain function, which has no loss and no data."""
+        if not isinstance(thing, Architecture):
+            raise TypeError(
+                f"model {name!r} is registered as {thing!r}, which has no loss and no data kind. "
+                "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
+                "otherwise register an Architecture."
+            )
 
 
-MODELS = Models("model", "models")
+MODELS = Models("model")
 
 
 def language_model(layers: Callable[..., list[Layer]]) -> Architecture:

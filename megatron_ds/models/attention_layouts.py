@@ -3,9 +3,13 @@
 The layouts are those of extensions/sparse_layouts. Without it, attention has no layout.
 """
 
+from typing import Any
+
 from ..config.options.model_options import ModelConfig
+from ..features import Provided
 from ..ops.block_layout import BlockLayout
-from ..plugins import plugged
+
+ATTENTION_LAYOUTS: Provided[Any] = Provided("attention layouts")
 
 
 class AttentionLayouts:
@@ -36,4 +40,4 @@ NONE = AttentionLayouts()
 
 def attention_layouts() -> AttentionLayouts:
     """The layouts that are installed."""
-    return plugged("attention layouts") or NONE
+    return ATTENTION_LAYOUTS.find() or NONE

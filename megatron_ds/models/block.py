@@ -11,6 +11,7 @@ attention fills one of them.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +19,11 @@ from torch import nn
 from ..batch.batch import Batch
 from ..config.options.model_options import ModelConfig
 from ..errors import ConfigError
+from ..features import Provided
 from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
-from ..plugins import plugged
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
@@ -31,6 +32,8 @@ from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
+
+JOINED_BLOCK: Provided[Any] = Provided("joined block")
 
 
 class Block(nn.Module):
@@ -63,7 +66,7 @@ class Block(nn.Module):
         )
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.keep_input = input_keeper(ctx)
-        join = plugged("joined block")
+        join = JOINED_BLOCK.find()
         self.join = None if join is None else join()
         self.set_recompute(ctx.recompute.granularity)
 

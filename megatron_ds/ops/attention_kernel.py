@@ -13,12 +13,14 @@ Letters: s positions, b samples, n query heads, d channels.
 
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..plugins import plugged
+from ..features import Provided
 from .key_visibility import KeyVisibility
+
+ATTENTION_KERNEL: Provided[Any] = Provided("attention kernel")
 
 
 class ScoreBlock(NamedTuple):
@@ -45,7 +47,7 @@ def places_of(q: torch.Tensor, k: torch.Tensor) -> tuple[range, range]:
 @cache
 def attention_kernel() -> ModuleType | None:
     """The functions of the compiled kernel; None where the wing of kernels is not installed."""
-    return plugged("attention kernel")
+    return ATTENTION_KERNEL.find()
 
 
 def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..plugins import plugged
+from ..features import Provided
 from .kernel_table import choice_recorded, is_selected
 from .meta_tensors import has_memory
 from .product import FP32_SUMS, add_product_, affine, product_into
+
+GROUPED_PRODUCTS: Provided[Any] = Provided("grouped products")
 
 ALIGNMENT = 16  # bytes, of a row
 GROUPED_ARCHITECTURES = (9, 10)  # major compute capability
@@ -173,7 +176,7 @@ def sums_of_runs(x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
 def one_call() -> ModuleType | None:
     """Compiled calls for all runs: `suits`, `affine_into`, `product_into` and `write_gradient`; None without the wing
     of kernels."""
-    return plugged("grouped products")
+    return GROUPED_PRODUCTS.find()
 
 
 def _is_one_call(

@@ -37,7 +37,9 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..plugins import plugged
+from ..features import Provided
+
+KERNELS: Provided[Any] = Provided("kernels")
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +338,7 @@ def selected(mode: str) -> Iterator[None]:
 @functools.cache
 def load_kernels() -> None:
     """Import the modules that register kernels, where the wing is installed."""
-    plugged("kernels")
+    KERNELS.find()
 
 
 @functools.cache

@@ -23,17 +23,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..plugins import plugged
+from ..features import Provided
 from .attention_kernel import OfRows, ScoreBlock, attention_kernel, row_dots
 from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
 from .key_visibility import KeyVisibility
 from .scoring import PLAIN, Scoring
+
+ATTENTION_TILES: Provided[Any] = Provided("attention tiles")
 
 ALIGNED = 16  # columns of a bias in memory are a multiple of it, as torch pads them
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -361,7 +363,7 @@ def _gpu_backward(
 @cache
 def flash_tiles() -> ModuleType | None:
     """FlashAttention of GPUs, with `suits`, `forward` and `backward` of tiles; None without the wing of kernels."""
-    return plugged("attention tiles")
+    return ATTENTION_TILES.find()
 
 
 def _flash_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:

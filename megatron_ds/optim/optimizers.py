@@ -36,9 +36,7 @@ from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
 
 logger = logging.getLogger(__name__)
-OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry(
-    "optimizer", plugin="optimizers"
-)
+OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer")
 
 
 def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimizer:

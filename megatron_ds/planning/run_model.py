@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,11 +13,14 @@ from ..config.options.adapter_choice import Adapters
 from ..config.options.model_options import ModelConfig
 from ..config.training_schedule import make_token_drop
 from ..data.kind import DataKind
+from ..features import Provided, features
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Recompute, SequenceSlice
 from ..mpu.mesh import Mesh
-from ..plugins import plugged
 from .training_length import planned_steps
+
+ADAPTED_LAYERS: Provided[Any] = Provided("adapted layers")
+TOKEN_DROPPING_LAYERS: Provided[Any] = Provided("token dropping layers")
 
 # dtypes by their names in the configuration.
 DTYPES = {
@@ -71,9 +75,12 @@ def describe_layers(
         device = torch.device("meta") if is_late else mesh.device
     ctx = replace(ctx, device=device)
     layers = model_layers(config.model, config.adapters, ctx)
-    if drop is None:
-        return layers
-    return plugged("token dropping layers")(layers, drop.blocks, ctx)
+    if drop is not None:
+        layers = TOKEN_DROPPING_LAYERS.find()(layers, drop.blocks, ctx)
+    for feature in features():
+        if feature.layers is not None:
+            layers = feature.layers(layers, config, ctx)
+    return layers
 
 
 def model_layers(
@@ -83,7 +90,7 @@ def model_layers(
     layers = MODELS[model.model](model, ctx)
     if not adapters.is_on:
         return layers
-    return plugged("adapted layers")(layers, adapters, model, ctx)
+    return ADAPTED_LAYERS.find()(layers, adapters, model, ctx)
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:
@@ -137,9 +144,10 @@ def last_step(config: RunConfig) -> int:
 def data_kind(config: RunConfig) -> DataKind:
     """The kind of the data of a run: that of the model, or what an objective of a wing makes of it."""
     own = MODELS[config.model.model].data
-    if config.objective is None:
+    objective = config.objective
+    if objective is None or objective.data is None:
         return own
-    return plugged(f"{config.objective} data")(own, config)
+    return objective.data(own, config)
 
 
 def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
@@ -148,7 +156,7 @@ def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
     It is the model's, or that of an objective of a wing; that of pairs of answers is collective over cp, too.
     """
     if config.objective is not None:
-        return plugged(f"{config.objective} loss")(config, mesh)
+        return config.objective.loss(config, mesh)
     return partial(
         MODELS[config.model.model].loss,
         tp=mesh.group("tp"),

@@ -16,7 +16,6 @@ from ..mpu.group import RING_FACTOR
 from ..mpu.param_spec import ParamSpec
 from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
-from ..plugins import plugged
 from .fake_stages import FakeStage, fake_stages
 from .rank_plan import RankPlan, data_groups, plan_rank
 from .run_model import describe_layers, last_step
@@ -78,9 +77,10 @@ class WorldPlan:
     @cached_property
     def teacher(self) -> Any | None:
         """The plan of the model that the run learns from; None without one."""
-        if not self.config.distillation.is_on:
+        objective = self.config.objective
+        if objective is None or objective.plan is None:
             return None
-        return plugged("distillation plan")(
+        return objective.plan(
             self.config, self.grid, self.rank, self.device, self.microbatches
         )
 

@@ -9,20 +9,22 @@ cut        the tokens of each sequence that this rank holds
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
 from ..config.training_schedule import make_token_drop
+from ..features import Provided
 from ..mpu.context import SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..plugins import plugged
 from ..progress.ramps import Progress
 from ..progress.sequence_lengths import SequenceLengths
 from ..progress.token_drop import TokenDrop
+
+SHORTENED_BATCHES: Provided[Any] = Provided("shortened batches")
 
 
 class BatchSource(Protocol):
@@ -82,5 +84,5 @@ def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
         mesh.device,
         make_token_drop(config),
         lengths,
-        None if lengths is None else plugged("shortened batches")(lengths),
+        None if lengths is None else SHORTENED_BATCHES.find()(lengths),
     )

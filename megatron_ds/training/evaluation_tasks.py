@@ -5,8 +5,11 @@ from typing import Any, Protocol
 
 from ..data.tokenizers import Tokenizer
 from ..errors import ConfigError
-from ..plugins import missing_wings, plugged
+from ..features import Provided, missing_wings
 from .build import Replica
+
+EVALUATION_CHECK: Provided[Any] = Provided("evaluation check")
+EVALUATION_TASKS: Provided[Any] = Provided("evaluation tasks")
 
 
 class EvaluationTasks(Protocol):
@@ -18,7 +21,7 @@ class EvaluationTasks(Protocol):
 
 def check_evaluation_tasks() -> None:
     """Raises ConfigError where a package that evaluation needs is not installed."""
-    check = plugged("evaluation check")
+    check = EVALUATION_CHECK.find()
     if check is None:
         raise ConfigError(
             f"--eval-tasks needs megatron_ds.extensions.{missing_wings()}"
@@ -30,4 +33,4 @@ def evaluation_tasks(engine: Replica, tokenizer: Tokenizer) -> EvaluationTasks |
     """The tasks of --eval-tasks; None without any. Collective over the world."""
     if not engine.config.train.eval_tasks:
         return None
-    return plugged("evaluation tasks")(engine, tokenizer)
+    return EVALUATION_TASKS.find()(engine, tokenizer)

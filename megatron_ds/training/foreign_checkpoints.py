@@ -11,9 +11,11 @@ from ..checkpoint.pieces import Piece
 from ..checkpoint.place import place_of
 from ..config import RunConfig
 from ..config.options.training_options import CheckpointConfig
-from ..plugins import plugged
+from ..features import Provided
 from ..progress.ramps import Progress
 from .build import Replica
+
+FOREIGN_CHECKPOINTS: Provided[Any] = Provided("foreign checkpoints")
 
 
 class ForeignCheckpoints:
@@ -58,7 +60,7 @@ NONE = ForeignCheckpoints()
 
 def foreign_checkpoints() -> ForeignCheckpoints:
     """The formats that are installed."""
-    return plugged("foreign checkpoints") or NONE
+    return FOREIGN_CHECKPOINTS.find() or NONE
 
 
 def has_checkpoint(folder: str | None, load_format: str | None = None) -> bool:

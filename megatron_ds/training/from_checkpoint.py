@@ -14,6 +14,7 @@ from ..config.sources.flags import read_flags
 from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
+from ..features import require_features
 from .foreign_checkpoints import folder_of_model
 
 WANTED = "checkpoint.use_checkpoint_args"
@@ -146,10 +147,15 @@ def with_saved_schedule(
 
 
 def saved_config(run: Mapping, folder: str | None) -> RunConfig:
-    """The configuration in a run.json. Raises CheckpointError if it has none."""
+    """The configuration in a run.json.
+
+    Raises CheckpointError if it has none, and ConfigError if features of the run are not loaded.
+    """
     if not isinstance(run.get("config"), Mapping) or "model" not in run["config"]:
         raise CheckpointError(
             f"--load {folder}: the checkpoint has no options of a training run, because an "
             "engine saved it. Give the options as flags."
         )
+    require_features(run, folder)
+    require_features(run.get("features"), f"--load {folder}")
     return from_dict(run["config"])

@@ -4,7 +4,6 @@ from typing import Any, Protocol
 
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer
-from ..plugins import plugged
 from ..progress.ramps import Progress
 from .build import Replica
 from .run_checkpoint import Start
@@ -27,6 +26,7 @@ class Prepare(Protocol):
 
 def open_objective(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
     """The preparation of the run's objective. Not collective; raises what its files are refused with."""
-    if config.objective is None:
+    objective = config.objective
+    if objective is None or objective.start is None:
         return lambda *loaded: {}
-    return plugged(f"{config.objective} start")(config, tokenizer)
+    return objective.start(config, tokenizer)

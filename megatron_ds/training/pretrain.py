@@ -30,11 +30,13 @@ from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
 from ..config.options.training_options import CheckpointConfig
 from ..config.sources.flags import read_flags
+from ..config.sources.named_features import import_named
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
 from ..errors import ConfigError, DeviceMemoryError
+from ..features import Provided, missing_wings
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -50,7 +52,6 @@ from ..planning.replica_plan import plan_replica
 from ..planning.run_model import data_kind
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
-from ..plugins import missing_wings, plugged
 from ..progress.ramps import Progress
 from .base_weights import (
     BaseWeights,
@@ -87,6 +88,9 @@ from .samples import build_loaders, rearranged, wanted_samples
 from .startup_text import describe
 from .trainer import Loaders, Trainer
 
+DRY_RUN: Provided[Any] = Provided("dry run")
+PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
+
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
 KNOWN_NAMES = {
     "model.model": MODELS,
@@ -120,6 +124,7 @@ def _pretrain(
 ) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
+    import_named(argv)
     # Without communication: a dry run ends before a mesh exists.
     alone = Launch(rank_in(os.environ)) if _names_its_world(argv) else None
     with launching.reported_to_others(alone):
@@ -147,7 +152,7 @@ def _names_its_world(argv: Sequence[str]) -> bool:
 
 
 def _dry_run(config: RunConfig, launch: Launch) -> int:
-    dry_run = plugged("dry run")
+    dry_run = DRY_RUN.find()
     if dry_run is None:
         raise ConfigError(f"--dry-run needs megatron_ds.extensions.{missing_wings()}")
     return dry_run(config, launch)
@@ -308,7 +313,7 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     engine = build_engine(config, mesh, plan_replica(config, mesh))
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source, opened.as_given))
-    prepare_kernels = plugged("prepared kernels")
+    prepare_kernels = PREPARED_KERNELS.find()
     if prepare_kernels and (compiled := prepare_kernels(engine)):
         logger.info("%s", compiled)
     return engine

@@ -40,6 +40,7 @@ from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError, MismatchError
+from ..features import record
 from ..launch_env import run_in
 from ..models.model_identity import (
     MOE_FIELDS,
@@ -247,6 +248,7 @@ def describe_run(
         "identity": identity,
         "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
         "world_size": config.world_size,
+        "features": record(),
     }
 
 

@@ -8,6 +8,7 @@ fast disk, it is faster when each rank reads the batch itself.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,14 +20,16 @@ from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
 from ..data.tokenizers.base import Tokenizer
+from ..features import Provided
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
-from ..plugins import plugged
 from .trainer import Loaders
+
+SAMPLE_ORDER: Provided[Any] = Provided("sample order")
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
@@ -112,7 +115,7 @@ def build_loaders(
 
     order = None
     if config.curriculum.orders_samples and datasets.train is not None:
-        order = plugged("sample order")(config, len(datasets.train))
+        order = SAMPLE_ORDER.find()(config, len(datasets.train))
     return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))
 
 

@@ -6,6 +6,7 @@ Only `Trainer.progress` changes; learning rate, batch size and data position are
 import logging
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -32,24 +33,17 @@ from ..progress.ramps import Progress
 from .batches import BatchSource
 from .build import Replica
 from .evaluation_tasks import EvaluationTasks
-from .observe.comms_log import make_log, seconds_of_groups, table_text
 from .observe.flops_profile import FlopsProfiler, StepSize
-from .observe.kernel_profile import KernelProfile
 from .observe.log import Log
-from .observe.memory_history import MemoryHistory
-from .observe.noise_scale import NoiseScale, first_square
+from .observe.measurements import due, measurements
 from .observe.phase_times import PhaseTimes, times_text
 from .observe.records import EvalRecord, RerunRecord, SpikeRecord, TrainRecord
 from .observe.run_facts import SaveRecord, process_record
 from .observe.state_statistics import (
-    memory_tags,
-    optimizer_states,
-    params_norm,
     peak_memory_gib,
 )
-from .observe.stragglers import Stragglers
 from .observe.task_record import TaskRecord
-from .replica_check import check_replicas
+from .observer import Observer, RunStart, StepEnd, observers_of
 from .rerun import Rerun
 from .saves import Saves
 from .spikes import check_spikes_in_a_row
@@ -117,10 +111,14 @@ class Trainer:
         self.times = PhaseTimes(config.logging.timing_log_level, engine.mesh.device)
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
-        self.saves.report = lambda step, wait: log.note(SaveRecord(step, wait))
+        self.saves.report = self._report_save
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
         self.tasks = tasks
+        objective = config.objective
+        self._is_of_tokens = objective is None or objective.is_of_tokens
+        self.observers = (*measurements(config), *observers_of(config))
+        # What happened when.
         self._validated_step = -1
         self._tasks_step = -1
         self._has_warned_of_stall = self._has_tuned = False
@@ -129,16 +127,7 @@ class Trainer:
         self._vocab = config.padded_vocab_size
         dtype = engine.parameters[0].dtype if engine.parameters else torch.float32
         self._peak = peak_flops(engine.mesh.device, dtype)
-        self.noise_scale = NoiseScale()
-        self.kernel_profile = KernelProfile(
-            config.profiler, engine.executor, engine.mesh.rank
-        )
-        self.memory_history = MemoryHistory(engine)
         self.profiler = FlopsProfiler(config, engine.mesh, self._peak)
-        self.stragglers = Stragglers(config.logging.straggler_report, engine.mesh)
-        mesh = engine.mesh
-        self.communication = make_log(config.profiler, mesh.rank, mesh.device)
-        mesh.traffic.log = self.communication
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
@@ -150,23 +139,20 @@ class Trainer:
         self.log.note(process_record(self.config, mesh, first, self.started))
         if (watched := places.writer()) is not None:
             watched.step(first, places.STARTING)
+        # Observers that have begun are closed in any case.
+        begun: list[Observer] = []
         try:
-            if (
-                first == 0
-                and 0 in self.config.checkpoint.extra_save_iters
-                and self.config.checkpoint.save
-            ):
-                self.saves.save(self.progress)
+            for observer in self.observers:
+                observer.run_started(self._start())
+                begun.append(observer)
+            self._save_before_training()
             reason = EVALUATED if self.config.train.skip_train else self._loop()
-            self.saves.finish()
-            if self.config.checkpoint.save and self.progress.step not in (
-                self.saves.step,
-                self.saves.tried,
-            ):
-                self.saves.save(self.progress, is_last=True)
+            # What is left when the steps are done.
+            self._save_what_is_left()
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
-            self._report_communication(together=True)
+            for observer in self.observers:
+                observer.run_ended(reason)
         except MegatronDSError as error:
             # All ranks stop here, so that they can complete the checkpoint under way.
             if getattr(error, "on_all_ranks", False):
@@ -175,28 +161,30 @@ class Trainer:
         finally:
             if (watched := places.writer()) is not None:
                 watched.phase(places.ENDING)
-            self.kernel_profile.finish()
-            self.memory_history.finish()
-            self._report_communication(together=False)
+            for observer in begun:
+                observer.closed()
             self.log.close()
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
 
-    def _report_communication(self, together: bool) -> None:
-        """Log the table of --comms-logger, once.
+    def _start(self) -> RunStart:
+        return RunStart(
+            self.config, self.engine, self.progress, self.log.note, self.stop.request
+        )
 
-        together: compare the ranks, collectively over the world; False after an error, which others may not have
-        """
-        mesh = self.engine.mesh
-        log = self.communication
-        if log is None:
-            return
-        self.communication = None
-        world = mesh.group("world")
-        of_groups = seconds_of_groups(log, world) if together else None
-        if mesh.rank == 0:
-            logger.info("%s", table_text(log, mesh.rank, of_groups))
+    def _save_before_training(self) -> None:
+        checkpoint = self.config.checkpoint
+        is_asked = checkpoint.save and 0 in checkpoint.extra_save_iters
+        if is_asked and self.progress.step == 0:
+            self.saves.save(self.progress)
+
+    def _save_what_is_left(self) -> None:
+        """Wait for the save under way, and save the last step unless that has been done or tried."""
+        self.saves.finish()
+        known = (self.saves.step, self.saves.tried)
+        if self.config.checkpoint.save and self.progress.step not in known:
+            self.saves.save(self.progress, is_last=True)
 
     def _loop(self) -> str:
         # The first step differs in what it logs.
@@ -215,20 +203,18 @@ class Trainer:
             if (
                 train.eval_iters
                 and self.loaders.valid
-                and _due(train.eval_interval, step)
+                and due(train.eval_interval, step)
             ):
                 if self.evaluate("validation"):
                     return self._stop_reason()
-            if self.tasks and _due(train.eval_tasks_interval, step):
+            if self.tasks and due(train.eval_tasks_interval, step):
                 self.evaluate_tasks()
-            if _due(train.check_weight_hash_across_dp_replicas_interval, step):
-                check_replicas(self.engine.optimizer, self.engine.mesh, step)
             if self.config.checkpoint.save and (
-                _due(self.config.checkpoint.save_interval, step)
+                due(self.config.checkpoint.save_interval, step)
                 or self._saves_besides(step)
             ):
                 self.saves.save(self.progress)
-            if _due(train.exit_interval, step) and not self._is_finished():
+            if due(train.exit_interval, step) and not self._is_finished():
                 return f"exit interval {train.exit_interval}"
         return "finished"
 
@@ -252,7 +238,7 @@ class Trainer:
         """
         if step in self.config.checkpoint.extra_save_iters:
             return True
-        if not self.config.train.trigger_path or not _due(
+        if not self.config.train.trigger_path or not due(
             self.config.logging.log_interval, step
         ):
             return False
@@ -284,12 +270,14 @@ class Trainer:
         # Read
         begin = time.perf_counter()
         before = self.progress
+        for observer in self.observers:
+            observer.step_began(before.step + 1)
         size = self.batch_size(before)
         with places.phase(places.READING):
             batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
         trained = self._size(batch, size)
-        square, measuring = self._first_square(batch)
+        measuring = self._observe_batch(before.step + 1, batch)
         # Train
         profile = self.profiler.times(before.step)
         outcome = self._train(batch, profile or self.times)
@@ -320,22 +308,49 @@ class Trainer:
             self._record_spike(outcome, before, size)
         # Profile
         seconds = outcome.seconds + data_seconds
-        if square is not None:
-            parts = self._microbatches(batch)
-            self.noise_scale.add(square, outcome.grad_norm**2, size / parts, size)
         if profile is not None:
             times = profile.take()
             self.times.add(times)
             self.profiler.report(times, before.step + 1, trained, seconds)
         self._has_tuned = self.profiler.count(before.step + 1, seconds, flops)
+        self._end_step(outcome, size, trained.tokens, seconds)
         # Log
         self.log.advance(self.progress.step, outcome.loss, trained.tokens / seconds)
-        is_due = _due(self.config.logging.log_interval, self.progress.step)
+        is_due = due(self.config.logging.log_interval, self.progress.step)
         if is_due or outcome.stop or self._is_finished():
             self._write_record(size, trained)
         if is_due:
             self._window.clear()
         return outcome
+
+    def _observe_batch(self, step: int, batch: Batch) -> float:
+        """Call the observers. Returns the seconds that they took."""
+        begin = time.perf_counter()
+        for observer in self.observers:
+            observer.batch_read(step, batch)
+        return time.perf_counter() - begin
+
+    def _end_step(
+        self, outcome: StepOutcome, size: int, tokens: int, seconds: float
+    ) -> None:
+        end = StepEnd(
+            self.progress.step,
+            size,
+            self.progress.samples,
+            tokens,
+            outcome.loss,
+            outcome.grad_norm,
+            seconds,
+            outcome.skipped,
+            outcome.of_ranks or (),
+        )
+        for observer in self.observers:
+            observer.step_ended(end)
+
+    def _report_save(self, step: int, stall: float) -> None:
+        self.log.note(SaveRecord(step, stall))
+        for observer in self.observers:
+            observer.saved(step)
 
     def _size(self, batch: Batch, size: int) -> StepSize:
         """What the next step trains on, over all ranks. size: of the global batch, in samples."""
@@ -349,14 +364,10 @@ class Trainer:
     def _train(self, batch: Batch, times: PhaseTimes) -> StepOutcome:
         """Train on the batch, under the profilers of this step. Collective over the world."""
         before = self.progress
-        own = self.stragglers.take()
-        self.engine.metrics.share(own)
-        with (
-            self.memory_history.step() as memory,
-            self.tracer.step(),
-            self.kernel_profile.step(before.step + 1),
-            self.stragglers.measured(before.step + 1, self.engine.executor),
-        ):
+        with ExitStack() as around:
+            around.enter_context(self.tracer.step())
+            for observer in self.observers:
+                around.enter_context(observer.around(before.step + 1))
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(
                 self.engine,
@@ -368,10 +379,6 @@ class Trainer:
                 stop=self._wants_to_stop(),
                 times=times,
             )
-        for record in memory:
-            self.log.note(record)
-        if own is not None:
-            self.stragglers.report(before.step, outcome.of_ranks)
         return outcome
 
     def _write_record(self, size: int, trained: StepSize) -> None:
@@ -422,42 +429,18 @@ class Trainer:
             )
         )
 
-    def _first_square(self, batch: Batch) -> tuple[float | None, float]:
-        """(squared norm of the gradient of the first micro-batches, where --grad-noise-scale asks for it now,
-        seconds that it took)"""
-        begin = time.perf_counter()
-        wanted = self.config.profiler
-        if not (
-            wanted.grad_noise_scale
-            and _due(wanted.grad_noise_scale_interval, self.progress.step + 1)
-            and self._microbatches(batch) > 1
-        ):
-            return None, 0.0
-        return first_square(self.engine, batch), time.perf_counter() - begin
-
-    def _microbatches(self, batch: Batch) -> int:
-        return batch.size // (
-            batch.rows_per_sample * self.config.train.micro_batch_size
-        )
-
     def _asked_numbers(self) -> dict[str, Any]:
         """Fields of the record that options ask for. Collective over the world if there are any."""
-        logging = self.config.logging
-        mesh = self.engine.mesh
-        optimizer = self.engine.optimizer
+        world = self.engine.mesh.group("world")
         fields: dict[str, Any] = {
             "num_zeros": self._window[-1].outcome.num_zeros,
-            "times": self.times.read(len(self._window), mesh.group("world")),
+            "times": self.times.read(len(self._window), world),
         }
-        if logging.log_params_norm:
-            fields["params_norm"] = params_norm(optimizer, mesh)
-        tags = self.noise_scale.tags()
-        if logging.log_optimizer_states_to_tensorboard:
-            tags |= optimizer_states(optimizer, mesh)
-        if logging.log_memory_to_tensorboard:
-            tags |= memory_tags(mesh.device)
-        if logging.log_world_size_to_tensorboard:
-            tags["world-size"] = mesh.grid.world_size
+        tags: dict[str, float] = {}
+        for observer in self.observers:
+            found = observer.numbers()
+            fields |= found.fields
+            tags |= found.tags
         return fields | {"tags": tags}
 
     def _layer_tokens(self, step: int, seq_length: int) -> int:
@@ -500,7 +483,6 @@ class Trainer:
             memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
             kept_tokens=trained.kept if self.drop else None,
-            grad_noise_scale=self.noise_scale.samples,
             layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, trained.length)
             // self.config.model.num_layers,
@@ -560,9 +542,11 @@ class Trainer:
                     result.loss,
                     result.seconds,
                     result.metrics,
-                    not self.engine.config.preference.is_on,
+                    self._is_of_tokens,
                 )
             )
+        for observer in self.observers:
+            observer.evaluated(split, self.progress.step, result.loss)
         return result.stop
 
     def evaluate_tasks(self) -> None:
@@ -603,7 +587,3 @@ def stall_text(share: float, workers: int, mock: bool) -> str:
         f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads "
         "further ahead; if that does not help, the disk is the limit."
     )
-
-
-def _due(interval: int | None, step: int) -> bool:
-    return bool(interval) and step % interval == 0

@@ -123,7 +123,7 @@ def test_a_comet_block_becomes_flags_but_for_its_key():
     reading = reading_for({**BASE, "comet": block | {"mode": "create"}}, "train", "c")
     found = {setting.path: setting.value for setting in reading.settings}
     names = ("project", "workspace", "experiment_name", "offline_dir")
-    assert [found[f"logging.comet_{name}"] for name in names] == [
+    assert [found[f"services.comet_{name}"] for name in names] == [
         "general",
         "w",
         "n",

@@ -89,7 +89,7 @@ def test_each_fork_has_one_table():
         ),
         ("--RMSNorm", "model.normalization", "RMSNorm"),
         ("--eval-only True", "train.skip_train", True),
-        ("--wandb-name n", "logging.wandb_exp_name", "n"),
+        ("--wandb-name n", "services.wandb_exp_name", "n"),
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-wsd-decay-style 1-sqrt",
             "optimizer.lr_wsd_decay_style",

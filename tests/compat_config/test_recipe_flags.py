@@ -147,9 +147,7 @@ def test_one_stage_has_nothing_to_divide():
 
 def test_values_for_tensorboard_are_also_for_weights_and_biases():
     words = "--log-memory-to-tensorboard"
-    assert "no --tensorboard-dir or --wandb-project" in report_without_effect(
-        parsed(words)
-    )
+    assert "no --tensorboard-dir, nor a service" in report_without_effect(parsed(words))
     assert parsed(f"{words} --wandb-project p").logging.log_memory_to_tensorboard
 
 
@@ -212,8 +210,8 @@ def test_keys_of_deepspeed_that_are_done():
     )
     assert settings == {
         "logging.timing_log_level": 2,
-        "logging.wandb_project": "deepspeed",
-        "logging.wandb_entity": "us",
+        "services.wandb_project": "deepspeed",
+        "services.wandb_entity": "us",
         "optimizer.optimizer": "adam",
         "optimizer.adam_bias_correction": False,
         "optimizer.decoupled_weight_decay": False,

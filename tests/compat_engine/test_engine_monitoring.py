@@ -187,7 +187,7 @@ def test_a_service_without_its_package_is_left_out_with_a_warning(monkeypatch, c
     engine = one(CONFIG | {"wandb": WANDB})
     assert not engine.monitor.enabled
     [line] = [r.getMessage() for r in caplog.records if "wandb" in r.getMessage()]
-    assert '"wandb" needs the package wandb' in line and "pip install" in line
+    assert '"wandb.project" needs the package wandb' in line and "pip install" in line
 
 
 def test_a_service_that_cannot_begin_is_left_out_with_a_warning(monkeypatch, caplog):

@@ -7,7 +7,7 @@ import pytest
 from megatron_ds.config.messages import needed, problems_of
 from megatron_ds.config.options.need import OFF, holds, need
 from megatron_ds.config.rules.need_rules import needs
-from megatron_ds.config.run import RunConfig, all_options
+from megatron_ds.config.run import RunConfig, Source, all_options
 from megatron_ds.config.sources.config_text import explanation
 
 pytestmark = pytest.mark.plan
@@ -34,9 +34,8 @@ def value_that_turns_on(path: str, values: tuple):
 
 
 def with_value(config: RunConfig, path: str, value) -> RunConfig:
-    section, _, name = path.partition(".")
-    changed = dataclasses.replace(getattr(config, section), **{name: value})
-    return dataclasses.replace(config, **{section: changed})
+    changed = config.with_values({path: value}, Source("flag", "--flag"))
+    return dataclasses.replace(changed, sources={})
 
 
 def about(path: str, config: RunConfig) -> list[str]:

@@ -164,7 +164,7 @@ def test_a_teacher_that_is_broken_is_named(folder, tmp_path):
     "words, problem",
     [
         (["--vocab-size", "99"], "a vocabulary of 62 tokens, and this run has 100"),
-        (["--dpo"], "one loss is of tokens, the other of pairs of answers"),
+        (["--dpo"], "each replace the loss of the model"),
         (["--model", "bert"], "BERT predicts masked tokens"),
         (["--label-smoothing", "0.1"], "take the place of smoothed labels"),
         (["--distill-top-k", "62"], "--distill-top-k 62 of a vocabulary of 62 tokens"),

@@ -8,11 +8,12 @@ import zipfile
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.run import all_options
+from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.services.otel_log import OtelLog
+from megatron_ds.extensions.services.services_options import ServiceOptions
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.observe.log import SERVICES, check_log, open_log
+from megatron_ds.training.observe.log import check_log, open_log
 from megatron_ds.training.observe.tensorboard import scalars_of
 
 from .test_train_log import EVALUATION, RECORD, changed
@@ -171,12 +172,35 @@ def named(values):
 
 
 # ------------------------------------------------------------------ all
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_missing_package_is_an_error_that_names_its_extra(name, monkeypatch):
-    _, flag, module, extra = SERVICES[name]
+@pytest.mark.parametrize(
+    "flag, value, module, extra",
+    [
+        ("--wandb-project", "x", "wandb", "wandb"),
+        ("--comet-project", "x", "comet_ml", "comet"),
+        ("--mlflow-tracking-uri", "x", "mlflow", "mlflow"),
+        ("--otel-enabled", "", "opentelemetry.exporter.otlp.proto.http", "otel"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_names_its_extra(
+    flag, value, module, extra, monkeypatch
+):
     monkeypatch.setitem(sys.modules, module, None)
-    value = "" if all_options()[f"logging.{name}"].kind is bool else " x"
     with pytest.raises(
         ConfigError, match=rf"{flag} needs the package {module}.*megatron_ds\[{extra}\]"
     ):
-        check_log(config_of(flag + value))
+        check_log(config_of(f"{flag} {value}"))
+
+
+def test_files_with_the_options_in_their_former_section_are_read(tmp_path):
+    """Configurations and checkpoints of before have them in the section of the log."""
+    file = tmp_path / "run.yaml"
+    file.write_text("logging:\n  wandb_project: a\n")
+    assert config_of(f"--config {file}").of(ServiceOptions).wandb_project == "a"
+    now = to_dict(config_of("--wandb-project a --comet-project b"))
+    former = dict(now)
+    former["logging"] = now["logging"] | former.pop("services")
+    former["sources"] = {
+        path.replace("services.", "logging."): source
+        for path, source in now["sources"].items()
+    }
+    assert to_dict(from_dict(former)) == now

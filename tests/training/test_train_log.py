@@ -7,15 +7,16 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_ds.config import parse
+from megatron_ds.config import CheckpointConfig, LoggingConfig, RunConfig, parse
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.services.wandb_log import WandbLog
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.observe.log import SERVICES, Log, open_log
+from megatron_ds.training.observe.log import Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
 from megatron_ds.training.observe.phase_times import times_text
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
@@ -66,12 +67,10 @@ def logging_to(tmp_path, **where):
         "progress_bar": True,
         "log_timers_to_tensorboard": False,
         "csv_monitor_dir": None,
-        "comet_offline_dir": None,
-        **dict.fromkeys(SERVICES),
     } | where
-    return SimpleNamespace(
-        logging=SimpleNamespace(**logging),
-        checkpoint=SimpleNamespace(save=str(tmp_path / "save")),
+    return RunConfig(
+        logging=LoggingConfig(**logging),
+        checkpoint=CheckpointConfig(save=str(tmp_path / "save")),
     )
 
 
@@ -225,7 +224,7 @@ def test_a_layer_without_a_number_is_the_extreme():
 
 def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
     config = logging_to(tmp_path)
-    config.checkpoint.save = None
+    config = replace(config, checkpoint=CheckpointConfig())
     log = open_log(config, Progress())
     log.write(RECORD)
     log.close()
@@ -527,7 +526,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
     tmp_path, caplog, full_disk, sink, file
 ):
     config = logging_to(tmp_path, **{sink: str(tmp_path / file)})
-    config.checkpoint.save = None
+    config = replace(config, checkpoint=CheckpointConfig())
     log = open_log(config, Progress(), "a")
     record = lambda step: changed(step=step, samples=step * BATCH)
     log.write(record(1))

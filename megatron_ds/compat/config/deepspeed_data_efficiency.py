@@ -16,8 +16,10 @@ from ...config.options.option import Option, coerce, json_key, shown
 from ...config.run import all_options
 from ...config.sources.config_files import JsonDocument
 from ...config.sources.reading import attempt
-from ...plugins import missing_wings, plugged
+from ...features import Provided, missing_wings
 from ...registry import did_you_mean
+
+METRIC_KEYS: Provided[Any] = Provided("metric keys")
 
 TRUNCATE = "seqlen_truncate"
 RESHAPE = "seqlen_reshape"
@@ -105,7 +107,7 @@ def translate_curriculum(document: JsonDocument) -> None:
         _legacy(document, legacy)
     if not document.take("data_efficiency.enabled"):
         return
-    if plugged("metric keys") is not None:
+    if METRIC_KEYS.find() is not None:
         document.copy("data_efficiency.seed", "curriculum.data_efficiency_seed")
     if document.take(f"{SAMPLING}.enabled") and _is_installed(document, SAMPLING):
         document.copy(f"{SAMPLING}.num_workers", "data.num_workers")
@@ -147,7 +149,7 @@ def _metrics(document: JsonDocument) -> None:
     texts = []
     for name, block in metrics.items():
         key = f"{METRICS}.{name}"
-        if not _is_block(document, key, block, plugged("metric keys") - {"name"}):
+        if not _is_block(document, key, block, METRIC_KEYS.find() - {"name"}):
             continue
         if name in (TRUNCATE, RESHAPE):
             _lengths(document, key, name, block)
@@ -191,7 +193,7 @@ def _lengths(
 
 def _is_installed(document: JsonDocument, key: str) -> bool:
     """Whether there are curricula and random-LTD here. If not, a problem is added."""
-    if plugged("metric keys") is None:
+    if METRIC_KEYS.find() is None:
         document.refuse(
             f'{document.path}: "{key}" is enabled, which this package does not have.'
             f"{missing_wings()}"

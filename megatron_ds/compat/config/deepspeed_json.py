@@ -387,14 +387,14 @@ def _comet(document: JsonDocument) -> None:
     if not document.take("comet.enabled"):
         return
     if "comet.project" not in document.values:
-        document.give("logging.comet_project", "general", "comet.enabled")
+        document.give("services.comet_project", "general", "comet.enabled")
     if is_offline:
-        document.give("logging.comet_offline_dir", ".cometml-runs", "comet.online")
+        document.give("services.comet_offline_dir", ".cometml-runs", "comet.online")
 
 
 def _tensorboard(document: JsonDocument) -> None:
     if document.take("wandb.enabled") and "wandb.project" not in document.values:
-        document.give("logging.wandb_project", "deepspeed", "wandb.enabled")
+        document.give("services.wandb_project", "deepspeed", "wandb.enabled")
     if not document.take("tensorboard.enabled"):
         return
     folder = document.take("tensorboard.output_path")

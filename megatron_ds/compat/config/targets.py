@@ -28,13 +28,13 @@ TAKEN = (
     "logging.timing_log_level",
     "logging.tensorboard_dir",
     "logging.csv_monitor_dir",
-    "logging.wandb_project",
-    "logging.wandb_entity",
-    "logging.wandb_group",
-    "logging.comet_project",
-    "logging.comet_workspace",
-    "logging.comet_experiment_name",
-    "logging.comet_offline_dir",
+    "services.wandb_project",
+    "services.wandb_entity",
+    "services.wandb_group",
+    "services.comet_project",
+    "services.comet_workspace",
+    "services.comet_experiment_name",
+    "services.comet_offline_dir",
     "profiler.comms_logger",
     "profiler.comms_logger_ops",
     "profiler.comms_logger_verbose",
@@ -45,6 +45,7 @@ TAKEN = (
 # Sections whose defaults ask for nothing.
 QUIET = (
     "logging.",
+    "services.",
     "profiler.",
     "parallel.",
 )
@@ -61,6 +62,7 @@ ADVICE = dict.fromkeys(
 # How paths begin → why an engine accepts the option without doing anything.
 PROGRAMS: Mapping[str, str] = {
     "logging.": "an engine has no log of its own beside the lines of steps_per_print",
+    "services.": "an engine sends curves to W&B and Comet, by the blocks of its JSON",
     "profiler.": "megatron-ds launch --autotuning tunes an engine's program, by short trials",
     "curriculum.": "the program cuts its sequences or orders its samples itself",
     "random_ltd.": "the program wraps the layers of its module itself",

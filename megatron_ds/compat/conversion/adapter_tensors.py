@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
+from ...features import Provided
 from ...mpu.param_spec import ParamSpec
-from ...plugins import plugged
 from .files.stored_tensor import (
     WEIGHT,
     AdapterTensors,
@@ -22,6 +23,9 @@ from .files.stored_tensor import (
     StoredProgress,
     StoredTensor,
 )
+
+ADAPTER_MERGE: Provided[Any] = Provided("adapter merge")
+ADAPTER_NORMS: Provided[Any] = Provided("adapter norms")
 
 NAME = re.compile(r"(?P<layer>.+?)(\.(?P<part>\d+))?\.lora_(?P<leaf>[abm])\.weight")
 MATRICES = {"a", "b"}
@@ -85,7 +89,7 @@ def _sum(
         part: {leaf: tensor.read() for leaf, tensor in leaves.items()}
         for part, leaves in parts.items()
     }
-    return plugged("adapter merge")(weight.read(), spec, read, scale)
+    return ADAPTER_MERGE.find()(weight.read(), spec, read, scale)
 
 
 def shifted(
@@ -116,7 +120,7 @@ def _shifted(
     part: int | None,
     sign: int,
 ) -> torch.Tensor:
-    norms = plugged("adapter norms")(weight.read(), spec, part)
+    norms = ADAPTER_NORMS.find()(weight.read(), spec, part)
     return tensor.read().float() + sign * norms
 
 

@@ -18,7 +18,10 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError
-from ...plugins import missing_wings, plugged
+from ...features import Provided, missing_wings
+
+ATTENTION_OPTIONS: Provided[Any] = Provided("attention options")
+LAYOUTS_OF_HEADS: Provided[Any] = Provided("layouts of heads")
 
 UNI = "unidirectional"
 BI = "bidirectional"
@@ -84,7 +87,7 @@ class _PatternConfig(SparsityConfig):
         blocks = layout.shape[1]
         self._check(blocks)
         make = _layouts_of_heads()[self.mode]
-        options = plugged("attention options")(
+        options = ATTENTION_OPTIONS.find()(
             sparse_attention=self.mode, sparse_block=self.block, **self._options(blocks)
         )
         is_causal = self.attention == UNI
@@ -311,7 +314,7 @@ class LocalSlidingWindowSparsityConfig(_PatternConfig):
 
 def _layouts_of_heads() -> Any:
     """Mode → the function of a head's blocks. Raises ConfigError where the wing is not installed."""
-    found = plugged("layouts of heads")
+    found = LAYOUTS_OF_HEADS.find()
     if found is None:
         raise ConfigError(
             f"sparse attention has no layouts in this package.{missing_wings()}"

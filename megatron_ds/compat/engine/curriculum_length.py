@@ -16,8 +16,10 @@ from torch import nn
 
 from ...config.options.option import shown
 from ...errors import ConfigError
-from ...plugins import missing_wings, plugged
+from ...features import Provided, missing_wings
 from ...progress.token_drop import Difficulty
+
+DIFFICULTY: Provided[Any] = Provided("difficulty")
 
 BLOCK = "curriculum_learning"
 ARGUMENT = "curriculum_seqlen"
@@ -64,7 +66,7 @@ def curriculum_length(
         raise ConfigError(
             f'{name}: "{BLOCK}.curriculum_type" is {shown(kind)}; it must be "seqlen".'
         )
-    make_difficulty = plugged("difficulty")
+    make_difficulty = DIFFICULTY.find()
     if make_difficulty is None:
         raise ConfigError(
             f'{name}: "{BLOCK}" is enabled, which this package does not have.{missing_wings()}'

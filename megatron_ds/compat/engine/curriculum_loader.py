@@ -16,8 +16,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ...errors import ConfigError
+from ...features import Provided, missing_wings
 from ...mpu.group import Group
-from ...plugins import missing_wings, plugged
+
+CURRICULUM_SAMPLER: Provided[Any] = Provided("curriculum sampler")
 
 
 class CurriculumBatches:
@@ -165,7 +167,7 @@ def curriculum_loader(
     Raises ConfigError for a dataset without a length and for wrong metrics, DataError for index files of other
     data.
     """
-    make = plugged("curriculum sampler")
+    make = CURRICULUM_SAMPLER.find()
     if make is None:
         raise ConfigError(
             f"curricula over samples are not in this package.{missing_wings()}"

@@ -31,8 +31,10 @@ from torch import nn
 
 from ...config.options.option import shown
 from ...errors import ConfigError
+from ...features import Provided, missing_wings
 from ...ops.keyed_random import random_subset
-from ...plugins import missing_wings, plugged
+
+TOKEN_RISE: Provided[Any] = Provided("token rise")
 
 WHERE = '"data_efficiency.data_routing.random_ltd'
 ORDERS = {"batch_seq_dim": 1, "seq_batch_dim": 0}  # → the dimension of positions
@@ -293,7 +295,7 @@ def _rise_of(block: Mapping[str, Any]) -> Any:
             f'{WHERE}.random_ltd_schedule.schedule_type" is {shown(kind)}; it must be fixed_linear.'
         )
     inner = schedule.get("schedule_config", {})
-    make = plugged("token rise")
+    make = TOKEN_RISE.find()
     if make is None:
         raise ConfigError(f"random-LTD is not in this package.{missing_wings()}")
     low = _integer(schedule, "min_value")

@@ -18,14 +18,13 @@ import torch
 
 from ...config import RunConfig
 from ...errors import ConfigError
+from ...features import metric_sinks
 from ...mpu.host_reads import read_number
-from ...plugins import plugged
 from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
     PointSink,
     Tolerant,
     check_folder,
-    check_package,
 )
 from ...training.observe.tensorboard import EventFile
 from .json_settings import in_words_of_json
@@ -34,12 +33,6 @@ from .json_settings import in_words_of_json
 FILES: Mapping[str, tuple[str, Callable[[Path], PointSink]]] = {
     "tensorboard_dir": ('"tensorboard.output_path"', EventFile),
     "csv_monitor_dir": ('"csv_monitor.output_path"', CsvFiles),
-}
-# Option that turns a service on → its block, the package that it needs, the extra that installs it, the plugin
-# that is called with the configuration and an id.
-SERVICES: Mapping[str, tuple[str, str, str, str]] = {
-    "wandb_project": ('"wandb"', "wandb", "wandb", "wandb points"),
-    "comet_project": ('"comet"', "comet_ml", "comet", "comet points"),
 }
 
 logger = logging.getLogger(__name__)
@@ -55,14 +48,15 @@ def sinks_of(config: RunConfig) -> Iterator[PointSink]:
         if folder := getattr(config.logging, option):
             check_folder(key, Path(folder))
             yield kind(Path(folder))
-    if folder := config.logging.comet_offline_dir:
-        check_folder('"comet.online" false', Path(folder))
-    for option, (block, module, extra, plugin) in SERVICES.items():
-        if not getattr(config.logging, option):
+    for service in metric_sinks(config):
+        if service.points is None:
             continue
+        if service.check is not None:
+            service.check(config)
         try:
-            check_package(block, module, extra)
-            sink = plugged(plugin)(config, secrets.token_hex(8))
+            if service.require is not None:
+                service.require()
+            sink = service.points(config, secrets.token_hex(8))
         except ConfigError as error:
             logger.warning("no curves there: %s", in_words_of_json(str(error)))
             continue

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError
-from ...plugins import plugged
+from ...features import find_provided
 from ...registry import did_you_mean
 from .need import Need
 
@@ -312,4 +312,4 @@ def plugged_options(plugin: str, otherwise: type = NoOptions) -> type:
 
     otherwise: the class if the wing is not installed
     """
-    return plugged(plugin) or otherwise
+    return find_provided(plugin) or otherwise

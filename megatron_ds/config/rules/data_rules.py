@@ -105,6 +105,11 @@ def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
         yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one of the two."
 
 
+def _is_of_other_things(config: RunConfig) -> bool:
+    """Whether the loss is no mean over tokens."""
+    return config.objective is not None and not config.objective.is_of_tokens
+
+
 def packing(config: RunConfig) -> Iterator[str]:
     """--pack-documents excludes --mock-data, which has no documents, and --fim-data, which changes them."""
     data = config.data
@@ -113,7 +118,7 @@ def packing(config: RunConfig) -> Iterator[str]:
         return
     if data.sft and not data.pack_documents:
         yield "[pack_documents] with --sft: a row would hold parts of conversations. Remove it."
-    is_alone = data.sft and not config.preference.is_on
+    is_alone = data.sft and not _is_of_other_things(config)
     if is_alone and not config.train.calculate_per_token_loss:
         yield (
             "[calculate_per_token_loss] with --sft: the tokens of short answers would have more weight than those "

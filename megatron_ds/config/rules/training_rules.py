@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ...features import objectives
 from ..messages import divisors, either, flag, neighbours
 from ..options.training_options import DEEPSPEED_STYLES
 from ..run import RunConfig, all_options
@@ -458,6 +459,16 @@ def profiles(config: RunConfig) -> Iterator[str]:
         yield "[autotuning_start_step] is after [autotuning_end_step]: no step is measured. Lower it."
 
 
+def one_objective(config: RunConfig) -> Iterator[str]:
+    """At most one feature replaces the loss of the model."""
+    names = [*objectives(config)]
+    if len(names) > 1:
+        yield (
+            f"the features {' and '.join(names)} each replace the loss of the model, and a run has one loss. Train "
+            "with one after the other."
+        )
+
+
 TRAINING_RULES = (
     batch,
     evaluation_batch,
@@ -473,4 +484,5 @@ TRAINING_RULES = (
     traces,
     profiles,
     planning,
+    one_objective,
 )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...features import features
 from ..options.moe_options import MOE_PATHS
 from ..rules.uneven_stages import uneven_layout
 from ..run import RUN, RunConfig, Source, all_options
@@ -71,7 +72,8 @@ def combined(
         config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    config = with_finetuning(with_ulysses(with_activation(config)))
+    config = with_ulysses(with_activation(config))
+    config = with_implied(with_finetuning(config))
     # What options mean beside others, and then those that mean nothing.
     config = _with_tokenizer(_with_experts(config))
     if config.data.mock_data:
@@ -112,25 +114,24 @@ def with_activation(config: RunConfig) -> RunConfig:
 
 
 def with_finetuning(config: RunConfig) -> RunConfig:
-    """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike.
-
-    A row of --dpo holds the two answers of a pair, and the model has no dropout, as its reference has none.
-    """
-    if config.preference.is_on:
-        implied = dict.fromkeys(
-            ("model.hidden_dropout", "model.attention_dropout"), 0.0
-        )
-        if not config.data.mock_data:
-            implied["data.pack_documents"] = True
-        for path, value in implied.items():
-            if path not in config.sources:
-                config = _derived(config, path, value, "--dpo")
-        return config
-    if not config.data.sft:
+    """--sft packs conversations into rows, of which some have more answers than others: tokens weigh alike."""
+    objective = config.objective
+    is_of_tokens = objective is None or objective.is_of_tokens
+    if not config.data.sft or not is_of_tokens:
         return config
     for path in ("data.pack_documents", "train.calculate_per_token_loss"):
         if path not in config.sources:  # rules refuse False
             config = _derived(config, path, True, "--sft")
+    return config
+
+
+def with_implied(config: RunConfig) -> RunConfig:
+    """The config with what features set where no source does."""
+    for feature in features():
+        implied = feature.implies(config) if feature.implies is not None else {}
+        for path, (value, why) in implied.items():
+            if path not in config.sources:
+                config = _derived(config, path, value, why)
     return config
 
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...plugins import missing_wings
+from ...features import missing_features, missing_wings, per_features
 from ..messages import value_text
 from ..options.option import Option, coerce
-from ..run import RENAMED, RUN, SECTIONS, Source, all_options
+from ..run import RENAMED, RUN, Source, all_options, formerly, sections
 from .flags import Spelling, spellings
 from .reading import Setting, SourceReading
 from .suggest import near_key
@@ -34,6 +33,7 @@ RECORDS = (
     "world_size",
     "sources",
 )
+IMPORT = "import"  # the key of modules with features
 
 
 def read_yaml(path: str) -> SourceReading:
@@ -48,6 +48,19 @@ def read_yaml(path: str) -> SourceReading:
     if root is not None:
         _top(path, root, reading)
     return reading
+
+
+def imports_in(path: str) -> list[str]:
+    """Return the modules that a file names at its top, as `import: package.module`. [] for one that cannot be read."""
+    try:
+        root = _compose(path)
+    except ConfigError:
+        return []
+    value = _by_key(root).get(IMPORT) if getattr(root, "id", "") == "mapping" else None
+    if value is None:
+        return []
+    items = value.value if value.id == "sequence" else [value]
+    return [str(item.value) for item in items]
 
 
 def _compose(path: str) -> Any:
@@ -87,24 +100,35 @@ def _top(path: str, root: Any, reading: SourceReading) -> None:
         )
         reading.is_complete = False
         return
-    inner = _by_key(root)
-    kind = "yaml"
-    if (
-        "format_version" in inner
-        and "config" in inner
-        and inner["config"].id == "mapping"
-    ):
-        root = inner["config"]
-        kind = RUN
+    # A run.json has the configuration inside.
+    config = _by_key(root).get("config")
+    is_run = (
+        "format_version" in _by_key(root) and getattr(config, "id", "") == "mapping"
+    )
+    kind = RUN if is_run else "yaml"
+    if is_run:
+        for sentence in missing_features(_plain(_by_key(root).get("features"))):
+            reading.refuse(f"{path}: {sentence}")
+        root = config
+    # Sections, and options outside of one.
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
         name = RENAMED.get(name, name)
-        if name in SECTIONS and value.id == "mapping":
+        if name == IMPORT:
+            continue  # imported before the flags were read
+        if name in sections() and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, reading):
                 entry = FileEntry(path, inner_line, field, inner_value, name, kind)
                 _read(entry, reading)
         elif name not in ignored:
             _read(FileEntry(path, line, name, value, kind=kind), reading)
+
+
+def _plain(node: Any) -> Any:
+    """Return the value of a node of a run.json; None for a node that is not there."""
+    import yaml
+
+    return None if node is None else yaml.SafeLoader("").construct_object(node, True)
 
 
 def _by_key(mapping: Any) -> dict[str, Any]:
@@ -185,7 +209,11 @@ class FileEntry:
         """The option of this name. Raises ConfigError with a suggestion."""
         option = names().get(self._name)
         switch = self.switch
-        if option is not None and self.section in (None, option.section):
+        if option is not None and self.section in (
+            None,
+            option.section,
+            formerly(option.section),
+        ):
             return option
         if option is not None:
             raise ConfigError(
@@ -227,7 +255,7 @@ class FileEntry:
         )
 
 
-@cache
+@per_features
 def names() -> Mapping[str, Option]:
     """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
     table = {option.name: option for option in all_options().values()}
@@ -291,7 +319,7 @@ class JsonDocument(SourceReading):
                 )
 
 
-@cache
+@per_features
 def declared_keys() -> Mapping[str, Option]:
     """Dotted key → the option that declares it."""
     return {option.json: option for option in all_options().values() if option.json}

@@ -7,11 +7,21 @@ from dataclasses import asdict
 from typing import Any
 
 from ...errors import ConfigError
-from ...plugins import missing_wings
+from ...features import FLAG as IMPORT_FLAG
+from ...features import features, missing_wings, origins
 from ...registry import did_you_mean
 from ..messages import either, needed, value_text
 from ..options.option import Option
-from ..run import RENAMED, SECTIONS, RunConfig, Source, all_options, options_in
+from ..run import (
+    RENAMED,
+    RunConfig,
+    Source,
+    all_options,
+    by_field,
+    home_of,
+    options_in,
+    sections,
+)
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
 from .foreign_words import foreign_words
 
@@ -29,8 +39,6 @@ TITLES = {
     "curriculum": "Curriculum",
     "random_ltd": "Random-LTD",
     "adapters": "Adapters (LoRA)",
-    "preference": "Preferences (DPO)",
-    "distillation": "Distillation",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
     "profiler": "Measurements",
@@ -45,6 +53,11 @@ FILES = (
     (
         f"{DEEPSPEED_FLAG} FILE",
         'A DeepSpeed JSON. "auto" in it means: take the value from the flags.',
+    ),
+    (
+        f"{IMPORT_FLAG} MODULE …",
+        "Modules with features of other packages, which are imported before the flags are read. In a YAML file: "
+        "import. Features of installed distributions are found without it.",
     ),
 )
 COMMANDS = (
@@ -142,10 +155,10 @@ def help_text() -> str:
         *_rows(COMMANDS),
     ]
     # The options of each section.
-    for section in SECTIONS:
+    for section in sections():
         lines += [
             "",
-            TITLES[section],
+            title_of(section),
             *_rows((invocation(o), explanation(o)) for o in options_in(section)),
         ]
     # Names of forks.
@@ -156,6 +169,12 @@ def help_text() -> str:
     )
     lines += ["", "Names of Megatron's forks", *_rows(names)]
     return "\n".join(lines) + "\n"
+
+
+def title_of(section: str) -> str:
+    """Return the heading of a section."""
+    added = {feature.name: feature.title or feature.name for feature in features()}
+    return (TITLES | added)[section]
 
 
 def short_help_text() -> str:
@@ -279,7 +298,9 @@ def to_yaml(config: RunConfig) -> str:
     lines = [
         "# The complete configuration. Use it with --config FILE; flags override it."
     ]
-    for section in SECTIONS:
+    if modules := [origin.module for origin in origins()]:
+        lines.append(f"\nimport: [{', '.join(modules)}]")
+    for section in sections():
         lines.append(f"\n{section}:")
         for option in options_in(section):
             value = f"  {option.name}: {_yaml_value(config.get(option.path))}"
@@ -304,15 +325,15 @@ def _yaml_value(value: Any) -> str:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain values for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
-    sections = {
+    values = {
         section: {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(getattr(config, section)).items()
+            for name, value in asdict(config.section(section)).items()
         }
-        for section in SECTIONS
+        for section in sections()
     }
     return {
-        **sections,
+        **values,
         "world_size": config.world_size,
         "sources": {
             path: [source.kind, source.name] for path, source in config.sources.items()
@@ -323,20 +344,26 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
     """The config that `to_dict` of this or an older version wrote. Raises ConfigError for unknown fields."""
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
-    sections = {
-        section: cls(**_fields(section, saved.get(section, {})))
-        for section, cls in SECTIONS.items()
+    given: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for section in sections():
+        for name, value in saved.get(section, {}).items():
+            given[home_of(section, name)][name] = value
+    values = {
+        section: cls(**_fields(section, given[section]))
+        for section, cls in sections().items()
     }
     sources = {
         _renamed(path): Source(*source)
         for path, source in saved.get("sources", {}).items()
     }
-    return RunConfig(**sections, world_size=saved.get("world_size", 1), sources=sources)
+    return RunConfig(
+        **by_field(values), world_size=saved.get("world_size", 1), sources=sources
+    )
 
 
 def _renamed(path: str) -> str:
     section, dot, name = path.partition(".")
-    return RENAMED.get(section, section) + dot + name
+    return home_of(RENAMED.get(section, section), name) + dot + name
 
 
 def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:

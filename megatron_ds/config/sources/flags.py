@@ -7,11 +7,11 @@ explains flags of Megatron that have no option here.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from ...errors import ConfigError
-from ...plugins import missing_wings
+from ...features import FLAG as IMPORT_FLAG
+from ...features import missing_wings, per_features
 from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words
@@ -31,6 +31,8 @@ ASKING = {
     "--version": "version",
     "--print-config": "config",
 }
+# Flags about the command line itself.
+OF_THE_LINE = (CONFIG_FLAG, DEEPSPEED_FLAG, IMPORT_FLAG, STRICT_FLAG, *ASKING)
 # Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
 OVERRIDDEN = {
     "--no-position-embedding": ("rope",),
@@ -61,7 +63,7 @@ class Spelling:
     value: Any = None
 
 
-@cache
+@per_features
 def spellings() -> Mapping[str, Spelling]:
     """All flags of options → what they set."""
     table: dict[str, Spelling] = {}
@@ -83,6 +85,8 @@ def spellings() -> Mapping[str, Spelling]:
             add(flag, Spelling(option, True, value))
     for name, meaning in foreign_words().names.items():
         flag, _, value = meaning.partition(" ")
+        if flag not in table:
+            continue  # an option of a wing that is not installed
         add(name, Spelling(table[flag].option, True, value) if value else table[flag])
     return table
 
@@ -102,6 +106,8 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
             # Flags about the command line itself.
             if flag == STRICT_FLAG:
                 line.is_strict = True
+            elif flag == IMPORT_FLAG:
+                continue  # imported before the flags are read
             elif flag in ASKING:
                 line.asks_for = line.asks_for or ASKING[flag]
             elif flag == LOCAL_RANK_FLAG:
@@ -315,9 +321,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     value = " ".join(words)
     answer = foreign_words().answer_to_flag(flag)
     if answer is None:
-        near = near_flag(
-            flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, STRICT_FLAG, *ASKING]
-        )
+        near = near_flag(flag, [*spellings(), *OF_THE_LINE])
         _refuse(
             line,
             f"unknown flag {typed}{near or '.'} All flags: --help.{missing_wings()}",

@@ -7,11 +7,14 @@ package, a run has the options of this one and no other names.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from ...errors import ConfigError
-from ...plugins import plugged
+from ...features import Provided
 from .answers import Answer
 from .reading import SourceReading
+
+FOREIGN_WORDS: Provided[Any] = Provided("foreign words")
 
 Reader = Callable[[Sequence[str], str], list[str]]
 
@@ -55,4 +58,4 @@ NONE = ForeignWords()
 @cache
 def foreign_words() -> ForeignWords:
     """The words of all dialects that are installed."""
-    return plugged("foreign words") or NONE
+    return FOREIGN_WORDS.find() or NONE

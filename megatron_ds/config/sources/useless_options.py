@@ -7,6 +7,7 @@ condition, the options that then mean nothing, and why.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ...features import metric_sinks
 from ..messages import written
 from ..rules.uneven_stages import ACCOUNTS
 from ..run import RunConfig, Source, all_options
@@ -48,14 +49,6 @@ TO_TENSORBOARD = (
     "logging.log_world_size_to_tensorboard",
     "logging.log_timers_to_tensorboard",
     "logging.log_optimizer_states_to_tensorboard",
-)
-# What receives the values of TensorBoard.
-TAKE_TENSORBOARDS = (
-    "tensorboard_dir",
-    "wandb_project",
-    "comet_project",
-    "mlflow_tracking_uri",
-    "otel_enabled",
 )
 KEPT_INPUTS = ("train.checkpoint_in_cpu", "train.distribute_saved_activations")
 
@@ -107,7 +100,7 @@ def _sum_dtype(config: RunConfig) -> str:
 
 
 def _sends_to_tensorboard(config: RunConfig) -> bool:
-    return any(getattr(config.logging, name) for name in TAKE_TENSORBOARDS)
+    return bool(config.logging.tensorboard_dir or metric_sinks(config))
 
 
 USELESS = (
@@ -203,7 +196,7 @@ USELESS = (
     ),
     Useless(
         TO_TENSORBOARD,
-        "there is no --tensorboard-dir or --wandb-project, nor another service",
+        "there is no --tensorboard-dir, nor a service that receives its values",
         lambda config: not _sends_to_tensorboard(config),
     ),
     Useless(

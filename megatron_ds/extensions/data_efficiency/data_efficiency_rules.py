@@ -244,13 +244,3 @@ def divided_tokens(config: RunConfig) -> Iterator[str]:
             f"[random_ltd_max_tokens] is not a multiple of {why}. Use --random-ltd-max-tokens "
             f"{neighbours(most, t)}."
         )
-
-
-DATA_EFFICIENCY_RULES = (
-    lengths,
-    samples,
-    folding,
-    kept_tokens,
-    dropping_blocks,
-    divided_tokens,
-)

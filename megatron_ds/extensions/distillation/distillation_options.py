@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from ...config.options.need import need
-from ...config.options.objective_choice import ObjectiveChoice
 from ...config.options.option import option
 
 TEACHER = need("distillation.distill_from")
 
 
 @dataclass(frozen=True)
-class DistillationConfig(ObjectiveChoice):
+class DistillationConfig:
     """Off unless --distill-from is given."""
 
     distill_from: str | None = option(

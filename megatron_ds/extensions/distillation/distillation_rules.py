@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from ...config.run import RunConfig
+from .distillation_options import DistillationConfig
 
 
 def distillation(config: RunConfig) -> Iterator[str]:
     """The loss compares predictions of the next token, of every token alone."""
-    options = config.distillation
+    options = config.of(DistillationConfig)
     if not options.is_on:
         return
     if config.model.model == "bert":
@@ -15,16 +16,8 @@ def distillation(config: RunConfig) -> Iterator[str]:
             "[distillation.distill_from] with [model.model]: BERT predicts masked tokens, and sees the tokens behind "
             "them. Use --model gpt."
         )
-    if config.preference.is_on:
-        yield (
-            "[distillation.distill_from] with [preference.dpo]: one loss is of tokens, the other of pairs of answers. "
-            "Train with one after the other."
-        )
     if config.train.label_smoothing:
         yield (
             "[train.label_smoothing] with --distill-from: the teacher's probabilities take the place of smoothed "
             "labels. Remove it."
         )
-
-
-DISTILLATION_RULES = (distillation,)

@@ -30,7 +30,7 @@ def distillation_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch]
     It is the model's own without `batch.reference`, the predictions of the teacher. Overwrites the logits. Collective
     over tp. Adds both parts to the ledger of the batch.
     """
-    options = config.distillation
+    options = config.of(DistillationConfig)
     tp = mesh.group("tp")
     vocab_size = config.model.vocab_size
     per_token = config.train.calculate_per_token_loss

@@ -74,7 +74,7 @@ def teach(student: Replica, engine: Replica) -> None:
     """Let the model of `engine` predict before every step of the student. Both share a mesh."""
     config = student.config
     keep = keeper(
-        config.distillation, config.model.vocab_size, student.mesh.group("tp")
+        config.of(DistillationConfig), config.model.vocab_size, student.mesh.group("tp")
     )
     student.executor.prepare = Teacher(engine, keep).taught
 
@@ -122,7 +122,7 @@ def likeliest(
 def open_teacher(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
     """What builds and loads the teacher. Raises for a folder without a teacher that suits the run."""
     teacher = teacher_config(config)
-    check_tokens(config.distillation.distill_from, tokenizer)
+    check_tokens(config.of(DistillationConfig).distill_from, tokenizer)
     return partial(_prepare, teacher, tokenizer)
 
 

@@ -19,6 +19,7 @@ from ...mpu.launch import Launch
 from ...planning.run_plan import RULES, pipeline_shape
 from ...training.run_tokenizer import with_tokenizer
 from ..evaluation.checkpoint_model import evaluation_config
+from .distillation_options import DistillationConfig
 
 logger = logging.getLogger(__name__)
 TEACHER = Source("script", "the checkpoint of --distill-from")
@@ -47,7 +48,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
     Reads the folder; not collective. Raises CheckpointError and ConfigError where it has no model, one with another
     vocabulary, or one that the layout cannot hold.
     """
-    folder = config.distillation.distill_from
+    folder = config.of(DistillationConfig).distill_from
     try:
         model = saved_model(folder)
     except (CheckpointError, ConfigError) as error:
@@ -60,7 +61,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
             f"tokenizer, and with --vocab-size {model.vocab_size} where its model has more rows than tokens."
         )
     # Known with the tokenizer, which may have other tokens than --vocab-size.
-    count = config.distillation.distill_top_k
+    count = config.of(DistillationConfig).distill_top_k
     if count is not None and count >= rows:
         raise ConfigError(
             f"--distill-top-k {count} of a vocabulary of {rows} tokens leaves no other token. Remove it for the whole "
@@ -115,7 +116,7 @@ def _saved(folder: str) -> tuple[RunConfig, Tokenizer]:
 def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
     """The model where the layers of the student are."""
     optimizer = config.optimizer
-    is_whole = config.distillation.distill_top_k is None
+    is_whole = config.of(DistillationConfig).distill_top_k is None
     train = {name: getattr(config.train, name) for name in OF_TRAINING}
     own = {name: getattr(config.model, name) for name in OF_ROWS}
     model = replace(model, **own)
@@ -137,7 +138,9 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
         ),
         data=config.data,
         checkpoint=CheckpointConfig(
-            load=config.distillation.distill_from, finetune=True, no_load_optim=True
+            load=config.of(DistillationConfig).distill_from,
+            finetune=True,
+            no_load_optim=True,
         ),
         world_size=config.world_size,
         sources=sources,

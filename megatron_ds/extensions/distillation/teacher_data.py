@@ -8,6 +8,7 @@ import torch
 from ...batch.batch import Batch
 from ...data.kind import DataKind
 from ...planning.run_model import DTYPES, sequence_slice
+from .distillation_options import DistillationConfig
 from .divergence import TeacherTokens
 from .likeliest_tokens import LikeliestTokens
 from .teacher_config import teacher_config
@@ -34,7 +35,7 @@ def blank_tokens(
 ) -> TeacherTokens:
     """The predictions of a teacher for a micro-batch, without values."""
     part = sequence_slice(config)
-    count = config.distillation.distill_top_k
+    count = config.of(DistillationConfig).distill_top_k
     length = part.batch_length(positions)
     if count is not None:
         rows = length * samples

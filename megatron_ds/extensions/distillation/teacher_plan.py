@@ -27,6 +27,7 @@ from ...planning.run_plan import RunPlan, plan_run, plan_schedule
 from ...zero.prediction import ElementBytes, predict_sets
 from ...zero.set_plan import ParameterUse, plan_parameters
 from ...zero.settings import ZeroSettings
+from .distillation_options import DistillationConfig
 from .teacher import keeper
 from .teacher_config import teacher_config
 from .teacher_data import blank_tokens
@@ -111,7 +112,10 @@ def plan_teacher(
     run = plan_run(config, describe_layers(config, mesh))
     mesh.place_stages(run.shape.placement)
     schedule = plan_schedule(config, microbatches, costs=run.stage_costs())
-    keep = keeper(student.distillation, config.model.vocab_size, mesh.group("tp"))
+    keep = keeper(
+        student.of(DistillationConfig), config.model.vocab_size, mesh.group("tp")
+    )
+    # All stages, run forward without memory.
     with without_memory(device, config.train.kernels) as where:
         runner = ForwardRunner(config, mesh, run, where, keep)
         stages = []
@@ -119,6 +123,7 @@ def plan_teacher(
             stages += runner.stages_of(pp_rank)
     for stage in stages:
         stage.modules.requires_grad_(False)
+    # What is kept of the predictions of a micro-batch.
     train = config.train
     size = (train.micro_batch_size, config.model.seq_length)
     predicted = blank_tokens(student, *size, torch.device("meta"))

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...plugins import missing_wings, plugged
+from ...features import Provided, missing_wings
+
+FOREIGN_JSON: Provided[Any] = Provided("foreign json")
 
 MODES = ("tune", "run")
 FLAGS = ("--deepspeed_config", "--deepspeed")  # before the path of the JSON
@@ -101,7 +103,7 @@ def program_of(own: Sequence[str], words: Sequence[str]) -> TunedProgram:
 
 
 def _loaded(path: str, flag: str) -> Mapping[str, Any]:
-    load_json = plugged("foreign json")
+    load_json = FOREIGN_JSON.find()
     if load_json is None:
         raise ConfigError(f"{flag} is not read here.{missing_wings()}")
     return load_json(path, flag)

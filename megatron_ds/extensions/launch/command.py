@@ -25,8 +25,8 @@ from pathlib import Path
 from ...cli import Arguments
 from ...console import paragraph
 from ...errors import ConfigError
+from ...features import Provided, missing_wings
 from ...launch_env import port_of_job
-from ...plugins import missing_wings, plugged
 from . import devices
 from .autotuning import autotune, plan_lines, program_of
 from .flag_values import (
@@ -47,6 +47,9 @@ from .runners import Means, Started, check_program, runner_named, ssh_to
 from .supervise import Requests, note, pid_of_launcher, ranks_text, run_all
 from .variables import exported_variables
 
+DEEPSPEED_ENVIRONMENT: Provided[Callable[[dict[str, str]], dict[str, str]]] = Provided(
+    "deepspeed environment"
+)
 HOSTFILE = Path("/job/hostfile")
 PORT = 29500
 PORTS_TRIED = 100
@@ -516,7 +519,7 @@ def variables_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     found = exported_variables(os.environ, Path.home(), folder)
     if not args.as_deepspeed:
         return found
-    with_name = plugged("deepspeed environment")
+    with_name = DEEPSPEED_ENVIRONMENT.find()
     if with_name is None:
         raise ConfigError(
             f"--as-deepspeed has no package to give the name deepspeed.{missing_wings()}"

@@ -5,10 +5,14 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...config import parse
 from ...errors import ConfigError
-from ...plugins import plugged
+from ...features import Provided
+
+ELASTIC_CHECK: Provided[Any] = Provided("elastic check")
+ELASTIC_ENABLED: Provided[Any] = Provided("elastic enabled")
 
 SCRIPTS = {"pretrain_gpt.py": {}, "pretrain_bert.py": {"model": "bert"}}
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
@@ -56,14 +60,14 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
         found = json.loads(Path(paths[-1]).read_text()) if paths else None
     except (OSError, ValueError):
         return None
-    enabled = plugged("elastic enabled")
+    enabled = ELASTIC_ENABLED.find()
     is_elastic = isinstance(found, dict) and enabled is not None and enabled(found)
     return found if is_elastic else None
 
 
 def _elastic_problem(ds_config: dict, world_size: int) -> str:
     try:
-        plugged("elastic check")(ds_config, world_size=world_size)
+        ELASTIC_CHECK.find()(ds_config, world_size=world_size)
     except ConfigError as error:
         return f"With {world_size} ranks: {error}"
     return ""

@@ -89,6 +89,3 @@ def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
         yield "the linear_fc2 of experts", model.expert_ffn_size // ranks
         if model.dense_width:
             yield "the dense linear_fc2 beside experts", model.dense_width // ranks
-
-
-LORA_RULES = (targets, dropout, frozen_weights)

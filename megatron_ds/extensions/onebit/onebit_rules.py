@@ -57,6 +57,3 @@ def _is_of_engine(config: RunConfig) -> bool:
     """Whether the program decides how long it trains."""
     source = config.sources.get("train.train_iters")
     return source is not None and source.kind == "script"
-
-
-ONE_BIT_RULES = (one_bit,)

@@ -22,6 +22,7 @@ from ...mpu.group import Group
 from ...mpu.mesh import Mesh
 from ...mpu.regions import reduce_from_region
 from ...tensor_parallel.logits_in_chunks import LogitsInChunks
+from .preference_options import PreferenceConfig
 
 Logits = torch.Tensor | LogitsInChunks
 
@@ -90,7 +91,7 @@ def dpo_loss(
 
 def pair_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch], Loss]:
     """The loss of a run on pairs of answers."""
-    preference = config.preference
+    preference = config.of(PreferenceConfig)
     return partial(
         dpo_loss,
         **sizes_of(config, mesh),

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from ...config.options.need import need
-from ...config.options.objective_choice import ObjectiveChoice
 from ...config.options.option import option
 
 DPO = need("preference.dpo")
 
 
 @dataclass(frozen=True)
-class PreferenceConfig(ObjectiveChoice):
+class PreferenceConfig:
     """Off unless --dpo is given."""
 
     dpo: bool = option(

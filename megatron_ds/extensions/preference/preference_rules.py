@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from ...config.run import RunConfig
+from .preference_options import PreferenceConfig
 
 
 def pairs(config: RunConfig) -> Iterator[str]:
     """Samples are whole pairs of a corpus, and their loss is that of the pairs alone."""
-    if not config.preference.is_on:
+    if not config.of(PreferenceConfig).is_on:
         return
     # The data.
     data = config.data
@@ -32,6 +33,3 @@ def pairs(config: RunConfig) -> Iterator[str]:
         if config.get(path):
             advice = "" if "per" in path else ", or use --dpo-label-smoothing"
             yield f"[{path}] with --dpo: the loss is a mean over pairs, not over tokens. Remove it{advice}."
-
-
-PREFERENCE_RULES = (pairs,)

@@ -9,6 +9,7 @@ from ...config.sources.config_text import to_dict
 from ...errors import ConfigError
 from ...training.observe.records import Record
 from ...training.observe.tensorboard import scalars_of
+from .services_options import ServiceOptions
 
 
 class CometPoints:
@@ -20,11 +21,11 @@ class CometPoints:
     place = "Comet"
 
     def __init__(self, config: RunConfig, run_id: str):
-        logging = config.logging
+        options = config.of(ServiceOptions)
         try:
             self._experiment = _experiment(config, run_id)
-            if logging.comet_experiment_name:
-                self._experiment.set_name(logging.comet_experiment_name)
+            if options.comet_experiment_name:
+                self._experiment.set_name(options.comet_experiment_name)
             self._experiment.log_parameters(to_dict(config))
         except (
             Exception
@@ -68,7 +69,7 @@ class CometLog:
 
 def _experiment(config: RunConfig, run_id: str):
     comet = import_module("comet_ml")
-    logging = config.logging
+    options = config.of(ServiceOptions)
     # The experiment describes the run, not the process: no code, output or environment is collected.
     collected = comet.ExperimentConfig(
         log_code=False,
@@ -81,14 +82,14 @@ def _experiment(config: RunConfig, run_id: str):
         disabled=False,
         log_env_details=False,
         display_summary_level=0,
-        offline_directory=logging.comet_offline_dir,
+        offline_directory=options.comet_offline_dir,
     )
     return comet.start(
-        project_name=logging.comet_project,
-        workspace=logging.comet_workspace,
+        project_name=options.comet_project,
+        workspace=options.comet_workspace,
         experiment_key=experiment_key(run_id),
         mode="get_or_create",
-        online=logging.comet_offline_dir is None,
+        online=options.comet_offline_dir is None,
         experiment_config=collected,
     )
 

@@ -10,6 +10,7 @@ from ...config.sources.config_text import to_dict
 from ...errors import ConfigError
 from ...training.observe.records import Record
 from ...training.observe.tensorboard import scalars_of
+from .services_options import ServiceOptions
 
 RUN_TAG = "megatron_ds.run"
 # What the server takes: parameters of one request, characters of a value.
@@ -26,17 +27,17 @@ class MlflowLog:
     place = "MLflow"
 
     def __init__(self, config: RunConfig, run_id: str):
-        logging = config.logging
-        self._timers = logging.log_timers_to_tensorboard
+        options = config.of(ServiceOptions)
+        self._timers = config.logging.log_timers_to_tensorboard
         self._mlflow = import_module("mlflow")
         try:
-            self._client = self._mlflow.MlflowClient(logging.mlflow_tracking_uri)
+            self._client = self._mlflow.MlflowClient(options.mlflow_tracking_uri)
             self._run = self._run_of(config, run_id)
         except (
             Exception
         ) as error:  # MLflow's own errors have no common base with OSError
             raise ConfigError(
-                f"--mlflow-tracking-uri {logging.mlflow_tracking_uri}: MLflow cannot start a run: {error} Give "
+                f"--mlflow-tracking-uri {options.mlflow_tracking_uri}: MLflow cannot start a run: {error} Give "
                 "the address of a server, or a database such as sqlite:///mlflow.db."
             ) from error
 
@@ -61,7 +62,7 @@ class MlflowLog:
     def _run_of(self, config: RunConfig, run_id: str) -> str:
         """MLflow's id of the run, which is made if there is none."""
         # The experiment, then the run of an earlier process in it.
-        name = config.logging.mlflow_experiment
+        name = config.of(ServiceOptions).mlflow_experiment
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             place = self._client.create_experiment(name)
@@ -73,7 +74,9 @@ class MlflowLog:
             return found[0].info.run_id
         # A new run, with its settings.
         run = self._client.create_run(
-            place, tags={RUN_TAG: run_id}, run_name=config.logging.mlflow_run_name
+            place,
+            tags={RUN_TAG: run_id},
+            run_name=config.of(ServiceOptions).mlflow_run_name,
         )
         param = self._mlflow.entities.Param
         params = [

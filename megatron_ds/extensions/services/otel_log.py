@@ -14,6 +14,7 @@ from importlib import import_module
 from ...config import RunConfig
 from ...training.observe.records import EvalRecord, Record, TrainRecord
 from ...training.observe.tensorboard import scalars_of
+from .services_options import ServiceOptions
 
 NAME = "megatron_ds"
 SECOND = 10**9  # in ns, the unit of spans
@@ -31,7 +32,7 @@ class OtelLog:
         # What describes the process, in all that it sends.
         resource = resources.Resource.create(
             {
-                "service.name": config.logging.otel_service_name,
+                "service.name": config.of(ServiceOptions).otel_service_name,
                 f"{NAME}.run": run_id,
                 f"{NAME}.world_size": config.world_size,
             }

@@ -8,6 +8,7 @@ from ...config.sources.config_text import to_dict
 from ...errors import ConfigError
 from ...training.observe.records import Record
 from ...training.observe.tensorboard import scalars_of
+from .services_options import ServiceOptions
 
 
 class WandbPoints:
@@ -16,14 +17,14 @@ class WandbPoints:
     place = "Weights & Biases"
 
     def __init__(self, config: RunConfig, run_id: str):
-        logging = config.logging
+        options = config.of(ServiceOptions)
         try:
             self._run = import_module("wandb").init(
-                project=logging.wandb_project,
-                name=logging.wandb_exp_name,
-                entity=logging.wandb_entity,
-                group=logging.wandb_group,
-                dir=logging.wandb_save_dir,
+                project=options.wandb_project,
+                name=options.wandb_exp_name,
+                entity=options.wandb_entity,
+                group=options.wandb_group,
+                dir=options.wandb_save_dir,
                 id=run_id,
                 resume="allow",
                 config=to_dict(config),

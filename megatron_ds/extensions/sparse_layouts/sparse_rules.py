@@ -97,6 +97,3 @@ def sparse_composition(config: RunConfig) -> Iterator[str]:
         return
     if config.model.window_size is not None:
         yield "[sparse_attention] and [window_size] both choose the keys that a token sees. Give only one."
-
-
-SPARSE_RULES = (sparse_shapes, sparse_direction, sparse_composition)

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...config import RunConfig
-from ...errors import ConfigError
-from ...plugins import missing_wings, plugged
+from ...features import metric_sinks
 from ...progress.ramps import Progress
 from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
 from .run_facts import Fact
-from .sink import Sink, Tolerant, check_folder, check_package
+from .sink import Sink, Tolerant, check_folder
 from .tensorboard import TensorBoard
 
 logger = logging.getLogger(__name__)
@@ -35,19 +34,6 @@ FORMAT = (
     "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
 )
 EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
-
-# Option → the row of PLUGINS with its sink, its flag, the package that the sink needs, and the extra that installs it.
-SERVICES = {
-    "wandb_project": ("wandb sink", "--wandb-project", "wandb", "wandb"),
-    "comet_project": ("comet sink", "--comet-project", "comet_ml", "comet"),
-    "mlflow_tracking_uri": ("mlflow sink", "--mlflow-tracking-uri", "mlflow", "mlflow"),
-    "otel_enabled": (
-        "otel sink",
-        "--otel-enabled",
-        "opentelemetry.exporter.otlp.proto.http",
-        "otel",
-    ),
-}
 
 
 class _Above:
@@ -205,15 +191,11 @@ def check_log(config: RunConfig) -> None:
         check_folder("--tensorboard-dir", Path(folder))
     if folder := config.logging.csv_monitor_dir:
         check_folder("--csv-monitor-dir", Path(folder))
-    if folder := config.logging.comet_offline_dir:
-        check_folder("--comet-offline-dir", Path(folder))
-    for name, (sink, flag, module, extra) in SERVICES.items():
-        if getattr(config.logging, name):
-            if plugged(sink) is None:
-                raise ConfigError(
-                    f"{flag} needs megatron_ds.extensions.{missing_wings()}"
-                )
-            check_package(flag, module, extra)
+    for sink in metric_sinks(config):
+        if sink.check is not None:
+            sink.check(config)
+        if sink.require is not None:
+            sink.require()
 
 
 def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -> Log:
@@ -222,9 +204,10 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     progress  where the run starts; TensorBoard drops points of earlier processes beyond it
     run_id    the same after each resume; None: a new random id
     """
+    run_id = run_id or secrets.token_hex(8)
     sinks: list[Sink] = []
     if path := metrics_path(config):
-        sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
+        sinks.append(MetricsFile(path, run_id))
     if folder := config.logging.tensorboard_dir:
         sinks.append(
             TensorBoard(
@@ -233,9 +216,7 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
         )
     if folder := config.logging.csv_monitor_dir:
         sinks.append(CsvMonitor(Path(folder)))
-    for name, (sink, *_) in SERVICES.items():
-        if getattr(config.logging, name):
-            sinks.append(plugged(sink)(config, run_id or secrets.token_hex(8)))
+    sinks += [sink.make(config, run_id) for sink in metric_sinks(config)]
     draws = (
         config.logging.progress_bar
         and _is_terminal()

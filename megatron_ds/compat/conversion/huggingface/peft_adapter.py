@@ -19,9 +19,11 @@ import torch
 
 from ....config.options.model_options import ModelConfig
 from ....errors import CheckpointError
-from ....plugins import plugged
+from ....features import Provided
 from ..adapter_tensors import NAME
 from ..family import Family, TensorMapping, entries_of
+
+ADAPTER_TARGETS: Provided[Any] = Provided("adapter targets")
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -216,7 +218,7 @@ def targets_of(tensors: Iterable[str]) -> list[str]:
         part = None if match["part"] is None else int(match["part"])
         words += [
             word
-            for word, target in plugged("adapter targets").items()
+            for word, target in ADAPTER_TARGETS.find().items()
             if target.layer == kind and target.part == part
         ][:1]
     return list(dict.fromkeys(words))

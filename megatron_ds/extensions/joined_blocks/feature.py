@@ -1,0 +1,16 @@
+"""Blocks whose layers are launched as one: the declaration of the feature."""
+
+from functools import partial
+
+from ...features import Feature, Later
+
+own = partial(Later, __package__)
+
+FEATURES = [
+    Feature(
+        "joined_blocks",
+        provides={
+            "joined block": own(".joined_block:Join"),
+        },
+    )
+]

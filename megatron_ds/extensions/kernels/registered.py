@@ -1,0 +1,51 @@
+"""Importing this module registers the kernels of the folder."""
+
+from .cpu import (
+    compiled_adam,
+    compiled_addition,
+    compiled_attention,
+    compiled_cross_entropy,
+    compiled_gated,
+    compiled_gelu,
+    compiled_norms,
+    compiled_product,
+    compiled_quantize,
+    compiled_rotary,
+)
+from .gpu import (
+    adam_kernels,
+    cross_entropy_kernels,
+    dropout_kernels,
+    flex_choice,
+    fp32_sums,
+    gated_kernels,
+    norm_kernels,
+    permute_kernels,
+    quantize_kernels,
+    rotary_kernels,
+    softmax_kernels,
+)
+
+REGISTERING = (
+    compiled_adam,
+    compiled_addition,
+    compiled_attention,
+    compiled_cross_entropy,
+    compiled_gated,
+    compiled_gelu,
+    compiled_norms,
+    compiled_product,
+    compiled_quantize,
+    compiled_rotary,
+    adam_kernels,
+    cross_entropy_kernels,
+    dropout_kernels,
+    flex_choice,
+    fp32_sums,
+    gated_kernels,
+    norm_kernels,
+    permute_kernels,
+    quantize_kernels,
+    rotary_kernels,
+    softmax_kernels,
+)

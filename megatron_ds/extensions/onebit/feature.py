@@ -1,0 +1,19 @@
+"""Optimizers whose ranks exchange one bit for each element: the declaration of the feature."""
+
+from functools import partial
+
+from ...features import Feature, Later
+
+own = partial(Later, __package__)
+
+FEATURES = [
+    Feature(
+        "onebit",
+        registers={"optimizer": f"{__package__}.registered"},
+        rules=(own(".onebit_rules:one_bit"),),
+        provides={
+            "optimizer options": own(".onebit_options:OneBitOptions"),
+            "optimizer facts": own(".onebit_facts:FACTS"),
+        },
+    )
+]

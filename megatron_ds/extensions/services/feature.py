@@ -1,0 +1,48 @@
+"""Services that collect metrics: the declaration of the feature."""
+
+from functools import partial
+
+from ...features import Feature, Later, MetricSink
+from .services_options import ServiceOptions
+
+own = partial(Later, __package__)
+
+
+def _is_given(option: str):
+    """Return the function that reads whether an option of a configuration is given."""
+    return lambda config: bool(getattr(config.of(ServiceOptions), option))
+
+
+FEATURES = [
+    Feature(
+        "services",
+        title="Services that collect metrics",
+        options=ServiceOptions,
+        formerly="logging",
+        sinks=(
+            MetricSink(
+                _is_given("wandb_project"),
+                make=own(".wandb_log:WandbLog"),
+                require=own(".packages:require_wandb"),
+                points=own(".wandb_log:WandbPoints"),
+            ),
+            MetricSink(
+                _is_given("comet_project"),
+                make=own(".comet_log:CometLog"),
+                check=own(".packages:check_comet_folder"),
+                require=own(".packages:require_comet"),
+                points=own(".comet_log:CometPoints"),
+            ),
+            MetricSink(
+                _is_given("mlflow_tracking_uri"),
+                make=own(".mlflow_log:MlflowLog"),
+                require=own(".packages:require_mlflow"),
+            ),
+            MetricSink(
+                _is_given("otel_enabled"),
+                make=own(".otel_log:OtelLog"),
+                require=own(".packages:require_otel"),
+            ),
+        ),
+    )
+]
