@@ -41,21 +41,30 @@ def measure(length: int, dropout: float, all_scores: bool, steps: int) -> dict:
     from megatron_ds.training.step import train_step
     from tests.harness.layout_comparison import open_loader, random_samples
 
+    # The engine.
     if all_scores:
         attention_rows.suits = lambda *_: False
     words = [*FLAGS.split(), "--attention-dropout", str(dropout)]
-    words += ["--seq-length", str(length), "--max-position-embeddings", str(length)]
+    words += ["--seq-length", str(length)]
+    words += ["--max-position-embeddings", str(length)]
     config = parse(words, world_size=1)
     mesh = Mesh(Grid.fit(1), 0, lambda *_: None, torch.device("cpu"))
     engine = build_engine(config, mesh)
     progress = Progress()
     seconds = []
+    # The steps.
     samples = random_samples(4, length, config.model.vocab_size, seed=1)
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             batch = engine.batches.training(loader, progress, 1)
             start = time.process_time()
-            train_step(engine, batch, progress, learning_rate=1e-4, weight_decay=0.1)
+            train_step(
+                engine,
+                batch,
+                progress,
+                learning_rate=1e-4,
+                weight_decay=0.1,
+            )
             seconds.append(time.process_time() - start)
             progress = progress.after(1, length)
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -77,11 +86,13 @@ def main() -> None:
     parser.add_argument("--all-scores", action="store_true")
     parser.add_argument("--one", nargs=4, type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    # A row, in a process of its own.
     if args.one:
         length, dropout, all_scores, steps = args.one
         found = measure(int(length), dropout, bool(all_scores), int(steps))
         print(json.dumps(found))
         return
+    # All rows.
     cases = {"none": (0.0, 0), "by rows": (0.1, 0)}
     if args.all_scores:
         cases["all scores"] = (0.1, 1)

@@ -300,9 +300,11 @@ def run_call(name: str, parts: Sequence[Part], only: list[str], folder: Path) ->
     chosen = [part for part in parts if not only or part.name in only]
     seconds = estimate(chosen)
     print(f"{name}: at most {seconds} s", flush=True)
+    # What the file has besides parts.
     start = time.monotonic()
     file = folder / f"gpu-{name}.json"
     results = {"machine": machine(), "estimate_s": seconds, "parts": {}}
+    # Each part may take what those before it have left.
     spare = 0.0
     with tempfile.TemporaryDirectory() as figures:
         for part in chosen:

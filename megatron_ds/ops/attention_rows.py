@@ -45,7 +45,8 @@ def rows_at_once(q: torch.Tensor) -> int:
     """Rows of a part of q [s, b, n, d]. They depend on the length alone, not on the samples and heads of a rank."""
     if q.device.type != "cpu":
         return ROWS
-    return min(ROWS, max(FEWEST_ROWS, CPU_PAIRS // max(1, len(q))))
+    rows = CPU_PAIRS // max(1, len(q))
+    return min(ROWS, max(FEWEST_ROWS, rows))
 
 
 def parts_of(
@@ -61,7 +62,9 @@ def parts_of(
     for start in reversed(range(0, length, step)):
         stop = min(start + step, length)
         rows = slice(start, stop)
-        keys = slice(0, length) if seen is None else seen(range(start, stop))
+        keys = slice(0, length)
+        if seen is not None:
+            keys = seen(range(start, stop))
         of_rows = keep
         if keep is not None:
             of_rows = replace(keep, rows=keep.rows[rows], seen=keys)
@@ -98,9 +101,9 @@ class _ByRows(torch.autograd.Function):
         rows, samples, heads, _ = q.shape
         out = v.new_empty(rows, samples, heads * v.shape[3])
         for part in parts:
-            out[part.rows] = attend(
-                q[part.rows], k[part.keys], v[part.keys], sink, part
-            )
+            keys = k[part.keys]
+            values = v[part.keys]
+            out[part.rows] = attend(q[part.rows], keys, values, sink, part)
         return out
 
     @staticmethod
@@ -114,7 +117,9 @@ class _ByRows(torch.autograd.Function):
 
         for part in ctx.parts:
             # the probabilities of these rows once more
-            used = [q[part.rows], k[part.keys], v[part.keys], *shared[2:]]
+            keys = k[part.keys]
+            values = v[part.keys]
+            used = [q[part.rows], keys, values, *shared[2:]]
             leaves = [_leaf(t) for t in used]
             of_sink = leaves[3] if sink is not None else None
             with torch.enable_grad():
@@ -123,7 +128,8 @@ class _ByRows(torch.autograd.Function):
 
             # queries have a gradient of one part, the others of all
             dq[part.rows] = found[0]
-            used = [totals[0][part.keys], totals[1][part.keys], *totals[2:]]
+            of_keys, of_values = (total[part.keys] for total in totals[:2])
+            used = [of_keys, of_values, *totals[2:]]
             for total, more in zip(used, found[1:], strict=True):
                 total += more
 

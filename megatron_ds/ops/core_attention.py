@@ -169,7 +169,8 @@ def _by_rows(
     def attend(queries, keys, values, sink, part):
         # The last queries of the keys up to them need no mask beside a causal pattern.
         if is_cut and is_plain:
-            seen, positions = CAUSAL_KEYS, None
+            seen = CAUSAL_KEYS
+            positions = None
         # Else what these queries see is a mask, also the keys behind them.
         else:
             first = part.keys.start
