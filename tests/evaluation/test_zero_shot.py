@@ -111,6 +111,8 @@ def test_strict_and_other_last_words(tmp_path):
 
 def test_a_target_does_not_begin_with_the_token_that_begins_texts():
     class Beginning:
+        beginning = (1,)
+
         def encode(self, text):
             return [1, *text.encode()]
 

@@ -4,6 +4,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...checkpoint.load import latest, read_run
 from ...cli import Arguments
@@ -31,6 +32,7 @@ from ...training.run_checkpoint import (
     load_run,
 )
 from ...training.run_tokenizer import with_tokenizer
+from ..generation.model_text import end_tokens
 
 LOAD = "checkpoint.load"
 DTYPES = ("bf16", "fp16")
@@ -55,6 +57,11 @@ class LoadedModel:
     engine: Replica
     tokenizer: Tokenizer
     iteration: int | None
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text. Raises DataError."""
+        return end_tokens(self.tokenizer, self.engine.config.data)
 
 
 def own_flags(

@@ -21,7 +21,6 @@ from pathlib import Path
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments
 from megatron_ds.console import escape_unknown, set_up_logging
-from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
 from megatron_ds.extensions.corpora.text_files import read_blocks, texts_of
@@ -38,6 +37,7 @@ from megatron_ds.extensions.generation.continuation import (
     TextRequest,
 )
 from megatron_ds.extensions.generation.generator import Generator
+from megatron_ds.extensions.generation.model_text import text_ids
 from megatron_ds.extensions.generation.requests import (
     GeneratedToken,
     GenerationRequest,
@@ -249,11 +249,11 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     """Print the text of each prompt, in their order, as soon as it is complete."""
     tokenizer = model.tokenizer
     prompts = args.prompt or read_prompts(args.prompts_file)
-    ends = frozenset() if args.ignore_eod else frozenset([tokenizer.eod])
+    ends = frozenset() if args.ignore_eod else model.ends
     requests = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            tokens = tokenizer.encode(prompt)
+            tokens = text_ids(tokenizer, prompt)
             request = request_of(args, tokens, ends, generator.max_length)
             generator.check(request)
         except (ConfigError, DataError) as error:
@@ -265,20 +265,17 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     printed = 0
     for _ in TextGenerator(generator, tokenizer).stream(requests, found):
         while printed < len(found) and found[printed].finish is not None:
-            asked = requests[printed].request
-            print_text(args, tokenizer, asked, found[printed], len(found) > 1)
+            print_text(args, prompts[printed], found[printed], len(found) > 1)
             printed += 1
 
 
 def print_text(
     args: argparse.Namespace,
-    tokenizer: Tokenizer,
-    asked: GenerationRequest,
+    prompt: str,
     found: Continuation,
     is_one_of_many: bool,
 ) -> None:
     """Print a complete text, or its JSON."""
-    prompt = tokenizer.decode(asked.tokens)
     if not args.json:
         print(prompt + found.text, flush=True)
         if is_one_of_many:
@@ -289,7 +286,7 @@ def print_text(
     if args.logprobs is not None:
         record["logprobs"] = list(map(scores_of, found.tokens))
     if args.prompt_logprobs:
-        record["prompt_tokens"] = list(asked.tokens)
+        record["prompt_tokens"] = [score.token for score in found.prompt_scores]
         record["prompt_logprobs"] = list(map(scores_of, found.prompt_scores))
     print(json.dumps(record, ensure_ascii=False), flush=True)
 
@@ -343,6 +340,7 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     turns = ChatTurns(
         load_template(path, args.chat_template, {}),
         model.tokenizer,
+        model.ends,
     )
     # The conversation grows by each line and its answer.
     texts = TextGenerator(generator, model.tokenizer)

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ..generation.model_text import beginning_of
 from ..generation.requests import GeneratedToken, Sampling
 from .openai_reply import ReplyPart
 from .refused_request import RefusedRequest
@@ -125,7 +126,6 @@ def _part(
 def _tokens(prompt: str, values: Values, model: ServedModel) -> tuple[int, ...]:
     """The tokens of a prompt; with add_BOS behind a token that begins a text, or the end of another text."""
     tokens = model.encode(prompt, "prompts")
-    has_beginning = bool(getattr(model.tokenizer, "beginning", ()))
-    if prompt and values["add_BOS"] and not has_beginning:
+    if prompt and values["add_BOS"] and not beginning_of(model.tokenizer):
         return (model.tokenizer.eod, *tokens)
     return tokens

@@ -189,6 +189,7 @@ def served_model(
         generator.check,
         template,
         int(time.time()),
+        model.ends,
     )
 
 

@@ -10,6 +10,7 @@ from ...errors import MegatronDSError
 from ..chat.conversation import Message
 from ..chat.template import ChatTemplate, TemplateRefusal
 from ..generation.chat_turns import ChatTurns
+from ..generation.model_text import text_ids
 from ..generation.requests import GenerationRequest
 from .refused_request import ABSENT, RefusedRequest
 
@@ -28,6 +29,7 @@ class ServedModel:
     check       raises ConfigError for a request that the generator cannot run
     template    of conversations, or None
     created     seconds since 1970
+    ends        tokens that end a text, besides the end of a document
     """
 
     name: str
@@ -37,6 +39,7 @@ class ServedModel:
     check: Callable[[GenerationRequest], None]
     template: ChatTemplate | None = None
     created: int = 0
+    ends: frozenset[int] = frozenset()
 
     def require_name(self, name: str | None) -> None:
         """Raises RefusedRequest unless a request names this model, or none."""
@@ -49,20 +52,12 @@ class ServedModel:
             )
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[int, ...]:
-        """The tokens of a prompt; the beginning of a text is put in front of a text. Raises RefusedRequest."""
+        """The tokens of a prompt, of a text with those that begin one. Raises RefusedRequest."""
         if not isinstance(prompt, str):
             self.check_ids(prompt, param)
             return tuple(prompt)
-        ids = self._encoded(prompt, param)
-        begin = list(getattr(self.tokenizer, "beginning", ()))
-        if begin and ids[: len(begin)] != begin:
-            ids = [*begin, *ids]
-        # An empty text follows the end of another.
-        return tuple(ids) or (self.tokenizer.eod,)
-
-    def _encoded(self, text: str, param: str) -> list[int]:
         try:
-            return self.tokenizer.encode(text)
+            return text_ids(self.tokenizer, prompt)
         except MegatronDSError as error:
             raise RefusedRequest(f"{param}: {error}", param) from None
 
@@ -83,7 +78,8 @@ class ServedModel:
         if self.template is None:
             raise RefusedRequest(NO_TEMPLATE)
         given = {**self.template.values, **values}
-        turns = ChatTurns(ChatTemplate(self.template.source, given), self.tokenizer)
+        template = ChatTemplate(self.template.source, given)
+        turns = ChatTurns(template, self.tokenizer, self.end_tokens)
         try:
             return turns.prompt(messages)
         except TemplateRefusal as error:
@@ -95,15 +91,15 @@ class ServedModel:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a text: the end of a document."""
-        return frozenset((self.tokenizer.eod,))
+        """Tokens that end a text."""
+        return self.ends | {self.tokenizer.eod}
 
     @cached_property
     def answer_ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
         """Tokens that end an answer, and strings where the template ends it with no special token."""
         if self.template is None:
             return self.end_tokens, ()
-        turns = ChatTurns(self.template, self.tokenizer)
+        turns = ChatTurns(self.template, self.tokenizer, self.end_tokens)
         try:
             return turns.stop_tokens, turns.stops
         except (
