@@ -32,6 +32,7 @@ class Letters:
     eod = 9999
     special_ids = frozenset([ord("~")])
     encode = staticmethod(lambda text: list(map(ord, text)))
+    encode_batch = staticmethod(lambda texts: [list(map(ord, text)) for text in texts])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from functools import cached_property
 from ...data.tokenizers import Tokenizer
 from ..chat.conversation import Message
 from ..chat.template import ChatTemplate
+from .model_text import rendered_ids
 
 PROBE = "probe"  # an answer that shows what the template writes behind one
 
@@ -24,10 +25,12 @@ class ChatTurns:
         self._ends = ends
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens that the model continues with its answer: the template's alone, which itself writes what begins
-        a text. Raises `template.TemplateRefusal`."""
-        text = self._template.render_prompt(messages)
-        return tuple(self._tokenizer.encode(text))
+        """The tokens that the model continues with its answer. Raises `template.TemplateRefusal`."""
+        return rendered_ids(self._tokenizer, self.text(messages))
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of `prompt`. Raises `template.TemplateRefusal`."""
+        return self._template.render_prompt(messages)
 
     @property
     def stop_tokens(self) -> frozenset[int]:

@@ -58,7 +58,11 @@ LIMITS = {
     "--top-p": (float, 1.0, "sample from the most likely tokens with this probability"),
     "--min-p": (float, 0.0, "least share of the most likely token's probability"),
     "--repetition-penalty": (float, 1.0, "above 1: tokens of the text are less likely"),
-    "--seed": (int, 0, "the same seed gives the same text at every layout"),
+    "--seed": (
+        int,
+        0,
+        "the same seed gives the same texts at every layout; each prompt adds its number, from 0 up",
+    ),
     "--requests": (int, 16, "texts at once on each data-parallel rank"),
 }
 
@@ -206,15 +210,16 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Raises ConfigError for impossible values."""
+def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
+    """How the tokens of a prompt are chosen. number: of the prompt, so that prompts are independent samples. Raises
+    ConfigError for impossible values."""
     return Sampling(
         0.0 if args.greedy else args.temperature,
         args.top_k,
         args.top_p,
         args.min_p,
         args.repetition_penalty,
-        args.seed,
+        args.seed + number,
     )
 
 
@@ -223,8 +228,10 @@ def request_of(
     tokens: Sequence[int],
     stop_tokens: frozenset[int],
     max_length: int,
+    number: int,
 ) -> GenerationRequest:
-    """A request by the flags, up to the last position of the model. Raises ConfigError without room."""
+    """A request by the flags, up to the last position of the model. number: of the prompt, from 0 up. Raises
+    ConfigError without room."""
     room = max(max_length - len(tokens), 0)
     least = max(args.min_new_tokens, 1)
     if room < least:
@@ -236,7 +243,7 @@ def request_of(
     most = min(args.max_new_tokens, room)
     return GenerationRequest(
         tuple(tokens),
-        sampling_of(args),
+        sampling_of(args, number),
         most,
         args.min_new_tokens,
         stop_tokens,
@@ -251,13 +258,13 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     prompts = args.prompt or read_prompts(args.prompts_file)
     ends = frozenset() if args.ignore_eod else model.ends
     requests = []
-    for number, prompt in enumerate(prompts, 1):
+    for number, prompt in enumerate(prompts):
         try:
             tokens = text_ids(tokenizer, prompt)
-            request = request_of(args, tokens, ends, generator.max_length)
+            request = request_of(args, tokens, ends, generator.max_length, number)
             generator.check(request)
         except (ConfigError, DataError) as error:
-            text = f"prompt {number} of {len(prompts)}: {error}"
+            text = f"prompt {number + 1} of {len(prompts)}: {error}"
             raise type(error)(text) from None
         requests.append(TextRequest(request, tuple(args.stop)))
     # Texts end in any order.
@@ -348,7 +355,8 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     if args.system:
         messages.append({"role": "system", "content": args.system})
     # While no line is typed, the other ranks see that rank 0 is alive.
-    for line in typed_lines(sys.stdin.fileno(), ask, generator.step):
+    lines = typed_lines(sys.stdin.fileno(), ask, generator.step)
+    for number, line in enumerate(lines):
         messages.append({"role": "user", "content": line})
         try:
             tokens = turns.prompt(messages)
@@ -357,7 +365,9 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
                 f"the chat template refuses the messages: {error}."
             ) from None
         # The answer appears while it is generated.
-        request = request_of(args, tokens, turns.stop_tokens, generator.max_length)
+        request = request_of(
+            args, tokens, turns.stop_tokens, generator.max_length, number
+        )
         asked = TextRequest(request, (*turns.stops, *args.stop))
         answer = Continuation()
         for _, text in texts.stream([asked], [answer]):

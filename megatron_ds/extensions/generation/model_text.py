@@ -3,6 +3,8 @@
 A text gets the ids that `tokenizer(text)` of transformers gives it: those that the tokenizer's file puts in front, then
 its own. A text that already begins with them has them once. An empty text, where nothing is put in front, follows
 the end of another one.
+
+Texts are encoded as batches of one: the tokenizers library then lets other threads run, which serve other clients.
 """
 
 import json
@@ -26,9 +28,15 @@ def beginning_of(tokenizer: Tokenizer) -> list[int]:
 
 def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text that follows another one: without those that begin a text."""
-    ids = tokenizer.encode(text)
+    (ids,) = tokenizer.encode_batch([text])
     begin = beginning_of(tokenizer)
     return ids[len(begin) :] if ids[: len(begin)] == begin else ids
+
+
+def rendered_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The ids of a text of a chat template, which itself writes what begins a text."""
+    (ids,) = tokenizer.encode_batch([text])
+    return tuple(ids)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

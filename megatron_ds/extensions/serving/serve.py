@@ -190,6 +190,7 @@ def served_model(
         template,
         int(time.time()),
         model.ends,
+        args.max_requests,
     )
 
 
@@ -201,7 +202,8 @@ def serve(
     stop: StopRequest,
 ) -> None:
     """Answer requests until a signal; those under way are answered first. The other ranks follow."""
-    _ = model.answer_ends  # imports what renders templates, which takes seconds
+    # The import of what renders templates takes seconds, and a look at all tokens one.
+    _ = model.answer_ends, model.longest_text
     loop = GenerationLoop(generator, most, lambda: stop.received is not None)
     service.start(Serving(model, loop))
     print(f"serving {model.name} at {service.url}", flush=True)
