@@ -10,7 +10,7 @@ from ...checkpoint.load import latest, read_run
 from ...cli import Arguments
 from ...config import RunConfig, Source, parse
 from ...config.sources.flags import canonical, read_flags, spellings
-from ...config.sources.reading import Setting
+from ...config.sources.reading import Setting, reject
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
@@ -78,6 +78,12 @@ def own_flags(
         if flag.startswith("--") and canonical(flag) not in known and is_own:
             raise ConfigError(f"unknown flag {flag}{near} --help lists the flags.")
     return args, rest
+
+
+def check_flags(rest: Sequence[str]) -> None:
+    """Raises ConfigError for flags of the run that are unknown or damaged: before what the others contradict, since a
+    misspelt flag explains that."""
+    reject(read_flags(rest).problems)
 
 
 def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:

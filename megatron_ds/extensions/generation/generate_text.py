@@ -26,6 +26,7 @@ from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
 from megatron_ds.extensions.corpora.text_files import read_blocks, texts_of
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
+    check_flags,
     evaluation_config,
     load_model,
     own_flags,
@@ -131,6 +132,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
     """Load the model, and print the text that continues each prompt."""
     with launching.reported_to_others():
         args, rest = parse_arguments(argv)
+        check_flags(rest)
         check(args, rest)
         launch = launching.read_launch(os.environ)
         set_up_logging(logging.WARNING, stream=sys.stderr)

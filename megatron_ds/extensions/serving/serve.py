@@ -26,6 +26,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.chat.template import ChatTemplate, find_template
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
+    check_flags,
     evaluation_config,
     load_model,
     own_flags,
@@ -49,6 +50,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
     """Serve on rank 0 until a signal; the other ranks compute with it."""
     with launching.reported_to_others():
         args, rest = own_flags(_parser(), argv)
+        check_flags(rest)
         check(args)
         launch = launching.read_launch(os.environ)
         level = logging.WARNING if launch.rank else logging.INFO
