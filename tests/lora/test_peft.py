@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megatron_ds.compat.conversion.adapter_tensors import adapters_in_memory, shifted
 from megatron_ds.compat.conversion.family import entries_of
 from megatron_ds.compat.conversion.filling import fill, plan_filling
-from megatron_ds.compat.conversion.foreign_start import load_foreign
+from megatron_ds.compat.conversion.foreign_start import load_foreign, read_foreign
 from megatron_ds.compat.conversion.formats import Wishes, format_of
 from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
 from megatron_ds.compat.conversion.huggingface.peft_adapter import (
@@ -212,6 +212,21 @@ def test_other_factors_and_fewer_layers_have_the_sum_of_peft(settings, kind, tmp
     untouched = load_file(base / "model.safetensors")
     name = "model.layers.1.self_attn.o_proj.weight"
     assert not torch.allclose(ours[name], untouched[name], atol=1e-3)
+
+
+def test_a_run_does_not_continue_adapters_of_a_part_of_the_layers(tmp_path):
+    base = saved("llama", tmp_path / "base")
+    model = peft_of(base, "o_proj", layers_to_transform=[1])
+    model.save_pretrained(tmp_path / "in")
+    found = format_of("peft").read(tmp_path / "in", Wishes(base=base))
+    lora = "--lora-rank 3 --lora-alpha 6 --lora-target-modules o_proj".split()
+    places = ["--load", tmp_path / "in", "--pretrained-checkpoint", base]
+    given = [*flags_of(found.model), *lora, *map(str, places)]
+    config = parse([*given, "--micro-batch-size", "1", "--seq-length", "16"])
+    with pytest.raises(
+        CheckpointError, match="adapters of 1 of 2 layers .*merge-adapt"
+    ):
+        read_foreign(config, "peft")
 
 
 @pytest.mark.parametrize("pattern", [{"(a+)+b": 2}, {"q_proj": "2"}, {"": 2}])

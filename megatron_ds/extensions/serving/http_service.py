@@ -401,5 +401,5 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.send(PROBES[self._has_begun])
         state = select.poll()
         state.register(self.connection, select.POLLIN)
-        (_, events), *_ = state.poll(0) or [(0, 0)]
-        return bool(events & (select.POLLHUP | select.POLLERR))
+        found = state.poll(0)
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in found)
