@@ -222,7 +222,8 @@ def test_a_run_does_not_continue_adapters_of_a_part_of_the_layers(tmp_path):
     lora = "--lora-rank 3 --lora-alpha 6 --lora-target-modules o_proj".split()
     places = ["--load", tmp_path / "in", "--pretrained-checkpoint", base]
     given = [*flags_of(found.model), *lora, *map(str, places)]
-    config = parse([*given, "--micro-batch-size", "1", "--seq-length", "16"])
+    train = "--micro-batch-size 1 --seq-length 16 --lr 1e-3".split()
+    config = parse([*given, *train])
     with pytest.raises(
         CheckpointError, match="adapters of 1 of 2 layers .*merge-adapt"
     ):
