@@ -239,7 +239,7 @@ def test_chunks_with_extensions_and_trailers():
 @pytest.mark.parametrize(
     "data, why",
     [
-        (b"2\r\n{}x\r\n0\r\n\r\n", "longer than it says"),
+        (b"2\r\n{}x\r\n0\r\n\r\n", "longer than its length"),
         (b"-2\r\n{}\r\n", "no length in hexadecimal"),
         (b"0x2\r\n{}\r\n", "no length in hexadecimal"),
         (b"\r\n", "no length in hexadecimal"),

@@ -248,6 +248,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, body: bytes) -> Reply | None:
         """Answer at once, or read what has to be generated. Raises RefusedRequest."""
+        # The method and the path.
         self.server.browsers.require(self.headers)
         known = known_path(path)
         methods = {method for method, one in (*PAGES, *ENDPOINTS) if one == known}
@@ -266,6 +267,7 @@ class Handler(BaseHTTPRequestHandler):
                 status=405,
                 headers={"Allow": ", ".join(sorted(methods))},
             )
+        # Pages are sent; of what is generated, the request is read.
         serving = self.server.serving
         if (method, known) in PAGES:
             kind, content_of = PAGES[method, known]

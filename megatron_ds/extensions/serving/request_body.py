@@ -168,7 +168,7 @@ class Body:
                 raise self._too_large(f"more than {MOST_BODY:,} bytes")
             yield from self._pieces(length)
             if self._line():
-                raise RefusedRequest("a chunk is longer than it says.")
+                raise RefusedRequest("a chunk is longer than its length.")
         raise RefusedRequest(
             f"the body has more than {MOST_CHUNKS:,} chunks. Send larger ones.",
             status=TOO_LARGE,

@@ -90,8 +90,10 @@ def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTe
     for file, tensors in held.items():
         assigned = {name for name, place in places.items() if place == file}
         absent = sorted(assigned - tensors.keys())
-        if differing := absent or sorted(tensors.keys() - places.keys()):
-            where = "is not in" if absent else "is in"
+        strange = sorted(tensors.keys() - places.keys())
+        where = "is not in" if absent else "is in"
+        differing = absent or strange
+        if differing:
             raise CheckpointError(
                 f"{folder / file} does not belong to {INDEX}: {differing[0]} {where} the "
                 f"file, and so {len(differing) - 1} others. Files are swapped, or of "
@@ -108,7 +110,7 @@ def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTe
 def _check_copy(copy: StoredTensor, named: StoredTensor, file: str) -> None:
     """Raises CheckpointError for a tensor in a file that the index does not name for it, with other values than in the
     one that it names."""
-    is_alike = (copy.shape, copy.dtype) == (named.shape, named.dtype)
+    is_alike = copy.shape == named.shape and copy.dtype == named.dtype
     if not is_alike or not torch.equal(_bytes_of(copy), _bytes_of(named)):
         raise CheckpointError(
             f"{copy.place} differs from the tensor of that name in {file}, the file that {INDEX} names for it. Save "
@@ -117,7 +119,9 @@ def _check_copy(copy: StoredTensor, named: StoredTensor, file: str) -> None:
 
 
 def _bytes_of(tensor: StoredTensor) -> torch.Tensor:
-    return tensor.read().reshape(-1).view(torch.uint8)
+    values = tensor.read()
+    flat = values.reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def _is_file_name(text: object) -> bool:
