@@ -37,6 +37,8 @@ OF_A_FOLDER = (
     "tokenizer.model",
     "spiece.model",
 )
+MODEL = "config.json"
+ENDS = ("generation_config.json", MODEL)  # have the tokens that end a text
 KEY = "tokenizer_files"  # in run.json
 
 
@@ -110,12 +112,13 @@ def _is_below(path: object) -> bool:
 
 def _files_at(path: Path) -> list[Path]:
     if path.is_dir():
-        return [path / name for name in OF_A_FOLDER if (path / name).is_file()]
+        names = (*OF_A_FOLDER, *ENDS)
+        return [path / name for name in names if (path / name).is_file()]
     return [
         path,
         *(
             beside
-            for name in (CONFIG, MAP, CHAT)
+            for name in (CONFIG, MAP, CHAT, *ENDS)
             if (beside := path.with_name(name)).is_file() and path.name != name
         ),
     ]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.folder import write_durably
+from megatron_ds.checkpoint.folder import is_ours, read_tracker, write_durably
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.checkpoint.run_file import require, require_whole_model
@@ -82,6 +82,11 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive "
             "number of bytes."
+        )
+    if is_ours(args.output) or read_tracker(args.output) is not None:
+        raise ConfigError(
+            f"--output {args.output} holds the checkpoints of a run, and programs would take config.json and weights "
+            "among them for another model. Give another folder."
         )
     # The checkpoint. That of an engine's tag has no configuration.
     step = args.iteration if args.iteration is not None else latest(args.load)

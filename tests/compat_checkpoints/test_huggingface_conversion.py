@@ -348,3 +348,26 @@ def test_formats_are_told_apart(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="is empty"):
         detected(tmp_path / "empty")
+
+
+def test_a_token_that_a_tokenizer_lacks_is_none_in_place_of_gpt2s(tmp_path):
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+
+    from megatron_ds.compat.conversion.huggingface.huggingface_format import token_ids
+    from tests.harness.byte_tokenizer import END, save_tokenizer
+
+    save_tokenizer(tmp_path)
+    about = tmp_path / "tokenizer_config.json"
+    named = json.loads(about.read_text())
+    named.pop("bos_token")
+    about.write_text(json.dumps(named))
+    files = {"tokenizer.json": tmp_path / "tokenizer.json"}
+    found = token_ids(SimpleNamespace(tokenizer=files))
+    assert found["eos_token_id"] == END
+    settings = {"model_type": "gpt2", "vocab_size": 259, **found}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.bos_token_id, config.eos_token_id) == (None, END)
+    assert token_ids(SimpleNamespace(tokenizer={})) == {}

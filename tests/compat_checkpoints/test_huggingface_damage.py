@@ -172,6 +172,45 @@ def test_shards_that_are_swapped_missing_or_outside(tmp_path):
     refused(source, tmp_path / "out", "not a table of file names")
 
 
+def other_weights() -> dict:
+    return {name: tensor + 1 for name, tensor in tensors_of(LLAMA).items()}
+
+
+def test_a_folder_with_two_sets_of_weights_is_refused_with_the_names_of_both(tmp_path):
+    source = sharded(tmp_path / "in")
+    save_file(other_weights(), source / "model.safetensors")
+    refused(
+        source,
+        tmp_path / "out",
+        r"model\.safetensors, which transformers reads, and model\.safetensors\.index\.json",
+    )
+    # An index of the single file itself, and shards without an index, are no second answer.
+    places = dict.fromkeys(tensors_of(LLAMA), "model.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    found = HUGGING_FACE.read(source, Wishes()).tensors["weight"]
+    index.unlink()
+    alone = HUGGING_FACE.read(source, Wishes()).tensors["weight"]
+    norm = "model.norm.weight"
+    expected = other_weights()[norm]
+    for tensors in (found, alone):
+        assert torch.equal(tensors["decoder.final_layernorm.weight"].read(), expected)
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_a_tensor_in_two_shards_is_that_of_the_index_unless_they_differ(
+    tmp_path, change
+):
+    source = sharded(tmp_path / "in")
+    last = source / "model-00002-of-00002.safetensors"
+    name, first = next(iter(tensors_of(LLAMA).items()))
+    save_file({**load_file(last), name: first + change}, last)
+    if change:
+        refused(source, tmp_path / "out", f"{name} differs from the tensor of that")
+    else:
+        convert(source, tmp_path / "out")
+
+
 def test_tensors_that_are_missing_unused_or_of_other_shapes(tmp_path):
     tensors = tensors_of(LLAMA)
     without = {name: tensor for name, tensor in tensors.items() if name != QUERY}

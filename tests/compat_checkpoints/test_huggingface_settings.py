@@ -322,3 +322,36 @@ def test_outputs_of_late_positions_are_those_of_transformers(name, tmp_path):
     late, largest = largest_difference([ours[0][:, 1500:]], [theirs[0][:, 1500:]])
     early, _ = largest_difference([ours[0][:, :500]], [theirs[0][:, :500]])
     assert max(early, late) < 3e-5 * largest, (early, late, largest)
+
+
+def test_gpt_oss_with_a_window_that_hides_no_token_runs_in_transformers(tmp_path):
+    config = transformers.GptOssConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=99,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        max_position_embeddings=32,
+        rope_parameters=dict(
+            rope_type="yarn",
+            factor=4.0,
+            truncate=False,
+            original_max_position_embeddings=8,
+            rope_theta=1e4,
+        ),
+    )
+    torch.manual_seed(3)
+    theirs = transformers.GptOssForCausalLM(config)
+    theirs.save_pretrained(tmp_path / "in")
+    found = HUGGING_FACE.read(tmp_path / "in", Wishes())
+    HUGGING_FACE.write(found, tmp_path / "out", Wishes())
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.tensor([[5, 9, 31, 77, 14, 3]])
+    with torch.no_grad():
+        assert torch.equal(back(tokens).logits, theirs.eval()(tokens).logits)
+    assert back.config.layer_types == config.layer_types

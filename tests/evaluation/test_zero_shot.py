@@ -94,8 +94,8 @@ def test_strict_and_other_last_words(tmp_path):
     class Letters:
         eod = 0
 
-        def encode(self, text):
-            return list(text.encode())
+        def encode_batch(self, texts):
+            return [list(text.encode()) for text in texts]
 
     assert last_word(Letters(), "a bc", strict=False) == ([97, 32, 98], [99])
     assert last_word(Letters(), " a  bc ", strict=True) == ([97], [32, 98, 99])
@@ -111,8 +111,10 @@ def test_strict_and_other_last_words(tmp_path):
 
 def test_a_target_does_not_begin_with_the_token_that_begins_texts():
     class Beginning:
-        def encode(self, text):
-            return [1, *text.encode()]
+        beginning = (1,)
+
+        def encode_batch(self, texts):
+            return [[1, *text.encode()] for text in texts]
 
     assert last_word(Beginning(), "a b", strict=True) == ([1, 97], [32, 98])
 

@@ -32,14 +32,17 @@ class Letters:
     eod = 9999
     special_ids = frozenset([ord("~")])
     encode = staticmethod(lambda text: list(map(ord, text)))
+    encode_batch = staticmethod(lambda texts: [list(map(ord, text)) for text in texts])
 
 
 @pytest.mark.parametrize(
     "end, tokens, stops", [("~\n", {ord("~")}, ()), (" [end]\n", set(), ("[end]",))]
 )
 def test_an_answer_ends_where_the_template_ends_one(end, tokens, stops):
-    turns = ChatTurns(ChatTemplate(TEMPLATE, {"end": end}), Letters)
-    assert turns.stop_tokens == {Letters.eod, *tokens} and turns.stops == stops
+    turns = ChatTurns(
+        ChatTemplate(TEMPLATE, {"end": end}), Letters, frozenset([Letters.eod, 5])
+    )
+    assert turns.stop_tokens == {Letters.eod, 5, *tokens} and turns.stops == stops
     prompt = turns.prompt([{"role": "user", "content": "a"}])
     assert "".join(map(chr, prompt)) == f"[user]a{end}[assistant]"
 

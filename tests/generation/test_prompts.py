@@ -29,6 +29,7 @@ class Checked:
 
 class Model:
     tokenizer = NullTokenizer(50)
+    ends = frozenset([50])
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])

@@ -130,6 +130,9 @@ class ByteTokenizer:
     def encode(self, text):
         return self.encode_with_offsets(text)[0]
 
+    def encode_batch(self, texts):
+        return list(map(self.encode, texts))
+
     def encode_with_offsets(self, text):
         ids = []
         offsets = []

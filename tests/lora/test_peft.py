@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_ds.compat.conversion.adapter_tensors import adapters_in_memory, shifted
 from megatron_ds.compat.conversion.family import entries_of
 from megatron_ds.compat.conversion.filling import fill, plan_filling
-from megatron_ds.compat.conversion.foreign_start import load_foreign
+from megatron_ds.compat.conversion.foreign_start import load_foreign, read_foreign
 from megatron_ds.compat.conversion.formats import Wishes, format_of
 from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
 from megatron_ds.compat.conversion.huggingface.peft_adapter import (
@@ -60,7 +61,7 @@ CASES = {
 }
 
 
-def peft_of(folder, modules: str, use_dora: bool = False):
+def peft_of(folder, modules: str, use_dora: bool = False, **settings):
     """A model with adapters, none of which is 0."""
     import peft
     import transformers
@@ -74,6 +75,7 @@ def peft_of(folder, modules: str, use_dora: bool = False):
             target_modules=modules.split(),
             fan_in_fan_out="c_attn" in modules,
             use_dora=use_dora,
+            **settings,
         ),
     )
     for name, parameter in model.named_parameters():
@@ -169,7 +171,7 @@ def test_training_is_that_of_peft(name, use_dora, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2}},
         {"init_lora_weights": "pissa"},
         {"layer_replication": [[0, 2]]},
         {"alora_invocation_tokens": [1, 2]},
@@ -179,6 +181,76 @@ def test_adapters_that_are_computed_otherwise_are_refused(settings):
     check_config({"init_lora_weights": True, "layer_replication": None}, "here")
     with pytest.raises(CheckpointError, match=next(iter(settings))):
         check_config(settings, "here")
+
+
+OTHER_FACTORS = {
+    "another factor": {"use_rslora": True},
+    "factors of modules": {
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 2, "o_proj": 9}
+    },
+    "both": {"use_rslora": True, "alpha_pattern": {"q_proj": 2}},
+    "one layer": {"layers_to_transform": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("settings", OTHER_FACTORS.values(), ids=OTHER_FACTORS)
+def test_other_factors_and_fewer_layers_have_the_sum_of_peft(settings, kind, tmp_path):
+    base = saved("llama", tmp_path / "base")
+    model = peft_of(base, "q_proj v_proj o_proj", **settings)
+    model.save_pretrained(tmp_path / "in", safe_serialization=kind == "safetensors")
+    if kind == "bin":
+        values = values_of(model)
+        (tmp_path / "in/adapter_model.safetensors").unlink(missing_ok=True)
+        torch.save(values, tmp_path / "in/adapter_model.bin")
+    found = format_of("peft").read(tmp_path / "in", Wishes(base=base))
+    format_of("huggingface").write(found, tmp_path / "whole", Wishes())
+    ours = load_file(tmp_path / "whole/model.safetensors")
+    theirs = model.merge_and_unload().state_dict()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-6, atol=1e-6)
+    untouched = load_file(base / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert not torch.allclose(ours[name], untouched[name], atol=1e-3)
+
+
+def test_a_run_does_not_continue_adapters_of_a_part_of_the_layers(tmp_path):
+    base = saved("llama", tmp_path / "base")
+    model = peft_of(base, "o_proj", layers_to_transform=[1])
+    model.save_pretrained(tmp_path / "in")
+    found = format_of("peft").read(tmp_path / "in", Wishes(base=base))
+    lora = "--lora-rank 3 --lora-alpha 6 --lora-target-modules o_proj".split()
+    places = ["--load", tmp_path / "in", "--pretrained-checkpoint", base]
+    given = [*flags_of(found.model), *lora, *map(str, places)]
+    train = "--micro-batch-size 1 --seq-length 16 --lr 1e-3".split()
+    config = parse([*given, *train])
+    with pytest.raises(
+        CheckpointError, match="adapters of 1 of 2 layers .*merge-adapt"
+    ):
+        read_foreign(config, "peft")
+
+
+@pytest.mark.parametrize("pattern", [{"(a+)+b": 2}, {"q_proj": "2"}, {"": 2}])
+def test_a_pattern_that_is_no_name_is_refused(pattern, tmp_path):
+    base = saved("llama", tmp_path / "base")
+    peft_of(base, "o_proj").save_pretrained(tmp_path / "in")
+    settings = tmp_path / "in/adapter_config.json"
+    changed = {**json.loads(settings.read_text()), "alpha_pattern": pattern}
+    settings.write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match="alpha_pattern has .* and a number"):
+        format_of("peft").read(tmp_path / "in", Wishes(base=base))
+
+
+def test_a_pickle_of_something_else_is_no_adapter(tmp_path):
+    base = saved("llama", tmp_path / "base")
+    peft_of(base, "o_proj").save_pretrained(tmp_path / "in")
+    (tmp_path / "in/adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="neither adapter_model.safetensors nor"):
+        format_of("peft").read(tmp_path / "in", Wishes(base=base))
+    for content in ([1], {"a": 3}, {3: torch.ones(1)}):
+        torch.save(content, tmp_path / "in/adapter_model.bin")
+        with pytest.raises(CheckpointError, match="adapter_model.bin is not a table"):
+            format_of("peft").read(tmp_path / "in", Wishes(base=base))
 
 
 DAMAGED = {

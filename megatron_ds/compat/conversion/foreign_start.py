@@ -33,8 +33,9 @@ from ...mpu.agree import gather_from_all_ranks, on_all_ranks
 from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
+from .adapter_tensors import NAME
 from .family import model_of
-from .files.stored_tensor import LogicalCheckpoint, Tensors
+from .files.stored_tensor import AdapterTensors, LogicalCheckpoint, Tensors
 from .filling import fill, plan_filling
 from .formats import Wishes, detected, format_of
 from .own_format import ORIGIN, source_in
@@ -263,6 +264,21 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
         raise CheckpointError(
             f"--load {config.checkpoint.load} holds other adapters: {'; '.join(differing)}. Give "
             "--lora-rank, --lora-alpha, --lora-target-modules and --use-dora of these."
+        )
+    _check_all_layers(found, adapters)
+
+
+def _check_all_layers(found: LogicalCheckpoint, adapters: AdapterTensors) -> None:
+    """Raises CheckpointError for adapters of a part of the layers that a run of their targets would give one."""
+    adapted = {NAME.fullmatch(name)["layer"] for name in adapters.tensors}
+    kinds = {layer.rpartition(".")[2] for layer in adapted}
+    layers = {name.removesuffix(".weight") for name in found.tensors[WEIGHT]}
+    alike = {layer for layer in layers if layer.rpartition(".")[2] in kinds}
+    if absent := sorted(alike - adapted):
+        raise CheckpointError(
+            f"--load {found.folder} holds adapters of {len(adapted)} of {len(alike)} layers of these kinds, and a run "
+            f"gives all of them one; {absent[0]} has none. Add the adapters to the weights with megatron-ds "
+            "merge-adapter, and train new ones beside the sum with --pretrained-checkpoint."
         )
 
 

@@ -30,7 +30,12 @@ from ...checkpoint.run_file import progress_of, require
 from ...checkpoint.save import save
 from ...checkpoint.save_folder import TOKENIZERS as TOKENIZER_COPIES
 from ...checkpoint.save_folder import saved_run_in
-from ...checkpoint.tokenizer_files import keep_tokenizer_files, named_copies
+from ...checkpoint.tokenizer_files import (
+    ENDS,
+    MODEL,
+    keep_tokenizer_files,
+    named_copies,
+)
 from ...checkpoint.whole_tensors import StoredTensors
 from ...config import CheckpointConfig, RunConfig, Source
 from ...config.options.model_options import ModelConfig
@@ -238,8 +243,10 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
             found[names[field]] = path
             found |= {
                 name: path.with_name(name)
-                for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+                for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *ENDS)
             }
+    # The target has settings of its own of the model.
+    found.pop(MODEL, None)
     return {name: path for name, path in found.items() if path.is_file()}
 
 

@@ -152,12 +152,13 @@ def choice(config: RunConfig) -> Iterator[str]:
             f"[moe_router_topk] is more than the {numbers[0]} expert{'s' if numbers[0] > 1 else ''} of a layer. "
             f"Use {TOPK} {either(range(1, numbers[0] + 1))}."
         )
-    # The weight of a single expert carries a gradient.
+    # The weight of a single expert carries a gradient, unless nothing is trained.
     is_softmax = (
         model.moe_router_score_function == "softmax"
         and not model.moe_router_pre_softmax
     )
-    if numbers and k == 1 and is_softmax and model.moe_choice == "top-k":
+    trains = not config.train.skip_train
+    if numbers and k == 1 and is_softmax and trains and model.moe_choice == "top-k":
         yield (
             "[moe_router_topk] with a softmax over the chosen experts: the weight of a single expert is "
             "always 1, so the router would not learn. Add --moe-router-pre-softmax, which weighs by the "

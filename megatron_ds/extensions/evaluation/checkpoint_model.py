@@ -4,12 +4,13 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...checkpoint.load import latest, read_run
 from ...cli import Arguments
 from ...config import RunConfig, Source, parse
 from ...config.sources.flags import canonical, read_flags, spellings
-from ...config.sources.reading import Setting
+from ...config.sources.reading import Setting, reject
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
@@ -31,6 +32,7 @@ from ...training.run_checkpoint import (
     load_run,
 )
 from ...training.run_tokenizer import with_tokenizer
+from ..generation.model_text import end_tokens
 
 LOAD = "checkpoint.load"
 DTYPES = ("bf16", "fp16")
@@ -56,6 +58,11 @@ class LoadedModel:
     tokenizer: Tokenizer
     iteration: int | None
 
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text. Raises DataError."""
+        return end_tokens(self.tokenizer, self.engine.config.data)
+
 
 def own_flags(
     parser: Arguments, argv: Sequence[str] | None
@@ -71,6 +78,12 @@ def own_flags(
         if flag.startswith("--") and canonical(flag) not in known and is_own:
             raise ConfigError(f"unknown flag {flag}{near} --help lists the flags.")
     return args, rest
+
+
+def check_flags(rest: Sequence[str]) -> None:
+    """Raises ConfigError for flags of the run that are unknown or damaged: before what the others contradict, since a
+    misspelt flag explains that."""
+    reject(read_flags(rest).problems)
 
 
 def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:

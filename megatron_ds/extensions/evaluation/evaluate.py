@@ -29,6 +29,7 @@ from megatron_ds.console import set_up_logging
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
+    check_flags,
     evaluation_config,
     load_model,
     own_flags,
@@ -61,6 +62,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
     """Evaluate, and print the results on rank 0."""
     with launching.reported_to_others():
         args, rest = own_flags(_parser(), argv)
+        check_flags(rest)
         check(args)
         launch = launching.read_launch(os.environ)
         _set_up_logging(launch.rank)

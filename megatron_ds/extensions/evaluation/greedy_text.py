@@ -24,12 +24,16 @@ class Prompt:
 
 
 def continue_greedily(
-    score: Score, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: int
+    score: Score,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    max_length: int,
+    ends: frozenset[int] = frozenset(),
 ) -> list[str]:
-    """The continuation of each prompt, which ends also at the end of a document, and after `max_length` tokens
-    in all."""
+    """The continuation of each prompt, which ends also at the end of a document, at another one of the tokens `ends`,
+    and after `max_length` tokens in all."""
+    stops = ends | {tokenizer.eod}
     if score.generates:
-        stops = frozenset([tokenizer.eod])
         asked = []
         for prompt in prompts:
             request = GenerationRequest(
@@ -38,7 +42,7 @@ def continue_greedily(
             asked.append(TextRequest(request, prompt.until))
         found = score.with_generator(lambda g: TextGenerator(g, tokenizer).run(asked))
         return [continuation.text for continuation in found]
-    texts = [_Text(prompt, tokenizer, max_length) for prompt in prompts]
+    texts = [_Text(prompt, tokenizer, max_length, stops) for prompt in prompts]
     while growing := [text for text in texts if not text.is_complete]:
         found = score([text.request for text in growing])
         for text, scored in zip(growing, found, strict=True):
@@ -49,8 +53,15 @@ def continue_greedily(
 class _Text:
     """A prompt, and the tokens that follow it so far."""
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, max_length: int):
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        max_length: int,
+        stops: frozenset[int],
+    ):
         self.prompt = prompt
+        self.stops = stops
         self.tokenizer = tokenizer
         room = max_length + 1 - len(prompt.tokens)
         self.most = min(prompt.max_new_tokens, room)
@@ -71,8 +82,8 @@ class _Text:
         return text
 
     def add(self, token: int) -> None:
-        """Append a token; the end of a document is not kept."""
-        ends = token == self.tokenizer.eod
+        """Append a token; one that ends the text is not kept."""
+        ends = token in self.stops
         if not ends:
             self.new.append(token)
         is_full = len(self.new) >= self.most

@@ -14,6 +14,7 @@ from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
 from ...mpu.agree import on_one_rank
 from ...training.build import Replica
+from ..generation.model_text import end_tokens
 from .bundled_tasks import BUNDLED
 from .leading_rank import Score, lead
 from .scorer import Scorer
@@ -76,12 +77,13 @@ class HarnessRun:
 
         from .harness_model import HarnessModel
 
+        ends = end_tokens(self.tokenizer, self.scorer.engine.config.data)
         # Examples are drawn anew, the same each time.
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         with kept_random_states():
             found = evaluate(
-                HarnessModel(score, self.tokenizer, self.scorer.max_length),
+                HarnessModel(score, self.tokenizer, self.scorer.max_length, ends),
                 self._loaded,
                 limit=self.wanted.limit,
                 bootstrap_iters=self.wanted.bootstrap,

@@ -15,6 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
+from ..generation.model_text import beginning_of, plain_ids
 from .greedy_text import Prompt, continue_greedily
 from .leading_rank import Score
 from .score_plan import ScoreRequest
@@ -25,16 +26,24 @@ SAMPLING = ("do_sample", "temperature")
 
 @register_model("megatron_ds")
 class HarnessModel(TemplateLM):
-    """score: of `lead`; max_length: positions of the model."""
+    """score: of `lead`; max_length: positions of the model; ends: tokens that end a text, besides the end of a
+    document."""
 
     max_gen_toks = 256
 
-    def __init__(self, score: Score, tokenizer: Tokenizer, max_length: int):
+    def __init__(
+        self,
+        score: Score,
+        tokenizer: Tokenizer,
+        max_length: int,
+        ends: frozenset[int] = frozenset(),
+    ):
         super().__init__()
         self.score = score
         self.words = tokenizer
         self.max_length = max_length
-        self.beginning = list(getattr(tokenizer, "beginning", ()))
+        self.ends = ends
+        self.beginning = beginning_of(tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -49,11 +58,8 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """The ids of a text, after the beginning of a text if the tokenizer has one."""
-        ids = self.words.encode(string)
-        begin = self.beginning
-        if begin and ids[: len(begin)] == begin:
-            ids = ids[len(begin) :]
-        return ids if add_special_tokens is False else [*begin, *ids]
+        ids = plain_ids(self.words, string)
+        return ids if add_special_tokens is False else [*self.beginning, *ids]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -79,7 +85,9 @@ class HarnessModel(TemplateLM):
     ) -> list[str]:
         """Greedy continuations. Raises ConfigError for a task that samples, or leaves no room for a prompt."""
         prompts = [self._prompt(*request.args) for request in requests]
-        return continue_greedily(self.score, self.words, prompts, self.max_length)
+        return continue_greedily(
+            self.score, self.words, prompts, self.max_length, self.ends
+        )
 
     def _prompt(self, context: str, options: dict) -> Prompt:
         wanted = normalize_gen_kwargs(options, self.max_gen_toks)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError, DataError
+from ..generation.model_text import plain_ids, text_ids
 from .detokenizers import DETOKENIZERS, Detokenizer
 from .leading_rank import Score
 from .score_plan import ScoreRequest
@@ -98,7 +99,7 @@ def wikitext103(
             f"would leave out tokens. Use 1 to {length}."
         )
     text = _read(path)
-    ids = tokenizer.encode(DETOKENIZERS[detokenizer](text))
+    ids = text_ids(tokenizer, DETOKENIZERS[detokenizer](text))
     if len(ids) < 2:
         raise DataError(f"--valid-data {path} has {len(ids)} tokens; scoring needs 2.")
     requests = windows(ids, length, stride)
@@ -157,18 +158,17 @@ def _passages(
 def last_word(
     tokenizer: Tokenizer, text: str, strict: bool
 ) -> tuple[list[int], list[int]]:
-    """(ids before the target, ids of the target)"""
+    """(ids before the target, ids of the target); no ids of a text with nothing before its target"""
     if not strict:
-        ids = tokenizer.encode(text)
-        return ids[:-1], ids[-1:]
+        ids = text_ids(tokenizer, text)
+        is_one = len(plain_ids(tokenizer, text)) < 2
+        return ([], []) if is_one else ([*ids[:-1]], [*ids[-1:]])
     words = text.split()
-    if not words:
+    if len(words) < 2:
         return [], []
     before = text[: text.rfind(words[-1])].strip()
-    # Only the text before begins with the token that some tokenizers put in front.
-    start = tokenizer.encode("")
-    target = tokenizer.encode(f" {words[-1]}")
-    return tokenizer.encode(before), target[len(start) :]
+    # Only the text before begins with the tokens that some tokenizers put in front.
+    return [*text_ids(tokenizer, before)], plain_ids(tokenizer, f" {words[-1]}")
 
 
 def _text_of(line: str, place: str) -> str:

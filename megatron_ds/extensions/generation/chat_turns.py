@@ -6,26 +6,36 @@ from functools import cached_property
 from ...data.tokenizers import Tokenizer
 from ..chat.conversation import Message
 from ..chat.template import ChatTemplate
+from .model_text import rendered_ids
 
 PROBE = "probe"  # an answer that shows what the template writes behind one
 
 
 class ChatTurns:
-    """Prompts by the chat template of a model."""
+    """Prompts by the chat template of a model.
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
+    ends  the tokens that end a text of the model
+    """
+
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, ends: frozenset[int]
+    ):
         self._template = template
         self._tokenizer = tokenizer
+        self._ends = ends
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens that the model continues with its answer. Raises `template.TemplateRefusal`."""
-        text = self._template.render_prompt(messages)
-        return tuple(self._tokenizer.encode(text))
+        return rendered_ids(self._tokenizer, self.text(messages))
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of `prompt`. Raises `template.TemplateRefusal`."""
+        return self._template.render_prompt(messages)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer: the end of a document, and a special token behind an answer."""
-        return frozenset([self._tokenizer.eod, *self._special_end])
+        """Tokens that end an answer: the ends of a text, and a special token behind an answer."""
+        return self._ends.union(self._special_end)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from pathlib import Path
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments
 from megatron_ds.console import escape_unknown, set_up_logging
-from megatron_ds.data.tokenizers import Tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.chat.template import TemplateRefusal, load_template
 from megatron_ds.extensions.corpora.text_files import read_blocks, texts_of
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
+    check_flags,
     evaluation_config,
     load_model,
     own_flags,
@@ -38,6 +38,7 @@ from megatron_ds.extensions.generation.continuation import (
     TextRequest,
 )
 from megatron_ds.extensions.generation.generator import Generator
+from megatron_ds.extensions.generation.model_text import text_ids
 from megatron_ds.extensions.generation.requests import (
     GeneratedToken,
     GenerationRequest,
@@ -58,7 +59,11 @@ LIMITS = {
     "--top-p": (float, 1.0, "sample from the most likely tokens with this probability"),
     "--min-p": (float, 0.0, "least share of the most likely token's probability"),
     "--repetition-penalty": (float, 1.0, "above 1: tokens of the text are less likely"),
-    "--seed": (int, 0, "the same seed gives the same text at every layout"),
+    "--seed": (
+        int,
+        0,
+        "the same seed gives the same texts at every layout; each prompt adds its number, from 0 up",
+    ),
     "--requests": (int, 16, "texts at once on each data-parallel rank"),
 }
 
@@ -127,6 +132,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
     """Load the model, and print the text that continues each prompt."""
     with launching.reported_to_others():
         args, rest = parse_arguments(argv)
+        check_flags(rest)
         check(args, rest)
         launch = launching.read_launch(os.environ)
         set_up_logging(logging.WARNING, stream=sys.stderr)
@@ -206,15 +212,16 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Raises ConfigError for impossible values."""
+def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
+    """How the tokens of a prompt are chosen. number: of the prompt, so that prompts are independent samples. Raises
+    ConfigError for impossible values."""
     return Sampling(
         0.0 if args.greedy else args.temperature,
         args.top_k,
         args.top_p,
         args.min_p,
         args.repetition_penalty,
-        args.seed,
+        args.seed + number,
     )
 
 
@@ -223,8 +230,10 @@ def request_of(
     tokens: Sequence[int],
     stop_tokens: frozenset[int],
     max_length: int,
+    number: int,
 ) -> GenerationRequest:
-    """A request by the flags, up to the last position of the model. Raises ConfigError without room."""
+    """A request by the flags, up to the last position of the model. number: of the prompt, from 0 up. Raises
+    ConfigError without room."""
     room = max(max_length - len(tokens), 0)
     least = max(args.min_new_tokens, 1)
     if room < least:
@@ -236,7 +245,7 @@ def request_of(
     most = min(args.max_new_tokens, room)
     return GenerationRequest(
         tuple(tokens),
-        sampling_of(args),
+        sampling_of(args, number),
         most,
         args.min_new_tokens,
         stop_tokens,
@@ -249,15 +258,15 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     """Print the text of each prompt, in their order, as soon as it is complete."""
     tokenizer = model.tokenizer
     prompts = args.prompt or read_prompts(args.prompts_file)
-    ends = frozenset() if args.ignore_eod else frozenset([tokenizer.eod])
+    ends = frozenset() if args.ignore_eod else model.ends
     requests = []
-    for number, prompt in enumerate(prompts, 1):
+    for number, prompt in enumerate(prompts):
         try:
-            tokens = tokenizer.encode(prompt)
-            request = request_of(args, tokens, ends, generator.max_length)
+            tokens = text_ids(tokenizer, prompt)
+            request = request_of(args, tokens, ends, generator.max_length, number)
             generator.check(request)
         except (ConfigError, DataError) as error:
-            text = f"prompt {number} of {len(prompts)}: {error}"
+            text = f"prompt {number + 1} of {len(prompts)}: {error}"
             raise type(error)(text) from None
         requests.append(TextRequest(request, tuple(args.stop)))
     # Texts end in any order.
@@ -265,20 +274,17 @@ def show(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     printed = 0
     for _ in TextGenerator(generator, tokenizer).stream(requests, found):
         while printed < len(found) and found[printed].finish is not None:
-            asked = requests[printed].request
-            print_text(args, tokenizer, asked, found[printed], len(found) > 1)
+            print_text(args, prompts[printed], found[printed], len(found) > 1)
             printed += 1
 
 
 def print_text(
     args: argparse.Namespace,
-    tokenizer: Tokenizer,
-    asked: GenerationRequest,
+    prompt: str,
     found: Continuation,
     is_one_of_many: bool,
 ) -> None:
     """Print a complete text, or its JSON."""
-    prompt = tokenizer.decode(asked.tokens)
     if not args.json:
         print(prompt + found.text, flush=True)
         if is_one_of_many:
@@ -289,7 +295,7 @@ def print_text(
     if args.logprobs is not None:
         record["logprobs"] = list(map(scores_of, found.tokens))
     if args.prompt_logprobs:
-        record["prompt_tokens"] = list(asked.tokens)
+        record["prompt_tokens"] = [score.token for score in found.prompt_scores]
         record["prompt_logprobs"] = list(map(scores_of, found.prompt_scores))
     print(json.dumps(record, ensure_ascii=False), flush=True)
 
@@ -343,6 +349,7 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     turns = ChatTurns(
         load_template(path, args.chat_template, {}),
         model.tokenizer,
+        model.ends,
     )
     # The conversation grows by each line and its answer.
     texts = TextGenerator(generator, model.tokenizer)
@@ -350,7 +357,8 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
     if args.system:
         messages.append({"role": "system", "content": args.system})
     # While no line is typed, the other ranks see that rank 0 is alive.
-    for line in typed_lines(sys.stdin.fileno(), ask, generator.step):
+    lines = typed_lines(sys.stdin.fileno(), ask, generator.step)
+    for number, line in enumerate(lines):
         messages.append({"role": "user", "content": line})
         try:
             tokens = turns.prompt(messages)
@@ -359,7 +367,9 @@ def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> 
                 f"the chat template refuses the messages: {error}."
             ) from None
         # The answer appears while it is generated.
-        request = request_of(args, tokens, turns.stop_tokens, generator.max_length)
+        request = request_of(
+            args, tokens, turns.stop_tokens, generator.max_length, number
+        )
         asked = TextRequest(request, (*turns.stops, *args.stop))
         answer = Continuation()
         for _, text in texts.stream([asked], [answer]):

@@ -33,8 +33,7 @@ class BrowserRules:
 
     def __post_init__(self):
         for origin in self.origins:
-            parts = urlsplit(origin)
-            if origin != ANY and origin != f"{parts.scheme}://{parts.netloc}".lower():
+            if origin != ANY and not _is_origin(origin):
                 raise ConfigError(
                     f"--cors-origin {origin} is not the origin of a site. Use scheme, name and port alone, in small "
                     "letters, such as http://localhost:3000; * for all sites."
@@ -51,7 +50,7 @@ class BrowserRules:
                 status=FORBIDDEN,
             )
         origin = headers.get("Origin")
-        if origin is None or self._allows(origin) or urlsplit(origin).netloc == host:
+        if origin is None or self._allows(origin) or _place_of(origin) == host:
             return
         raise RefusedRequest(
             f"a page of {origin[:80]!r} may not use this server. Start the server with --cors-origin and that origin "
@@ -86,6 +85,21 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_origin(text: str) -> bool:
+    """Whether this is how a browser names the site of a page."""
+    place = _place_of(text)
+    scheme = text.partition(":")[0]
+    return place is not None and text == f"{scheme}://{place}".lower()
+
+
+def _place_of(origin: str) -> str | None:
+    """The name and port of an `Origin`; None of one that cannot be read."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _name_of(host: str) -> str:

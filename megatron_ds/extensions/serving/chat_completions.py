@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..chat.conversation import Message, messages_of
+from .accepted_fields import OF_CHATS
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
-from .request_fields import IGNORED, RequestField, Values, read_fields
+from .request_fields import RequestField, Values, read_fields
 from .sampling_fields import (
     MOST_TOKENS,
     SAMPLING,
@@ -21,27 +22,22 @@ from .served_text import Delta, ServedText
 from .served_tokens import chat_log_probs
 
 MOST_ALTERNATIVES = 20
-NO_CALLS = "Calls of tools are not read from answers here; vLLM does so with the exported model."
-TEXT_ALONE = "Answers are text. vLLM constrains them with the exported model."
+# Fields that become names of the template, unless chat_template_kwargs has them.
+OF_TEMPLATES = ("reasoning_effort", "enable_thinking")
 FIELDS: dict[str, RequestField] = {
     "model": RequestField("text"),
     "messages": RequestField("list", least=1, most=4096),
-    "max_tokens": RequestField("integer", None, 1, MOST_TOKENS),
-    "max_completion_tokens": RequestField("integer", None, 1, MOST_TOKENS),
+    "max_tokens": RequestField("integer", None, 1, MOST_TOKENS, nothing=(-1,)),
+    "max_completion_tokens": RequestField(
+        "integer", None, 1, MOST_TOKENS, nothing=(-1,)
+    ),
     "logprobs": RequestField("boolean", False),
     "top_logprobs": RequestField("integer", None, 0, MOST_ALTERNATIVES),
     "chat_template_kwargs": RequestField("object", {}),
-    "tools": RequestField("list", [], only=([],), reason=NO_CALLS),
-    "tool_choice": RequestField("any", "none", only=("none", "auto"), reason=NO_CALLS),
-    "functions": RequestField("list", [], only=([],), reason=NO_CALLS),
-    "response_format": RequestField(
-        "object", {}, only=({}, {"type": "text"}), reason=TEXT_ALONE
-    ),
-    "parallel_tool_calls": IGNORED,
-    "metadata": IGNORED,
-    "store": IGNORED,
-    "service_tier": IGNORED,
+    "reasoning_effort": RequestField("text"),
+    "enable_thinking": RequestField("boolean"),
     **SAMPLING,
+    **OF_CHATS,
 }
 
 
@@ -93,7 +89,9 @@ def chat_completions(body: Values, model: ServedModel) -> ChatReply:
             "top_logprobs",
         )
     messages = _messages(values["messages"])
-    tokens = model.render(messages, values["chat_template_kwargs"])
+    named = {name: values[name] for name in OF_TEMPLATES}
+    given = {name: value for name, value in named.items() if value is not None}
+    tokens = model.render(messages, given | values["chat_template_kwargs"])
     return ChatReply(list(_parts_of(tokens, values, model)), values, model)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from .accepted_fields import OF_TEXTS
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
 from .request_fields import RequestField, Values, is_integers, read_fields
@@ -25,7 +26,7 @@ USUAL_TOKENS = 16  # without max_tokens, as in OpenAI's API
 FIELDS: dict[str, RequestField] = {
     "model": RequestField("text"),
     "prompt": RequestField("prompts"),
-    "max_tokens": RequestField("integer", None, 0, MOST_TOKENS),
+    "max_tokens": RequestField("integer", None, 0, MOST_TOKENS, nothing=(-1,)),
     "echo": RequestField("boolean", False),
     "logprobs": RequestField("integer", None, 0, MOST_ALTERNATIVES),
     "best_of": RequestField(
@@ -35,6 +36,7 @@ FIELDS: dict[str, RequestField] = {
         "text", "", only=("",), reason="Texts are continued at their end."
     ),
     **SAMPLING,
+    **OF_TEXTS,
 }
 
 
@@ -63,6 +65,7 @@ class CompletionReply(OpenAIReply):
 
 def completions(body: Values, model: ServedModel) -> CompletionReply:
     """Read a request. Raises RefusedRequest."""
+    _check_size(body.get("prompt"), model)
     values = read_fields(body, FIELDS, "prompt")
     model.require_name(values["model"])
     if values["max_tokens"] == 0 and not values["echo"]:
@@ -77,10 +80,25 @@ def completions(body: Values, model: ServedModel) -> CompletionReply:
             f"most {MOST_TEXTS:,}. Ask for fewer.",
             "prompt",
         )
+    model.check_texts(len(prompts) * values["n"], "prompt")
     parts = []
-    for prompt in prompts:
-        parts += _parts_of(prompt, values, model)
+    seed = seed_of(values)
+    for number, prompt in enumerate(prompts):
+        parts += _parts_of(prompt, values, model, seed + number * values["n"])
     return CompletionReply(parts, values, model)
+
+
+def _check_size(value: Any, model: ServedModel) -> None:
+    """Raises RefusedRequest for lists that are too long to be used, before their elements are looked at."""
+    if not isinstance(value, list):
+        return
+    is_one = bool(value) and type(value[0]) is int
+    most = model.max_length if is_one else MOST_TEXTS
+    if len(value) > most:
+        what = "tokens" if is_one else "prompts"
+        raise RefusedRequest(
+            f"prompt has {len(value):,} {what}; at most {most:,} can be used.", "prompt"
+        )
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -93,15 +111,14 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _parts_of(
-    prompt: str | list[int], values: Values, model: ServedModel
+    prompt: str | list[int], values: Values, model: ServedModel, seed: int
 ) -> Iterator[ReplyPart]:
-    """The n texts of a prompt, each with a seed of its own."""
+    """The n texts of a prompt, each with a seed of its own, from `seed` on."""
     tokens = model.encode(prompt, "prompt")
     most = values["max_tokens"]
     if most is None:
         most = max(min(USUAL_TOKENS, model.room(tokens)), 1)
     model.check_ids(values["stop_token_ids"], "stop_token_ids")
-    seed = seed_of(values)
     for number in range(values["n"]):
         # A prompt that is only scored needs one token, which is dropped.
         request = model.request(

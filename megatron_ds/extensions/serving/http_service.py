@@ -1,12 +1,14 @@
 """`HttpService`: the HTTP server. A thread of each connection reads requests, waits for their tokens, and answers.
 
-What a client may cost is bounded: connections at a time, the size of a body, the seconds until a request has
-arrived, and those until a part of an answer has left. The generator waits for none of this.
+What a client may cost is bounded: connections at a time, the size of a body, the bytes of all of them, the seconds
+until a request has arrived, and those until a part of an answer has left. Large bodies are read one at a time, so that
+they take the memory and the processor of one. The generator waits for none of this.
 """
 
 import io
 import json
 import logging
+import select
 import socket
 import socketserver
 import threading
@@ -21,12 +23,12 @@ from ...errors import ConfigError
 from ...version import __version__
 from .browser_rules import PREFLIGHT, BrowserRules
 from .refused_request import ABSENT, BROKEN, RefusedRequest
+from .request_body import SMALL_BODY, Body, HeldBytes
 from .request_fields import read_json
 from .routes import ENDPOINTS, JSON_TYPE, PAGES, Reply, Serving, known_path
 from .served_text import grow
 
 MOST_CONNECTIONS = 512
-MOST_BODY = 16 << 20  # bytes
 ARRIVAL_SECONDS = (
     60.0  # from the answer before, or from the connection, to the whole request
 )
@@ -49,6 +51,8 @@ class HttpService(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, origins: Sequence[str] = ()):
         self.browsers = BrowserRules(host, tuple(origins))
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.held = HeldBytes()
+        self.large = threading.Lock()  # of the one large body that is being read
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._answers = 0
         self._changed = threading.Condition()
@@ -132,6 +136,10 @@ _TOO_MANY = (
 )
 
 
+# What shows whether a client still reads, before an answer has begun and in one.
+PROBES = (b"HTTP/1.1 100 Continue\r\n\r\n", b"3\r\n:\n\n\r\n")
+
+
 class _Answering:
     def __init__(self, service: HttpService):
         self._service = service
@@ -180,11 +188,13 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(SEND_SECONDS)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._has_begun = False
+        self._has_probed = False
 
     def handle_one_request(self) -> None:
         """Read and answer a request. A client that leaves or stalls ends the connection alone."""
         self._input.deadline = time.monotonic() + ARRIVAL_SECONDS
         self._has_begun = False
+        self._has_probed = False
         try:
             super().handle_one_request()
         except (ConnectionError, TimeoutError):
@@ -204,11 +214,15 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         """Answer by the table of routes."""
         path = self.path.partition("?")[0]
+        # A slash at the end names the same place.
+        path = path.rstrip("/") or "/"
         with self.server.answering():
             try:
-                body = self._body()
-                self.server.browsers.require(self.headers)
-                self._route(path, body)
+                self._require_headers()
+                with self._body() as body:
+                    reply = self._route(path, self._read(body))
+                if reply is not None:
+                    self._generate(reply)
             except RefusedRequest as refusal:
                 self._refuse(refusal)
             except (ConnectionError, TimeoutError):
@@ -220,13 +234,28 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_PATCH = _answer
 
-    def _route(self, path: str, body: bytes) -> None:
+    def _require_headers(self) -> None:
+        """Raises RefusedRequest for headers of which a part cannot be read: the rest would be taken for the body."""
+        self.close_connection, keeps = True, self.close_connection
+        if self.headers.defects or self.headers.get_payload():
+            raise RefusedRequest(
+                "a header has a blank before its colon, or no colon. Send NAME: VALUE."
+            )
+        is_old = self.request_version == "HTTP/1.0"
+        if is_old and "Transfer-Encoding" in self.headers:
+            raise RefusedRequest("HTTP/1.0 has no Transfer-Encoding. Use HTTP/1.1.")
+        self.close_connection = keeps
+
+    def _route(self, path: str, body: bytes) -> Reply | None:
+        """Answer at once, or read what has to be generated. Raises RefusedRequest."""
+        # The method and the path.
+        self.server.browsers.require(self.headers)
         known = known_path(path)
         methods = {method for method, one in (*PAGES, *ENDPOINTS) if one == known}
         method = "GET" if self.command == "HEAD" else self.command
         if method == "OPTIONS" and self._cors_headers:
             self._send(200, "text/plain", b"", PREFLIGHT)
-            return
+            return None
         if not methods:
             raise RefusedRequest(
                 f"there is nothing at {path[:200]}. Known: {', '.join(sorted({p for _, p in ENDPOINTS}))}.",
@@ -238,36 +267,31 @@ class Handler(BaseHTTPRequestHandler):
                 status=405,
                 headers={"Allow": ", ".join(sorted(methods))},
             )
+        # Pages are sent; of what is generated, the request is read.
         serving = self.server.serving
         if (method, known) in PAGES:
             kind, content_of = PAGES[method, known]
             self._send(200, kind, content_of(serving, path))
-            return
-        self._generate(ENDPOINTS[method, known](read_json(body), serving.model))
+            return None
+        read = ENDPOINTS[method, known]
+        if len(body) <= SMALL_BODY:
+            return read(read_json(body), serving.model)
+        with self.server.large:
+            return read(read_json(body), serving.model)
 
-    def _body(self) -> bytes:
+    def _body(self) -> Body:
+        most = self.server.serving.model.most_body
+        return Body(self.rfile, self.headers, most, self.server.held)
+
+    def _read(self, body: Body) -> bytes:
         """The bytes of the body. Raises RefusedRequest; what is not read closes the connection."""
         keeps = self.close_connection
         self.close_connection = True
-        if "Transfer-Encoding" in self.headers:
-            raise RefusedRequest(
-                "Transfer-Encoding is not supported; send a Content-Length.",
-                status=411,
-            )
-        lengths = map(str.strip, self.headers.get_all("Content-Length", ["0"]))
-        text = ", ".join(dict.fromkeys(lengths))  # two that differ are no number
-        if not (text.isascii() and text.isdigit() and len(text) < 20):
-            raise RefusedRequest(f"Content-Length {text[:40]!r} is not a number.")
-        if int(text) > MOST_BODY:
-            raise RefusedRequest(
-                f"the body has {int(text):,} bytes; at most {MOST_BODY:,} are read.",
-                status=413,
-            )
-        body = self.rfile.read(int(text))
-        if len(body) < int(text):
-            raise ConnectionError("the client left before its request was complete")
-        self.close_connection = keeps
-        return body
+        try:
+            return body.read()
+        finally:
+            if body.is_read:
+                self.close_connection = keeps
 
     def _generate(self, reply: Reply) -> None:
         """Generate, and send the answer whole or as it comes."""
@@ -354,14 +378,30 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.browsers.answer_headers(headers.get("Origin"))
 
     def _is_gone(self) -> bool:
-        """Whether the client has closed its connection. One that sends a next request has not."""
+        """Whether the client has closed its connection. One that sends a next request has not, nor has one that only
+        sends no more: it still reads."""
         connection = self.connection
         try:
             connection.setblocking(False)
-            return not connection.recv(1, socket.MSG_PEEK)
+            if connection.recv(1, socket.MSG_PEEK):
+                return False
+            return self._has_hung_up()
         except BlockingIOError:
             return False
         except OSError:
             return True
         finally:
             connection.settimeout(SEND_SECONDS)
+
+    def _has_hung_up(self) -> bool:
+        """Whether a client that sends no more also reads no more. Its system refuses what is then sent to it: an
+        interim answer, or a comment between events, which every client ignores."""
+        if self.request_version == "HTTP/1.0":
+            return True
+        if not self._has_probed:
+            self._has_probed = True
+            self.connection.send(PROBES[self._has_begun])
+        state = select.poll()
+        state.register(self.connection, select.POLLIN)
+        found = state.poll(0)
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in found)

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ..generation.model_text import beginning_of
 from ..generation.requests import GeneratedToken, Sampling
 from .openai_reply import ReplyPart
 from .refused_request import RefusedRequest
@@ -34,8 +35,8 @@ FIELDS: dict[str, RequestField] = {
     ),
     "random_seed": RequestField("integer", -1, -1, SEEDS - 1),
     "no_log": IGNORED,
-    "beam_width": RequestField("any", only=(None,), reason=NO_BEAMS),
-    "length_penalty": RequestField("any", only=(None, 1), reason=NO_BEAMS),
+    "beam_width": RequestField("any", only=(), reason=NO_BEAMS),
+    "length_penalty": RequestField("any", only=(1,), reason=NO_BEAMS),
     "stop_token": RequestField("integer", None, 0, MOST_TOKENS),
 }
 
@@ -67,13 +68,15 @@ def megatron_text(body: Values, model: ServedModel) -> MegatronReply:
     seed = values["random_seed"]
     if seed < 0:
         seed = secrets.randbelow(SEEDS)
-    sampling = Sampling(
-        temperature=float(values["temperature"]),
-        top_k=values["top_k"],
-        top_p=float(values["top_p"]) or 1.0,
-        seed=seed,
-    )
-    parts = [_part(prompt, values, model, sampling) for prompt in values["prompts"]]
+    parts = []
+    for number, prompt in enumerate(values["prompts"]):
+        sampling = Sampling(
+            temperature=float(values["temperature"]),
+            top_k=values["top_k"],
+            top_p=float(values["top_p"]) or 1.0,
+            seed=(seed + number) % SEEDS,  # prompts are independent samples
+        )
+        parts.append(_part(prompt, values, model, sampling))
     return MegatronReply(parts, values["logprobs"])
 
 
@@ -125,7 +128,6 @@ def _part(
 def _tokens(prompt: str, values: Values, model: ServedModel) -> tuple[int, ...]:
     """The tokens of a prompt; with add_BOS behind a token that begins a text, or the end of another text."""
     tokens = model.encode(prompt, "prompts")
-    has_beginning = bool(getattr(model.tokenizer, "beginning", ()))
-    if prompt and values["add_BOS"] and not has_beginning:
+    if prompt and values["add_BOS"] and not beginning_of(model.tokenizer):
         return (model.tokenizer.eod, *tokens)
     return tokens

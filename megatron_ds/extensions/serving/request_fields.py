@@ -1,18 +1,23 @@
 """`RequestField`: the values that one key of a request may have. A table of them is checked by `read_fields`.
 
-Keys that no table has are refused, as OpenAI does: a misspelt one would silently have no effect.
+Keys that no table has are refused, as OpenAI does: a misspelt one would silently have no effect. With null they ask for
+nothing.
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ...console import shortened
 from ...registry import did_you_mean
 from .refused_request import RefusedRequest
+from .request_body import check_structure
 
+logger = logging.getLogger(__name__)
 Fields = Mapping[str, "RequestField"]
 Values = dict[str, Any]
 
@@ -25,27 +30,33 @@ class RequestField:
     default  the value where the key is absent or null
     least    of numbers, and of the length of lists
     most     the same
-    only     all values that are supported; () without such a limit
+    only     all values that are supported; None without such a limit
     reason   a sentence for the message about other values
+    nothing  values that ask for the default
+    note     why any value has no effect, which is logged once; "" for a field that has one
     """
 
     kind: str
     default: Any = None
     least: float = -math.inf
     most: float = math.inf
-    only: tuple = ()
+    only: tuple | None = None
     reason: str = ""
+    nothing: tuple = ()
+    note: str = ""
 
     def read(self, name: str, value: Any) -> Any:
         """The value, or the default for null. Raises RefusedRequest."""
-        if value is None:
+        if value is None or value in self.nothing:
             return self.default
+        if self.note:
+            _log_once(name, self.note)
         fits, words = KINDS[self.kind]
         if not fits(value):
             raise RefusedRequest(
                 f"{name} is {_shown(value)}; it must be {words}.", name
             )
-        if self.only and value not in self.only:
+        if self.only is not None and value not in self.only:
             raise RefusedRequest(
                 f"{name} {_shown(value)} is not supported. {self.reason}",
                 name,
@@ -73,7 +84,13 @@ def _is_number(value: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     """Whether this is a text that UTF-8 can hold: JSON may have half a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_texts(value: Any) -> bool:
@@ -114,6 +131,11 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 IGNORED = RequestField("any")
 
 
+@cache
+def _log_once(name: str, note: str) -> None:
+    logger.warning("the field %s of a request has no effect: %s", name, note)
+
+
 def _shown(value: Any) -> str:
     try:
         return shortened(json.dumps(value), 80)
@@ -133,6 +155,7 @@ def _range(field: RequestField) -> str:
 
 def read_json(body: bytes) -> Values:
     """The object in a body. Raises RefusedRequest."""
+    check_structure(body)
     try:
         content = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -151,8 +174,8 @@ def _refuse_constant(word: str) -> None:
 
 def read_fields(body: Values, fields: Fields, required: str) -> Values:
     """The value of each field. required: the key without which there is nothing to do. Raises RefusedRequest."""
-    for name in body:
-        if name not in fields:
+    for name, value in body.items():
+        if name not in fields and value is not None:
             shown = shortened(name, 60)
             hint = did_you_mean(name[:60], [*fields]) or "."
             raise RefusedRequest(

@@ -1,17 +1,20 @@
 """Fields of requests that decide how tokens are chosen, common to completions and chat."""
 
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
 from ..generation.requests import Sampling
+from .accepted_fields import OF_CLIENTS
 from .refused_request import RefusedRequest
-from .request_fields import IGNORED, RequestField
+from .request_fields import RequestField
 
 MOST_PARALLEL = 128  # texts of a request, as in OpenAI's API
 MOST_TOKENS = 1 << 24  # in numbers of requests; models have fewer positions
 SEEDS = 1 << 31
+LEAST_PROBABILITY = sys.float_info.min
 LONGEST_STOP = 256  # characters
 PENALTY = "Use repetition_penalty, which divides or multiplies the logits of tokens that occurred."
 
@@ -27,13 +30,13 @@ SAMPLING: dict[str, RequestField] = {
     "presence_penalty": RequestField("number", 0, only=(0,), reason=PENALTY),
     "frequency_penalty": RequestField("number", 0, only=(0,), reason=PENALTY),
     "logit_bias": RequestField("object", {}, only=({},), reason="Leave it out."),
-    "user": IGNORED,
     "top_k": RequestField("integer", 0, -1, MOST_TOKENS),
     "min_p": RequestField("number", 0.0, 0, 1),
     "repetition_penalty": RequestField("number", 1.0, 0.01, 100),
     "min_tokens": RequestField("integer", 0, 0, MOST_TOKENS),
     "stop_token_ids": RequestField("integers", (), 0, 64),
     "ignore_eos": RequestField("boolean", False),
+    **OF_CLIENTS,
 }
 
 
@@ -49,10 +52,11 @@ def sampling_of(values: Mapping[str, Any], seed: int) -> Sampling:
         return Sampling(
             temperature=float(values["temperature"]),
             top_k=max(values["top_k"], 0),
-            top_p=float(values["top_p"]),
+            # 0 keeps the likeliest token alone, which the smallest probability does.
+            top_p=max(float(values["top_p"]), LEAST_PROBABILITY),
             min_p=float(values["min_p"]),
             repetition_penalty=float(values["repetition_penalty"]),
-            seed=seed,
+            seed=seed % SEEDS,
         )
     except ConfigError as error:
         raise RefusedRequest(str(error)) from None

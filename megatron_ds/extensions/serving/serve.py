@@ -26,6 +26,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.chat.template import ChatTemplate, find_template
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     LoadedModel,
+    check_flags,
     evaluation_config,
     load_model,
     own_flags,
@@ -49,6 +50,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
     """Serve on rank 0 until a signal; the other ranks compute with it."""
     with launching.reported_to_others():
         args, rest = own_flags(_parser(), argv)
+        check_flags(rest)
         check(args)
         launch = launching.read_launch(os.environ)
         level = logging.WARNING if launch.rank else logging.INFO
@@ -189,6 +191,8 @@ def served_model(
         generator.check,
         template,
         int(time.time()),
+        model.ends,
+        args.max_requests,
     )
 
 
@@ -200,7 +204,8 @@ def serve(
     stop: StopRequest,
 ) -> None:
     """Answer requests until a signal; those under way are answered first. The other ranks follow."""
-    _ = model.answer_ends  # imports what renders templates, which takes seconds
+    # The import of what renders templates takes seconds, and a look at all tokens one.
+    _ = model.answer_ends, model.longest_text
     loop = GenerationLoop(generator, most, lambda: stop.received is not None)
     service.start(Serving(model, loop))
     print(f"serving {model.name} at {service.url}", flush=True)

@@ -10,13 +10,28 @@ from ...errors import MegatronDSError
 from ..chat.conversation import Message
 from ..chat.template import ChatTemplate, TemplateRefusal
 from ..generation.chat_turns import ChatTurns
+from ..generation.model_text import rendered_ids, text_ids
 from ..generation.requests import GenerationRequest
 from .refused_request import ABSENT, RefusedRequest
+from .request_body import MOST_BODY
 
 NO_TEMPLATE = (
     "this model has no chat template, so its messages have no text. Use /v1/completions, or start the server with "
     "--chat-template FILE."
 )
+# Names that are given to a template whatever the request is.
+RESERVED = {
+    *("messages", "conversations", "chat_template", "tools", "documents"),
+    *(
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    ),
+}
+TOO_LONG = "context_length_exceeded"  # OpenAI's
+LONGEST_ESCAPE = 6  # bytes of a character in JSON, \\u0041
+OTHER_FIELDS = 1 << 20  # bytes of a request without its texts
+FIRST_PART = 1 << 18  # characters
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,8 @@ class ServedModel:
     check       raises ConfigError for a request that the generator cannot run
     template    of conversations, or None
     created     seconds since 1970
+    ends        tokens that end a text, besides the end of a document
+    most_texts  that are generated or wait at a time
     """
 
     name: str
@@ -37,6 +54,8 @@ class ServedModel:
     check: Callable[[GenerationRequest], None]
     template: ChatTemplate | None = None
     created: int = 0
+    ends: frozenset[int] = frozenset()
+    most_texts: int = 4096
 
     def require_name(self, name: str | None) -> None:
         """Raises RefusedRequest unless a request names this model, or none."""
@@ -48,23 +67,71 @@ class ServedModel:
                 code="model_not_found",
             )
 
+    @cached_property
+    def longest_text(self) -> int:
+        """Characters of a text that may fit: no text with more is encoded. A token may stand for a blank besides."""
+        longest = max(
+            len(self.tokenizer.decode([number]).encode())
+            for number in range(self.tokenizer.vocab_size)
+        )
+        return self.max_length * (longest + 1)
+
+    @property
+    def most_body(self) -> int:
+        """Bytes of a request that this server can use: all texts that it takes, each character written as an escape."""
+        texts = self.most_texts * self.longest_text * LONGEST_ESCAPE
+        return min(OTHER_FIELDS + texts, MOST_BODY)
+
+    def check_texts(self, count: int, param: str) -> None:
+        """Raises RefusedRequest for more texts in a request than this server takes at a time."""
+        if count > self.most_texts:
+            raise RefusedRequest(
+                f"the request asks for {count:,} texts at once, and this server takes {self.most_texts:,} "
+                "(--max-requests). Ask for fewer.",
+                param,
+            )
+
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[int, ...]:
-        """The tokens of a prompt; the beginning of a text is put in front of a text. Raises RefusedRequest."""
+        """The tokens of a prompt, of a text with those that begin one. Raises RefusedRequest."""
         if not isinstance(prompt, str):
+            self._check_length(len(prompt), param)
             self.check_ids(prompt, param)
             return tuple(prompt)
-        ids = self._encoded(prompt, param)
-        begin = list(getattr(self.tokenizer, "beginning", ()))
-        if begin and ids[: len(begin)] != begin:
-            ids = [*begin, *ids]
-        # An empty text follows the end of another.
-        return tuple(ids) or (self.tokenizer.eod,)
+        return self._encoded(prompt, param, text_ids)
 
-    def _encoded(self, text: str, param: str) -> list[int]:
+    def _encoded(
+        self,
+        text: str,
+        param: str,
+        encode: Callable[[Tokenizer, str], Sequence[int]],
+    ) -> tuple[int, ...]:
+        """The tokens of a text that may fit. Raises RefusedRequest."""
+        if len(text) > self.longest_text:
+            raise RefusedRequest(
+                f"{param} has a text of {len(text):,} characters. A text of this model has at most {self.max_length} "
+                f"tokens, which are no more than {self.longest_text:,} characters. Shorten it.",
+                param,
+                code=TOO_LONG,
+            )
         try:
-            return self.tokenizer.encode(text)
+            # Where tokens may be long, only a beginning shows how many there are.
+            size = FIRST_PART
+            while size < len(text):
+                self._check_length(len(encode(self.tokenizer, text[:size])) // 2, param)
+                size *= 2
+            return tuple(encode(self.tokenizer, text))
         except MegatronDSError as error:
             raise RefusedRequest(f"{param}: {error}", param) from None
+
+    def _check_length(self, count: int, param: str) -> None:
+        """Raises RefusedRequest for more tokens than a text has."""
+        if count > self.max_length:
+            raise RefusedRequest(
+                f"{param} has more than {self.max_length} tokens, and a text of this model has at most as many. "
+                "Shorten it.",
+                param,
+                code=TOO_LONG,
+            )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises RefusedRequest for ids of a field that are no tokens."""
@@ -82,28 +149,36 @@ class ServedModel:
         RefusedRequest."""
         if self.template is None:
             raise RefusedRequest(NO_TEMPLATE)
+        if reserved := sorted(RESERVED & values.keys()):
+            raise RefusedRequest(
+                f"chat_template_kwargs has {', '.join(reserved)}, which the server itself gives to the template. Leave "
+                "it out.",
+                "chat_template_kwargs",
+            )
         given = {**self.template.values, **values}
-        turns = ChatTurns(ChatTemplate(self.template.source, given), self.tokenizer)
+        template = ChatTemplate(self.template.source, given)
+        turns = ChatTurns(template, self.tokenizer, self.end_tokens)
         try:
-            return turns.prompt(messages)
+            text = turns.text(messages)
         except TemplateRefusal as error:
             raise RefusedRequest(
                 f"the chat template does not take these messages: {error}", "messages"
             ) from None
         except MegatronDSError as error:
             raise RefusedRequest(f"messages: {error}", "messages") from None
+        return self._encoded(text, "messages", rendered_ids)
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a text: the end of a document."""
-        return frozenset((self.tokenizer.eod,))
+        """Tokens that end a text."""
+        return self.ends | {self.tokenizer.eod}
 
     @cached_property
     def answer_ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
         """Tokens that end an answer, and strings where the template ends it with no special token."""
         if self.template is None:
             return self.end_tokens, ()
-        turns = ChatTurns(self.template, self.tokenizer)
+        turns = ChatTurns(self.template, self.tokenizer, self.end_tokens)
         try:
             return turns.stop_tokens, turns.stops
         except (

@@ -29,10 +29,15 @@ DTYPES = {code: dtype for dtype, code in CODES.items()} | {
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged."""
-    if (folder / INDEX).is_file():
-        return _read_sharded(folder)
+    """Name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged, and for two
+    sets of weights."""
+    index = folder / INDEX
     single = folder / SINGLE
+    if index.is_file():
+        places = _places_in(index)
+        if single.is_file():
+            _check_one_set(folder, places)
+        return _read_sharded(folder, places)
     if single.is_file():
         return read_file(single)
     # Pickles of torch.save are named in the message, and not read.
@@ -47,15 +52,31 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}.{advice}")
 
 
-def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of the files that the folder's index names."""
-    # The index must name files in this folder and nothing else.
-    places = read_json(folder / INDEX).get("weight_map")
+def _places_in(index: Path) -> dict[str, str]:
+    """Name of a tensor → its file, in the folder of the index and nowhere else. Raises CheckpointError."""
+    places = read_json(index).get("weight_map")
     is_table = isinstance(places, dict) and bool(places)
     if not is_table or not all(map(_is_file_name, places.values())):
         raise CheckpointError(
-            f"{folder / INDEX} is damaged: weight_map is not a table of file names."
+            f"{index} is damaged: weight_map is not a table of file names."
         )
+    return places
+
+
+def _check_one_set(folder: Path, places: Mapping[str, str]) -> None:
+    """Raises CheckpointError unless the index names the single file: programs differ in which of two they read."""
+    others = sorted({*places.values()} - {SINGLE})
+    if not others:
+        return
+    raise CheckpointError(
+        f"{folder} holds the weights of two models, or one twice: {SINGLE}, which transformers reads, and {INDEX} with "
+        f"{len(others)} files, first {others[0]}, which others read, such as vLLM. Move one of the two to another "
+        "folder; the older one is likely left from an earlier save."
+    )
+
+
+def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Name → tensor of the files that the folder's index names."""
     # All files must be present before any is read.
     files = sorted({*places.values()})
     absent = [name for name in files if not (folder / name).is_file()]
@@ -64,21 +85,43 @@ def _read_sharded(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} "
             f"names, first {absent[0]}. Complete the download."
         )
-    # Each file must hold exactly the tensors that the index assigns to it.
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors = read_file(folder / file)
-        expected = {name for name, place in places.items() if place == file}
-        if differing := sorted(expected ^ tensors.keys()):
-            name = differing[0]
-            where = "is not in" if name in expected else "is in"
+    # Each file must hold the tensors that the index assigns to it, and may hold copies of those of others.
+    held = {file: read_file(folder / file) for file in files}
+    for file, tensors in held.items():
+        assigned = {name for name, place in places.items() if place == file}
+        absent = sorted(assigned - tensors.keys())
+        strange = sorted(tensors.keys() - places.keys())
+        where = "is not in" if absent else "is in"
+        differing = absent or strange
+        if differing:
             raise CheckpointError(
-                f"{folder / file} does not belong to {INDEX}: {name} {where} the "
+                f"{folder / file} does not belong to {INDEX}: {differing[0]} {where} the "
                 f"file, and so {len(differing) - 1} others. Files are swapped, or of "
                 "another model."
             )
-        found |= tensors
-    return {name: found[name] for name in places}
+    found = {name: held[file][name] for name, file in places.items()}
+    for file, tensors in held.items():
+        for name in sorted(tensors):
+            if places[name] != file:
+                _check_copy(tensors[name], found[name], places[name])
+    return found
+
+
+def _check_copy(copy: StoredTensor, named: StoredTensor, file: str) -> None:
+    """Raises CheckpointError for a tensor in a file that the index does not name for it, with other values than in the
+    one that it names."""
+    is_alike = copy.shape == named.shape and copy.dtype == named.dtype
+    if not is_alike or not torch.equal(_bytes_of(copy), _bytes_of(named)):
+        raise CheckpointError(
+            f"{copy.place} differs from the tensor of that name in {file}, the file that {INDEX} names for it. Save "
+            "the model again, or download it again."
+        )
+
+
+def _bytes_of(tensor: StoredTensor) -> torch.Tensor:
+    values = tensor.read()
+    flat = values.reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def _is_file_name(text: object) -> bool:

@@ -364,17 +364,16 @@ def config_of(
     )
 
 
-def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int]:
-    """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} if none names them."""
+def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int | None]:
+    """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} without these. None of one that
+    they do not name: transformers would put the id of the family's first model in its place."""
     if "tokenizer.json" not in checkpoint.tokenizer:
         return {}
     path = checkpoint.tokenizer["tokenizer.json"]
     ids = _vocabulary(path)
     named = _named_tokens(path)
     texts = {key: named.get(key.removesuffix("_id")) for key in TOKENS}
-    return {
-        key: ids[text] for key, text in texts.items() if isinstance(ids.get(text), int)
-    }
+    return {key: ids.get(text) for key, text in texts.items()}
 
 
 def _named_tokens(path: Path) -> dict[str, str]:

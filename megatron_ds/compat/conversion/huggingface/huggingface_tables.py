@@ -111,7 +111,7 @@ GPT_OSS = (
     Only("hidden_act", ("silu",)),
     Only("swiglu_alpha", (1.702,)),
     Only("swiglu_limit", (7.0,)),
-    Window(128, has_switch=False, layers=layers_by_pattern),
+    Window(128, has_switch=False, layers=layers_by_pattern, hides=False),
 )
 
 GPT2 = (

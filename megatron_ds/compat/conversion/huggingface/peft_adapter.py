@@ -11,6 +11,8 @@ A magnitude here is that of a row, as in their files; `adapter_tensors.shifted` 
 Which modules a layer of ours is, and how its rows are packed, are those of the family of the model.
 """
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ ADAPTER_TARGETS: Provided[Any] = Provided("adapter targets")
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"  # as peft wrote it before
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")  # of a module, or of its end
 PREFIX = "base_model.model."
 A = "lora_a"
 B = "lora_b"
@@ -38,11 +42,8 @@ PROBE = 7  # columns of a tensor that shows whether a packing transposes
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
-    "use_rslora": False,
     "modules_to_save": None,
     "rank_pattern": {},
-    "alpha_pattern": {},
-    "layers_to_transform": None,
     "trainable_token_indices": None,
     "lora_bias": False,
     "layer_replication": None,
@@ -142,6 +143,39 @@ def from_peft(
             f"the adapter has tensors that no linear layer of the model has: {', '.join(sorted(left)[:5])}. Layers of "
             "attention and of dense feed-forwards can have adapters; merge others with peft's merge_and_unload."
         )
+    return found
+
+
+def with_own_factors(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    family: Family,
+    model: ModelConfig,
+) -> dict[str, torch.Tensor]:
+    """Our tensors in which the modules that alpha_pattern names have their factor in B, and so the common one beside
+    it. Raises CheckpointError for a pattern that is more than a name, which would have to be executed."""
+    pattern = config.get("alpha_pattern") or {}
+    for name, alpha in pattern.items():
+        is_number = isinstance(alpha, int | float) and math.isfinite(alpha)
+        is_number = is_number and config["lora_alpha"] != 0
+        if not PLAIN_NAME.fullmatch(name) or not is_number:
+            raise CheckpointError(
+                f"alpha_pattern has {name!r}: {alpha!r}, not the name of a module, or its end, and a number. Merge the "
+                "adapter with peft's merge_and_unload, and give the folder of the whole model."
+            )
+    found = dict(tensors)
+    common = config["lora_alpha"]
+    for layer in adapted_layers(family, model):
+        several = len(layer.modules) > 1
+        for part, module in enumerate(layer.modules):
+            name = f"{layer.name}.{part}" if several else layer.name
+            key = f"{name}.{B}.weight"
+            # As in peft, the first entry that is the end of the module's name.
+            given = [
+                pattern[end] for end in pattern if f".{module}".endswith(f".{end}")
+            ]
+            if given and key in found:
+                found[key] = found[key] * (given[0] / common)
     return found
 
 

@@ -19,18 +19,26 @@ from ..adapter_tensors import NAME as NAME_OF_TENSOR
 from ..adapter_tensors import adapters_in_memory, of_layers, shifted, with_adapters
 from ..family import entries_of, model_of
 from ..files.safetensors_reader import read_file, read_json
-from ..files.stored_tensor import WEIGHT, AdapterTensors, LogicalCheckpoint
+from ..files.stored_tensor import (
+    WEIGHT,
+    AdapterTensors,
+    LogicalCheckpoint,
+    StoredTensor,
+)
+from ..files.torch_file import read_torch_file
 from ..formats import Format, Wishes, detected
 from ..published import published
 from .huggingface_format import family_for
 from .peft_adapter import (
     CONFIG,
+    PICKLED,
     WEIGHTS,
     adapted_layers,
     check_config,
     from_peft,
     targets_of,
     to_peft,
+    with_own_factors,
 )
 
 NAME = "peft"
@@ -46,11 +54,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     config = read_json(folder / CONFIG)
     check_config(config, folder / CONFIG)
     _check_numbers(config, folder / CONFIG)
-    weights = folder / WEIGHTS
-    if not weights.is_file():
-        raise CheckpointError(
-            f"{folder} has no {WEIGHTS}. Save the adapter as safetensors, which is peft's default."
-        )
+    weights, stored = _stored(folder)
     # The model beside which it was trained.
     named = wishes.base or config.get("base_model_name_or_path")
     base = Path(str(named))
@@ -62,21 +66,45 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     found = detected(base).read(base, wishes)
     model = model_of(found.model, base)
     family = family_for(found, model, wishes)
-    values = {name: tensor.read() for name, tensor in read_file(weights).items()}
+    values = {name: tensor.read() for name, tensor in stored.items()}
     tensors = from_peft(values, family, model)
     specs = {entry.ours: entry.spec for entry in entries_of(family, model)}
     rank = config["r"]
     _check_shapes(tensors, rank, specs, weights)
+    tensors = with_own_factors(tensors, config, family, model)
     in_memory = adapters_in_memory(tensors, weights)
     adapters = AdapterTensors(
         shifted(in_memory, found.tensors[WEIGHT], specs, -1),
         rank,
-        config["lora_alpha"] / rank,
+        config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
         tuple(targets_of(tensors)),
         base,
     )
     _check_magnitudes(adapters, bool(config.get("use_dora")), weights)
     return with_adapters(found, adapters, specs, folder)
+
+
+def _stored(folder: Path) -> tuple[Path, Mapping[str, StoredTensor]]:
+    """The file with the tensors, and those, not read yet. As peft does, the safetensors file is taken where there are
+    two. Raises CheckpointError."""
+    weights = folder / WEIGHTS
+    if weights.is_file():
+        return weights, read_file(weights)
+    pickled = folder / PICKLED
+    if not pickled.is_file():
+        raise CheckpointError(
+            f"{folder} has neither {WEIGHTS} nor {PICKLED}. Copy the file of the adapter there."
+        )
+    content = read_torch_file(pickled).content
+    is_table = isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(tensor, StoredTensor)
+        for name, tensor in content.items()
+    )
+    if not is_table:
+        raise CheckpointError(
+            f"{pickled} is not a table from names to tensors. Save the adapter again."
+        )
+    return pickled, content
 
 
 def _check_numbers(config: Mapping, place: Path) -> None:

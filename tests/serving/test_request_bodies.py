@@ -1,0 +1,406 @@
+"""What one client sends costs the others nothing: bodies are bounded before they are parsed, texts before they are
+encoded, and chunks are read as RFC 9112 has them."""
+
+import http.client
+import io
+import json
+import re
+import socket
+import threading
+from email.message import Message
+
+import pytest
+
+from megatron_ds.extensions.serving import request_body, request_fields
+from megatron_ds.extensions.serving.refused_request import RefusedRequest
+from megatron_ds.extensions.serving.request_body import (
+    MOST_BODY,
+    Body,
+    HeldBytes,
+    check_structure,
+)
+from tests.harness.toy_generator import ByteTokenizer, ToyGenerator, serving
+
+pytestmark = pytest.mark.threads
+
+TEXTS, CHAT, MEGATRON = "/v1/completions", "/v1/chat/completions", "/api"
+
+
+class Counting(ByteTokenizer):
+    """Counts the characters that are encoded."""
+
+    def __init__(self):
+        self.encoded = 0
+
+    def encode_batch(self, texts):
+        self.encoded += sum(map(len, texts))
+        return super().encode_batch(texts)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(tokenizer=Counting()) as running:
+        yield running
+
+
+def chat_of(text):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+REQUESTS = [
+    ("POST", TEXTS, lambda text: {"prompt": text}),
+    ("POST", TEXTS, lambda text: {"prompt": ["a", text]}),
+    ("POST", CHAT, chat_of),
+    ("PUT", MEGATRON, lambda text: {"prompts": [text]}),
+]
+
+
+@pytest.mark.parametrize("method, path, body", REQUESTS)
+@pytest.mark.parametrize("size", [1_000, 500_000, 15_000_000])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    served, method, path, body, size
+):
+    before = served.model.tokenizer.encoded
+    status, answer, _ = served.ask(method, path, body("a" * size))
+    assert status in (400, 413) and "at most" in answer["error"]["message"]
+    assert served.model.tokenizer.encoded - before <= 1
+    assert served.ask("GET", "/health")[0] == 200
+
+
+def test_a_text_as_long_as_the_longest_tokens_allow_is_encoded(served):
+    longest = served.model.longest_text
+    assert longest == 64 * (len("<begin>") + 1)
+    before = served.model.tokenizer.encoded
+    _, answer, _ = served.ask("POST", TEXTS, {"prompt": "a" * longest})
+    assert "a text has at most 64 tokens" in answer["error"]["message"]
+    assert served.model.tokenizer.encoded - before == longest
+
+
+def test_of_a_long_text_of_long_tokens_a_beginning_is_encoded_first(monkeypatch):
+    from megatron_ds.extensions.serving import served_model
+
+    monkeypatch.setattr(served_model, "FIRST_PART", 200)
+    words = Counting()
+    with serving(ToyGenerator(max_length=64), tokenizer=words) as running:
+        answer = running.ask("POST", TEXTS, {"prompt": "a" * 500})[1]
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert words.encoded == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[' + b"[]," * 150_000 + b"[]]}",
+        b'{"prompt":[' + b"{}," * 150_000 + b"{}]}",
+        b'{"metadata":{' + b",".join(b'"%d":1' % i for i in range(150_000)) + b"}}",
+        b'{"prompt":[' + b"1," * 2_100_000 + b"1]}",
+        b'{"prompt":[' + b'"",' * 2_100_000 + b'""]}',
+    ],
+    ids=["lists", "objects", "keys", "ids", "texts"],
+)
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(body, monkeypatch):
+    monkeypatch.setattr(request_fields.json, "loads", lambda *a, **k: pytest.fail())
+    with pytest.raises(RefusedRequest, match="has more than [12].*00,000 "):
+        request_fields.read_json(body)
+
+
+def test_what_strings_hold_is_no_structure():
+    text = '[{"' * 100_000 + "\\" * 70_001 + "," * 2_100_000
+    content = {"prompt": text, '\\"' * 40_000: [text, "\\"]}
+    check_structure(json.dumps(content).encode())
+    # The quotes of what follows are found again, at every place of a slice.
+    for shift in range(5):
+        start = json.dumps(["\\" * (request_body.PIECE // 2 + shift)])[:-1]
+        with pytest.raises(RefusedRequest, match="lists"):
+            check_structure(f"{start},{'[],' * 150_000}1]".encode())
+
+
+def test_lists_that_are_too_long_are_refused_before_their_elements_are_looked_at(
+    served,
+):
+    for prompt, words in (([1] * 70, "70 tokens"), ([[1]] * 4097, "4,097 prompts")):
+        _, answer, _ = served.ask("POST", TEXTS, {"prompt": prompt})
+        assert words in answer["error"]["message"]
+
+
+def test_a_request_has_no_more_texts_than_the_server_takes():
+    from dataclasses import replace
+
+    from megatron_ds.extensions.serving.completions import completions
+
+    words = Counting()
+    with serving(tokenizer=words) as running:
+        model = replace(running.model, most_texts=8)
+        with pytest.raises(RefusedRequest, match="9 texts at once, and .* takes 8"):
+            completions({"prompt": ["a", "b", "c"], "n": 3}, model)
+    assert words.encoded == 0
+
+
+def headers_of(**named):
+    made = Message()
+    for name, value in named.items():
+        made[name.replace("_", "-")] = value
+    return made
+
+
+def body_of(data, held=None, most=MOST_BODY, **headers):
+    return Body(io.BytesIO(data), headers_of(**headers), most, held or HeldBytes())
+
+
+def test_large_bodies_share_a_bound_which_the_end_of_a_request_gives_back():
+    held = HeldBytes(300_000)
+    data = bytes(200_000)
+    with body_of(data, held, Content_Length="200000") as first:
+        assert first.read() == data
+        with body_of(data, held, Content_Length="200000") as second:
+            with pytest.raises(RefusedRequest, match="hold .* of 300,000") as refusal:
+                second.read()
+            assert refusal.value.status == 429 and second.is_read
+            # What is refused makes room for others before it is answered.
+            with body_of(data[:90_000], held, Content_Length="90000") as other:
+                assert other.read() == data[:90_000]
+        # Small ones need no place.
+        with body_of(b"{}", held, Content_Length="2") as small:
+            assert small.read() == b"{}"
+    with body_of(data, held, Content_Length="200000") as third:
+        assert third.read() == data
+
+
+def test_large_bodies_are_read_one_at_a_time(served, monkeypatch):
+    inside = []
+    most = []
+    lock = threading.Lock()
+    read = request_fields.read_json
+
+    def noted(body):
+        with lock:
+            inside.append(1)
+            most.append(len(inside))
+        found = read(body)
+        with lock:
+            inside.pop()
+        return found
+
+    from megatron_ds.extensions.serving import http_service
+
+    monkeypatch.setattr(http_service, "read_json", noted)
+    body = {"prompt": "a", "max_tokens": 1, "metadata": {"a": "b" * 100_000}}
+    ask = lambda: served.ask("POST", TEXTS, body)
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(most) == 8 and max(most) == 1
+
+
+# ------------------------------------------------------------------ chunks
+def chunked(served, parts, headers=()):
+    """(status, answer, whether the connection is used again) for a body in chunks."""
+    connection = http.client.HTTPConnection(*served.address, timeout=60)
+    connection.request("POST", TEXTS, iter(parts), dict(headers), encode_chunked=True)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    is_kept = connection.sock is not None
+    if is_kept:
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+    connection.close()
+    return (*found, is_kept)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_body_in_chunks_is_that_of_its_bytes(served, size):
+    body = json.dumps({"prompt": "größer", "max_tokens": 3, "temperature": 0}).encode()
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    status, answer, is_kept = chunked(served, parts, {"Transfer-Encoding": "chunked"})
+    expected = served.ask("POST", TEXTS, body.decode())[1]
+    assert (status, is_kept) == (200, True)
+    assert answer["choices"] == expected["choices"]
+
+
+@pytest.mark.parametrize("headers", [{"Content_Length": "1803"}, {}])
+def test_a_body_that_is_too_large_is_read_to_its_end_and_refused(headers):
+    data = b"258\r\n" + b"a" * 600 + b"\r\n"
+    chunks = {} if headers else {"Transfer_Encoding": "chunked"}
+    data = bytes(1803) if headers else data * 3 + b"0\r\n\r\n"
+    with body_of(data, most=1000, **headers, **chunks) as body:
+        with pytest.raises(RefusedRequest, match="at most 1,000 can be") as refusal:
+            body.read()
+        assert refusal.value.status == 413 and body.is_read
+
+
+def test_chunks_with_extensions_and_trailers():
+    data = b"2;a=b\r\n{}\r\n1 \r\n \r\n0\r\nX: y\r\n\r\nGET"
+    with body_of(data, Transfer_Encoding="Chunked") as body:
+        assert body.read() == b"{} " and body.is_read
+
+
+@pytest.mark.parametrize(
+    "data, why",
+    [
+        (b"2\r\n{}x\r\n0\r\n\r\n", "longer than its length"),
+        (b"-2\r\n{}\r\n", "no length in hexadecimal"),
+        (b"0x2\r\n{}\r\n", "no length in hexadecimal"),
+        (b"\r\n", "no length in hexadecimal"),
+        (b"1" * 17 + b"\r\n", "no length in hexadecimal"),
+        (b"1;" + b"a" * 2000 + b"\r\n", "more than 1023 bytes"),
+        (b"2000000\r\n", "more than 16,777,216 bytes"),
+        (b"0\r\n" + b"A: b\r\n" * 200, "more than 100 trailers"),
+        (b"1\r\na\r\n" * 131_073, "more than 131,072 chunks"),
+    ],
+)
+def test_chunks_that_are_none(data, why):
+    with body_of(data, Transfer_Encoding="chunked") as body:
+        with pytest.raises(RefusedRequest, match=why):
+            body.read()
+        assert not body.is_read
+
+
+@pytest.mark.parametrize("data", [b"", b"2\r\n{", b"2\r\n{}\r\n", b"0\r\n"])
+def test_a_client_that_leaves_within_its_chunks(data):
+    with body_of(data, Transfer_Encoding="chunked") as body:
+        with pytest.raises(ConnectionError):
+            body.read()
+
+
+@pytest.mark.parametrize(
+    "head, status",
+    [
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 2", 400),
+        (b"Transfer-Encoding : chunked", 400),
+        (b"Transfer-Encoding: chunked, chunked", 501),
+        (b"A : b\r\nContent-Length: 2", 400),
+    ],
+)
+def test_a_request_whose_end_is_not_certain_is_refused_and_ends_the_connection(
+    served, head, status
+):
+    with socket.create_connection(served.address, timeout=60) as client:
+        client.sendall(b"POST /api HTTP/1.1\r\n" + head + b"\r\n\r\n{}")
+        found = b""
+        while part := client.recv(1 << 16):
+            found += part
+    assert found.startswith(b"HTTP/1.1 %d " % status)
+    assert found.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in found
+
+
+# ------------------------------------------------------------------ clients that only read
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_sends_no_more_has_its_answer(streams):
+    with serving(ToyGenerator(max_length=3000, pause=0.001)) as running:
+        asked = {"prompt": "a", "max_tokens": 900, "stream": streams, "seed": 1}
+        body = json.dumps({**asked, "ignore_eos": True}).encode()
+        with socket.create_connection(running.address, timeout=60) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\n"
+            client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            client.shutdown(socket.SHUT_WR)
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            found = answer.read().decode()
+        assert not running.generator.cancelled
+        assert "length" in found.rpartition("finish_reason")[2]
+
+
+# ------------------------------------------------------------------ fields
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"reasoning_effort": "low"},
+        {"prediction": None},
+        {"function_call": "none", "functions": None},
+        {"prompt_cache_key": "x"},
+        {"add_generation_prompt": True},
+        {"max_tokens": -1},
+        {"max_completion_tokens": -1},
+        {"tool_choice": "auto", "tools": [], "parallel_tool_calls": False},
+        {"modalities": ["text"], "audio": None},
+        {"of_another_program": None},
+        {"top_p": 0},
+        {"length_penalty": 1.0, "use_beam_search": False, "early_stopping": False},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": True},
+        {"guided_json": None, "structured_outputs": {}},
+        {"typical_p": 1, "mirostat_mode": 0, "cache_prompt": True},
+        {"enable_thinking": False, "verbosity": "medium"},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_accepted(served, field):
+    for slash in ("", "/"):
+        status, answer, _ = served.ask("POST", CHAT + slash, {**chat_of("a"), **field})
+        assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    "field, why",
+    [
+        ({"function_call": {"name": "f"}}, "function_call .* is not supported"),
+        ({"continue_final_message": True}, "/v1/completions"),
+        ({"add_generation_prompt": False}, "A conversation is answered"),
+        ({"guided_json": {"type": "object"}}, "Answers are text"),
+        ({"use_beam_search": True}, "sampled or greedy"),
+        ({"temperatur": 0.5}, "unknown field 'temperatur'; did you mean"),
+        ({"chat_template_kwargs": {"tools": []}}, "has tools, which the server itself"),
+        ({"chat_template_kwargs": {"messages": 1}}, "has messages, which the server"),
+    ],
+)
+def test_fields_that_would_change_an_answer_are_refused(served, field, why):
+    status, answer, _ = served.ask("POST", CHAT, {**chat_of("a"), **field})
+    assert status == 400
+    assert re.search(why, answer["error"]["message"])
+
+
+def test_a_field_without_effect_is_logged_once(served, caplog):
+    request_fields._log_once.cache_clear()
+    for _ in range(3):
+        assert served.ask("POST", CHAT, {**chat_of("a"), "priority": 2})[0] == 200
+    assert caplog.text.count("the field priority of a request has no effect") == 1
+
+
+def test_a_setting_of_the_template_reaches_it():
+    template = "{{ reasoning_effort }}{{ messages[0].content }}"
+    with serving(template=template) as running:
+        for field, text in (
+            ({"reasoning_effort": "low"}, "lowa"),
+            ({"chat_template_kwargs": {"reasoning_effort": "no"}}, "noa"),
+        ):
+            body = {**chat_of("a"), **field, "max_tokens": 1}
+            usage = running.ask("POST", CHAT, body)[1]["usage"]
+            assert usage["prompt_tokens"] == len(text)
+
+
+def test_a_probability_of_0_takes_the_likeliest_token(served):
+    asked = {"prompt": "abc", "max_tokens": 5, "seed": 3}
+    from megatron_ds.extensions.generation.requests import Sampling
+    from megatron_ds.extensions.generation.token_limits import limited
+    from megatron_ds.extensions.serving.completions import completions
+
+    reply = completions({**asked, "top_p": 0}, served.model)
+    sampling = reply.parts[0].request.sampling
+    import torch
+
+    scores = torch.tensor([[1.0, 3.0, 2.0, 3.0 - 1e-9]], dtype=torch.float64)
+    assert limited(scores, [sampling]).isfinite().tolist() == [
+        [False, True] + [False] * 2
+    ]
+    assert isinstance(sampling, Sampling)
+
+
+def test_prompts_of_a_request_have_seeds_of_their_own(served):
+    from megatron_ds.extensions.serving.completions import completions
+    from megatron_ds.extensions.serving.megatron_text import megatron_text
+
+    body = {"prompt": ["a", "a"], "n": 2, "seed": 7}
+    seeds = lambda reply: [part.request.sampling.seed for part in reply.parts]
+    assert seeds(completions(body, served.model)) == [7, 8, 9, 10]
+    of_megatron = {
+        "prompts": ["a", "a", "a"],
+        "random_seed": 7,
+        "tokens_to_generate": 4,
+    }
+    assert seeds(megatron_text(of_megatron, served.model)) == [7, 8, 9]
+
+
+def test_lists_of_the_models_and_paths_end_with_a_slash_or_not(served):
+    listed = served.ask("GET", "/v1/models")[:2]
+    assert served.ask("GET", "/v1/models/")[:2] == listed
+    assert served.ask("GET", "/health/")[0] == 200
