@@ -38,6 +38,7 @@ class DataKind:
     collator   (config, tokenizer) → a `Collator`
     blank      (samples, positions, device) → a `Batch` as large as real ones, for plans and timings
     fills      each sample takes s tokens of its corpus, so that epochs can be counted
+    has_masks  config → whether samples are read from the masks of corpora, too
     identity   config → what its samples depend on, besides corpus, sequence length and seed; plain values
     """
 
@@ -49,4 +50,5 @@ class DataKind:
     collator: Callable[..., Collator]
     blank: Callable[..., Batch]
     fills: bool = False
+    has_masks: Callable[["RunConfig"], bool] = lambda config: False
     identity: Callable[["RunConfig"], dict] = lambda config: {}

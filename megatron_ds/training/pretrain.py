@@ -38,9 +38,7 @@ from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
-from ..mpu.agreement import require_agreement
 from ..mpu.collectives import all_gather_object
-from ..mpu.group import Group
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
@@ -59,7 +57,7 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_engine
-from .data_facts import data_facts
+from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
@@ -279,7 +277,7 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
     config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
     description = describe_run(config, recorded, tokenizer, start.run_id)
-    _require_same_data(config, description["identity"], world)
+    require_same_data(config, description["identity"], world)
     # The weights.
     if start.step is not None:
         on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
@@ -333,16 +331,6 @@ def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
     save = trainer.config.checkpoint.save
     if path := find(place_of(save), trainer.saves.step):
         logger.info("the last checkpoint is %s", path)
-
-
-def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> None:
-    """Raises ConfigError on all ranks when their corpora or tokenizers differ. Collective over the world."""
-    require_agreement(
-        world,
-        lambda: data_facts(config, identity),
-        "the ranks of this job have different data",
-        "They would train on samples of both. Copy the same files to all machines.",
-    )
 
 
 def _prepare_saves(

@@ -1,4 +1,4 @@
-"""Ranks that were started with other options, versions, variables or data: all end with the same error."""
+"""Ranks that were started with other options, versions or variables: all end with the same error."""
 
 import json
 import platform
@@ -6,17 +6,14 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_ds.config import compared_values as compared
 from megatron_ds.config.compared_values import compared_values
 from megatron_ds.config.parse import read
 from megatron_ds.config.run import all_options
-from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.errors import DataError, MegatronDSError
 from megatron_ds.mpu.agreement import require_agreement
-from megatron_ds.training.data_facts import data_facts
 from tests.harness.pretraining import TINY
 from tests.harness.threads import run_ranks
 
@@ -226,52 +223,3 @@ def test_versions_edited_sources_and_variables_are_compared(monkeypatch, tmp_pat
     compared._hash_of_source.cache_clear()
     edited = compared_values(config, env={})
     assert "the hash of megatron_ds's source files is" in errors_of([here, edited])[0]
-
-
-# ------------------------------------------------------------------ data
-def corpus(prefix, lengths, first_id=0):
-    prefix.parent.mkdir(exist_ok=True)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for length in lengths:
-            writer.add_document([(first_id + i) % 60 for i in range(length)])
-    return prefix
-
-
-@pytest.mark.parametrize(
-    "lengths, first_id",
-    [((5, 9, 30), 0), ((5, 9, 31), 1)],
-    ids=["one token more", "other tokens of the same lengths"],
-)
-def test_ranks_with_different_copies_of_a_corpus_end_and_name_it(
-    tmp_path, lengths, first_id
-):
-    one = corpus(tmp_path / "node1" / "text", (5, 9, 31))
-    other = corpus(tmp_path / "node2" / "text", lengths, first_id)
-    same = corpus(tmp_path / "node3" / "text", (5, 9, 31))
-    identity = {"tokenizer": {"fingerprint": "a"}, "data": {}}
-    configs = [
-        read([*TINY, "--data-path", str(prefix)]) for prefix in (one, other, same)
-    ]
-    facts = [data_facts(config, identity) for config in configs]
-    text = errors_of(facts[:2])[0]
-    assert re.search(
-        r"corpus 1 \(data\) is 3 documents, 45 tokens, hash \S+ "
-        rf"on rank 0 on \S+ \(from {one}\), and 3 documents, {sum(lengths)} tokens, hash "
-        rf"\S+ on rank 1 on \S+ \(from {other}\)",
-        text,
-    )
-    assert errors_of([facts[0], facts[2]]) == [None, None]
-
-
-def test_the_weights_of_a_blend_and_the_tokenizer_are_compared(tmp_path):
-    prefix = corpus(tmp_path / "a" / "text", (5, 9))
-    base = read([*TINY, "--data-path", "0.3", str(prefix), "0.7", str(prefix)])
-    other = read([*TINY, "--data-path", "0.4", str(prefix), "0.6", str(prefix)])
-    identity = {"tokenizer": {"fingerprint": "GPT2:a"}, "data": {}}
-    assert (
-        "the blend (data) is"
-        in errors_of([data_facts(base, identity), data_facts(other, identity)])[0]
-    )
-    another = {"tokenizer": {"fingerprint": "GPT2:b"}, "data": {}}
-    text = errors_of([data_facts(base, identity), data_facts(base, another)])[0]
-    assert "the tokenizer is GPT2:a on rank 0" in text and "GPT2:b on rank 1" in text

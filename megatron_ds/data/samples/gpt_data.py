@@ -311,5 +311,6 @@ GPT_DATA = DataKind(
     collator=_collator,
     blank=blank_batch,
     fills=True,
+    has_masks=lambda config: config.data.sft,
     identity=_identity,
 )
