@@ -16,7 +16,7 @@ from ..mpu.agree import on_all_ranks
 from ..mpu.agreement import require_agreement
 from ..mpu.group import Group
 from ..planning.run_model import data_kind
-from .file_copies import are_one_file, hashes_of_blocks
+from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
 
 # name → (value, where it is from), of `mpu.agreement`
 Facts = dict[str, tuple[Any, str]]
@@ -26,21 +26,24 @@ ADVICE = "They would train on samples of both. Copy the same files to all machin
 
 def require_same_data(
     config: RunConfig, identity: Mapping[str, Any], world: Group
-) -> None:
+) -> list[str] | None:
     """Raise the same ConfigError on all ranks when their data differ. Collective over the world. Reads files.
 
     identity: what the run records of its data and its tokenizer, of `describe_run`
+    Returns None if all was compared; else, for each rank, what identifies its copy of files that were too large.
     """
     if world.size == 1:
-        return
+        return None
     files = on_all_ranks(world, lambda: data_files(config))
-    are_copies = not are_one_file(files, world)
+    copies = copies_of(files, world)
+    are_copies = len(set(copies)) > 1
 
     def facts() -> Facts:
         found = data_facts(config, identity)
         return found | hashes_of_blocks(files) if are_copies else found
 
     require_agreement(world, facts, PROBLEM, ADVICE)
+    return copies if are_copies and not are_read_in_full(files) else None
 
 
 def data_files(config: RunConfig) -> dict[str, Path]:

@@ -26,14 +26,19 @@ THREADS = 4  # hashlib and reads release the interpreter lock
 Files = Mapping[str, Path]
 
 
-def are_one_file(files: Files, world: Group) -> bool:
-    """Whether each of the files is one and the same file on all ranks. Collective over the world.
+def copies_of(files: Files, world: Group) -> list[str]:
+    """For each rank, what identifies its copy of the files. Collective over the world.
 
     A copy has an inode and a time of change of its own, which no program sets. So ranks that see equal ones read
     the same file, of one host or of a shared file system.
     """
-    states = gather_from_all_ranks(world, lambda: _states(files))
-    return len(set(states)) == 1
+    return gather_from_all_ranks(world, lambda: _states(files))
+
+
+def are_read_in_full(files: Files) -> bool:
+    """Whether `hashes_of_blocks` reads all bytes of the files."""
+    blocks = [-(-_stat(path).st_size // BLOCK_BYTES) for path in files.values()]
+    return sum(blocks) <= READ_BYTES // BLOCK_BYTES
 
 
 def _states(files: Files) -> str:

@@ -80,6 +80,7 @@ from .run_checkpoint import (
 )
 from .run_tokenizer import with_tokenizer
 from .samples import build_loaders, rearranged, wanted_samples
+from .second_reading import with_second_reading
 from .startup_text import describe
 from .trainer import Loaders, Trainer
 
@@ -277,7 +278,9 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
     config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
     description = describe_run(config, recorded, tokenizer, start.run_id)
-    require_same_data(config, description["identity"], world)
+    copies = require_same_data(config, description["identity"], world)
+    if copies is not None:
+        loaders = with_second_reading(loaders, copies, mesh)
     # The weights.
     if start.step is not None:
         on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))

@@ -151,6 +151,11 @@ class SharedReader:
         return replace(frame, **tensors)
 
     @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads, and sends to the others."""
+        return self.tp.rank == READER
+
+    @property
     def dataset(self) -> Dataset:
         """The samples that are read, of this rank."""
         return self.loader.dataset

@@ -71,6 +71,12 @@ class Loaders:
     valid: BatchSource | None = None
     test: BatchSource | None = None
 
+    def compare(self) -> None:
+        """Compare what ranks with copies of their own read (`SecondReading`). Collective over the world."""
+        for loader in (self.train, self.valid, self.test):
+            if hasattr(loader, "compare"):
+                loader.compare()
+
 
 @dataclass(frozen=True)
 class _Done:
@@ -118,6 +124,7 @@ class Trainer:
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
         self.saves.report = lambda step, wait: log.note(SaveRecord(step, wait))
+        self.saves.check = loaders.compare
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
         self.tasks = tasks
@@ -166,6 +173,7 @@ class Trainer:
                 self.saves.save(self.progress, is_last=True)
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
+            self.loaders.compare()
             self._report_communication(together=True)
         except MegatronDSError as error:
             # All ranks stop here, so that they can complete the checkpoint under way.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_ds.errors import MegatronDSError
 from megatron_ds.training import file_copies
 from megatron_ds.training.data_facts import require_same_data
 from megatron_ds.training.file_copies import BLOCK_BYTES, spread_blocks
+from megatron_ds.training.second_reading import partners_of
 from tests.harness.pretraining import TINY, run_pretrain
 from tests.harness.threads import run_ranks
 
@@ -162,14 +164,13 @@ TOKENS = 301_228
 
 
 @contextlib.contextmanager
-def in_a_folder_of_its_own(rank, folder):
-    """The working directory of a rank."""
-    before = os.getcwd()
-    os.chdir(f"{folder}/node{rank}")
-    try:
+def in_a_folder_of_its_own(rank, folder, read_bytes=None):
+    """The working directory of a rank, and how many bytes of copies it reads before it trains."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(f"{folder}/node{rank}")
+        if read_bytes is not None:
+            patch.setattr(file_copies, "READ_BYTES", read_bytes)
         yield
-    finally:
-        os.chdir(before)
 
 
 def other_between_samples(path):
@@ -218,3 +219,62 @@ def test_no_rank_trains_on_another_copy(tmp_path, change, suffix, named):
     printed = "".join(rank.out + rank.err for rank in ended)
     assert "the ranks of this job have different data" in printed and named in printed
     assert "iteration" not in printed
+
+
+def test_a_rank_with_a_rarer_copy_reads_after_one_with_another():
+    assert partners_of("AABB") == [2, 3, 0, 1]
+    for copies in ("AABB", "ABAB", "AAAAAABC", "ABCDE", "AAB", "ABBBB"):
+        partners = partners_of(copies)
+        assert sorted(partners) == list(range(len(copies)))
+        usual = Counter(copies).most_common(1)[0][0]
+        for rank, partner in enumerate(partners):
+            # The samples of a rank with a rarer copy are read by one with another copy.
+            assert copies[partner] == usual or copies[rank] != copies[partner]
+    assert partners_of("AAA") == [0, 1, 2]
+
+
+LARGE = [
+    16,
+    4096,
+    1 << 20,
+    5,
+]  # tokens; the third document is between the blocks that are read at the start
+LAYOUTS = {
+    "dp": [],
+    "tp": ["--tensor-model-parallel-size", "2"],
+    "pp": ["--pipeline-model-parallel-size", "2"],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_of_large_copies_are_compared_as_they_are_read(tmp_path, layout):
+    one = corpus(tmp_path / "node0" / "text", LARGE)
+    other = copied(one, tmp_path / "node1")
+    argv = [*TINY, *LAYOUTS[layout], "--data-path", "text", "--split", "100,0,0"]
+    argv += [
+        "--train-iters",
+        "40",
+        "--save",
+        tmp_path / "save",
+        "--save-interval",
+        "20",
+    ]
+    spoil = partial(in_a_folder_of_its_own, folder=tmp_path, read_bytes=BLOCK_BYTES)
+    # Equal copies train to the end.
+    ended = run_pretrain(2, argv, spoil=spoil)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    # Of the other one every token of the first half is changed, of which no block was read.
+    tokens = np.memmap(other.with_suffix(".bin"), np.uint16, "r+")
+    tokens[: len(tokens) // 4] = 59
+    tokens.flush()
+    shutil.rmtree(tmp_path / "save")
+    ended = run_pretrain(2, argv, spoil=spoil)
+    printed = "".join(rank.out + rank.err for rank in ended)
+    assert [rank.code for rank in ended] == [2, 2], printed
+    assert re.search(
+        r"the ranks of this job read different data: sample \d+ of the train data, from text.bin at position \d+ of "
+        r"the run, is hash \S+ on rank 0 on \S+, and hash \S+ on rank 1 on",
+        printed,
+    )
+    assert not any((tmp_path / "save").glob("iter_*"))
