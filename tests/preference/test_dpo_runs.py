@@ -1,5 +1,6 @@
 """Runs with --dpo are those of plain torch; they continue with the reference of their first step."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,6 +138,22 @@ def test_a_run_continues_with_the_reference_of_its_first_step(folder, tmp_path):
     elsewhere = ["--data-cache-path", tmp_path / "other", "--load", parts]
     [ended] = run_pretrain(1, job(folder, 3, *elsewhere))
     assert ended.code == 2 and "no log-probabilities of the reference" in ended.err
+
+
+def test_a_corpus_that_was_made_again_with_the_same_lengths_has_other_scores(
+    folder, tmp_path
+):
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    for suffix in (".bin", ".idx", ".mask.bin"):
+        shutil.copy(folder / f"pairs{suffix}", tmp_path)
+    own = ["--data-path", tmp_path / "pairs"]
+    train(1, job(folder, 1, *cache, *own, "--save", tmp_path / "one"))
+    ids = np.memmap(tmp_path / "pairs.bin", np.uint16, "r+")
+    ids[:] = (ids + 1) % (VOCAB - 1)
+    ids.flush()
+    train(1, job(folder, 1, *cache, *own, "--save", tmp_path / "two"))
+    # The loss of the first step is ln 2 only if the reference has scored these answers.
+    assert losses(tmp_path / "two")[1] == pytest.approx(np.log(2), rel=1e-6)
 
 
 def test_other_frozen_weights_or_positions_have_a_reference_of_their_own(

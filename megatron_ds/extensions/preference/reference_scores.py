@@ -27,6 +27,7 @@ from ...data.loading.loader import Loader
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
 from ...host import places
+from ...host.content_hash import content_hash
 from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
@@ -41,6 +42,7 @@ from .pair_loss import AnswerScores, Logits, answer_scores, sizes_of
 
 logger = logging.getLogger(__name__)
 TITLE = "PreferenceReference"
+NAMES = ("scores",)  # of the arrays of an entry
 
 
 def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
@@ -193,9 +195,8 @@ def _stored_or_scored(
         "model": model_identity(engine.config.model),
         "dtype": dtype,
     }
-    entry = CacheEntry(folder, TITLE, key, ("scores",))
     # Stored, or else computed with the weights that are loaded.
-    stored = on_one_rank(world, lambda: _read(entry))
+    stored = on_one_rank(world, lambda: _stored(folder, key, dataset, is_new))
     if stored is not None:
         return stored
     if not is_new:
@@ -214,8 +215,26 @@ def _stored_or_scored(
             len(scores),
             seconds,
         )
-        _write(entry, scores)
+        _write(_entry(folder, key, dataset), scores)
     return scores
+
+
+def _stored(
+    folder: Path, key: dict[str, Any], dataset: PairDataset, is_new: bool
+) -> np.ndarray | None:
+    """The scores of a dataset in a folder."""
+    found = _read(_entry(folder, key, dataset))
+    if found is None and not is_new:
+        # Earlier versions did not record the contents of the corpus.
+        found = _read(CacheEntry(folder, TITLE, key, NAMES))
+    return found
+
+
+def _entry(folder: Path, key: dict[str, Any], dataset: PairDataset) -> CacheEntry:
+    """The entry of a key and of what the files of the corpus hold now. Reads them in full."""
+    paths = (dataset.corpus.bin_path, dataset.masks.path)
+    content = content_hash(np.memmap(path, np.uint8, "r") for path in paths)
+    return CacheEntry(folder, TITLE, key | {"content": content}, NAMES)
 
 
 def _read(entry: CacheEntry) -> np.ndarray | None:
