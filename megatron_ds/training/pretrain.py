@@ -57,11 +57,16 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_engine
+from .continued_schedule import changes
 from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
-from .from_checkpoint import options_of_checkpoint, with_saved_schedule
+from .from_checkpoint import (
+    options_of_checkpoint,
+    saved_config,
+    with_saved_schedule,
+)
 from .objective import Prepare, open_objective
 from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
@@ -79,7 +84,12 @@ from .run_checkpoint import (
     save_folder,
 )
 from .run_tokenizer import with_tokenizer
-from .samples import build_loaders, rearranged, wanted_samples
+from .samples import (
+    build_loaders,
+    planned_samples,
+    rearranged,
+    wanted_samples,
+)
 from .second_reading import with_second_reading
 from .startup_text import describe
 from .trainer import Loaders, Trainer
@@ -276,8 +286,12 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     start = find_start(checkpoint, world)
     as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
     recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
-    config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
+    planned = on_all_ranks(world, lambda: planned_samples(start.run, as_given))
+    config, tokenizer, loaders = on_all_ranks(
+        world, lambda: _open_data(as_given, planned, mesh)
+    )
     description = describe_run(config, recorded, tokenizer, start.run_id)
+    description |= {"planned_samples": planned}
     copies = require_same_data(config, description["identity"], world)
     if copies is not None:
         loaders = with_second_reading(loaders, copies, mesh)
@@ -317,6 +331,7 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
         load_base(engine, opened.base)
     if opened.foreign is None:
         progress = load_run(engine, opened.start)
+        _log_changes(engine, opened, progress)
     else:
         progress = foreign_checkpoints().load(
             engine, opened.foreign, all_pieces(engine), opened.config.checkpoint
@@ -325,6 +340,16 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
         engine, opened.loaders, opened.start, opened.description, progress
     )
     return progress, opened.description | found
+
+
+def _log_changes(engine: Replica, opened: Opened, progress: Progress) -> None:
+    """Log on rank 0 what this start changes of the schedules of the run that it continues."""
+    run = opened.start.run
+    if engine.mesh.rank or not progress.step or "converted_from" in run:
+        return
+    before = saved_config(run, opened.config.checkpoint.load)
+    for text in changes(before, opened.config, progress):
+        logger.warning("%s", text)
 
 
 def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
@@ -413,8 +438,13 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
     )
 
 
-def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
-    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective."""
+def _open_data(
+    config: RunConfig, planned: Sequence[int], mesh: Mesh
+) -> tuple[RunConfig, Tokenizer, Loaders]:
+    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective.
+
+    planned: of `planned_samples`
+    """
     config, tokenizer = with_tokenizer(config)
     kind = data_kind(config)
     config = fit_default_split(config, wanted_samples(config), kind)
@@ -424,6 +454,7 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
         tokenizer,
         kind,
         one_epoch=config.curriculum.orders_samples,
+        planned=planned,
     )
     return (
         config,

@@ -216,6 +216,8 @@ def _rank_that_differs(of_ranks: Sequence[Mapping[int, str]]) -> int | None:
 
 def _file_of(dataset: Any, index: int) -> str:
     """The file from which a sample is read."""
+    if hasattr(dataset, "place"):
+        return _file_of(*dataset.place(index))
     if hasattr(dataset, "dataset_index"):
         part = dataset.datasets[dataset.dataset_index[index]]
         return _file_of(part, int(dataset.sample_index[index]))
