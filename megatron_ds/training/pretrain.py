@@ -28,6 +28,7 @@ from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
+from ..config.sources.combine import MOCK_INSTEAD
 from ..config.sources.flags import read_flags
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
@@ -144,7 +145,19 @@ def _pretrain(
             raise DeviceMemoryError(_what_would_fit(error, mesh)) from error
         if mesh.rank == 0:
             logger.info("training ended: %s", reason)
+            _warn_of_mock_data(config)
     return 0
+
+
+def _warn_of_mock_data(config: RunConfig) -> None:
+    """Say at the end, too, that a run had no data where its command line names some."""
+    left_out = config.without_effect.items()
+    named = [name for name, why in left_out if why == MOCK_INSTEAD and "path" in name]
+    if named:
+        logger.warning(
+            "the data were mock, as --mock-data was given: %s had no effect",
+            " and ".join(named),
+        )
 
 
 def _names_its_world(argv: Sequence[str]) -> bool:
