@@ -12,6 +12,7 @@ from ..config import RunConfig
 from ..data.loading.blend import PARTS, DataPath, parse_blend, read_sources
 from ..data.text.indexed import IndexedDataset, corpus_paths
 from ..data.text.mask_file import mask_path
+from ..data.tokenizers import Tokenizer
 from ..mpu.agree import on_all_ranks
 from ..mpu.agreement import require_agreement
 from ..mpu.group import Group
@@ -25,7 +26,7 @@ ADVICE = "They would train on samples of both. Copy the same files to all machin
 
 
 def require_same_data(
-    config: RunConfig, identity: Mapping[str, Any], world: Group
+    config: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, world: Group
 ) -> list[str] | None:
     """Raise the same ConfigError on all ranks when their data differ. Collective over the world. Reads files.
 
@@ -40,6 +41,8 @@ def require_same_data(
 
     def facts() -> Facts:
         found = data_facts(config, identity)
+        # A file beside the vocabulary names this token.
+        found["the id of the end of a document"] = (tokenizer.eod, "the tokenizer")
         return found | hashes_of_blocks(files) if are_copies else found
 
     require_agreement(world, facts, PROBLEM, ADVICE)

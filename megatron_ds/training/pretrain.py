@@ -305,7 +305,8 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     )
     description = describe_run(config, recorded, tokenizer, start.run_id)
     description |= {"planned_samples": planned}
-    copies = require_same_data(config, description["identity"], world)
+    identity = description["identity"]
+    copies = require_same_data(config, identity, tokenizer, world)
     if copies is not None:
         loaders = with_second_reading(loaders, copies, mesh)
     # The weights.

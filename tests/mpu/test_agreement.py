@@ -4,6 +4,7 @@ import json
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,7 @@ def test_versions_edited_sources_and_variables_are_compared(monkeypatch, tmp_pat
     monkeypatch.undo()
     package = tmp_path / "megatron_ds"
     original = Path(compared.__file__).parents[1]
-    shutil.copytree(original, package, ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    shutil.copytree(original, package, ignore=shutil.ignore_patterns("*.pyc"))
     monkeypatch.setattr(
         compared, "__file__", str(package / "config" / "compared_values.py")
     )
@@ -223,3 +224,27 @@ def test_versions_edited_sources_and_variables_are_compared(monkeypatch, tmp_pat
     compared._hash_of_source.cache_clear()
     edited = compared_values(config, env={})
     assert "the hash of megatron_ds's source files is" in errors_of([here, edited])[0]
+
+
+def test_compiled_modules_and_the_script_are_compared(monkeypatch, tmp_path):
+    config = config_of("--lr", None)
+    here = compared_values(config, env={})
+    # The package without a module that a compiler made.
+    name = "the compiled modules of megatron_ds"
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "_adam.cpython-311.so").touch()
+    monkeypatch.setattr(compared, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    assert compared_values(config, env={})[name] == (["_adam"], "")
+    monkeypatch.undo()
+    # Another script of the same name.
+    script = tmp_path / "train.py"
+    script.write_text("loss = 1")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    one = compared_values(config, env={})
+    assert one != here
+    script.write_text("loss = 2")
+    other = compared_values(config, env={})
+    assert "the hash of the script is" in errors_of([one, other])[0]
+    # A program that pip made for this installation.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{sys.prefix}/bin/run")
+    assert compared_values(config, env={})["the hash of the script"] == ("none", "")

@@ -1,11 +1,11 @@
 """Ranks with different copies of their data: all end with the same error before they train, which names the place."""
 
-import contextlib
 import os
 import re
 import shutil
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from megatron_ds.training.data_facts import require_same_data
 from megatron_ds.training.file_copies import BLOCK_BYTES, spread_blocks
 from megatron_ds.training.second_reading import partners_of
 from tests.harness.pretraining import TINY, run_pretrain
+from tests.harness.spoilers import in_a_folder_of_its_own
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -50,15 +51,20 @@ def changed(path, first, content):
         file.write(content)
 
 
-def errors_of(*paths, options=(), identities=None):
-    """The text of the error of each rank, or None. paths: the words after --data-path of each rank."""
+def errors_of(*paths, options=(), identities=None, ends=None):
+    """The text of the error of each rank, or None. paths: the words after --data-path of each rank.
+
+    identities, ends: of ranks with another identity, or another token at the end of a document
+    """
 
     def run(rank, world):
         group = world.group("world", range(len(paths)), rank)
         words = [paths[rank]] if isinstance(paths[rank], os.PathLike) else paths[rank]
         config = read([*TINY, *options, "--data-path", *map(str, words)])
         try:
-            require_same_data(config, (identities or {}).get(rank, IDENTITY), group)
+            identity = (identities or {}).get(rank, IDENTITY)
+            tokenizer = SimpleNamespace(eod=(ends or {}).get(rank, 60))
+            require_same_data(config, identity, tokenizer, group)
         except MegatronDSError as error:
             assert error.on_all_ranks
             return str(error)
@@ -128,6 +134,8 @@ def test_tokenizers_are_compared(tmp_path):
     other = {"tokenizer": {"fingerprint": "b"}, "data": {}}
     text = errors_of(one, one, identities={1: other})[0]
     assert "the tokenizer is a on rank 0" in text and "b on rank 1" in text
+    text = errors_of(one, one, ends={1: 59})[0]
+    assert "the id of the end of a document is 60 on rank 0" in text
 
 
 def test_a_file_that_all_ranks_share_is_not_read(tmp_path, monkeypatch):
@@ -161,16 +169,6 @@ def test_blocks_of_large_files_are_spread_evenly_with_the_last_one_of_each():
 
 # ------------------------------------------------------------------ whole runs
 TOKENS = 301_228
-
-
-@contextlib.contextmanager
-def in_a_folder_of_its_own(rank, folder, read_bytes=None):
-    """The working directory of a rank, and how many bytes of copies it reads before it trains."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(f"{folder}/node{rank}")
-        if read_bytes is not None:
-            patch.setattr(file_copies, "READ_BYTES", read_bytes)
-        yield
 
 
 def other_between_samples(path):
