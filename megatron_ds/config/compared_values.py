@@ -7,6 +7,7 @@ settings that change neither numbers nor communication. Contents behind such pat
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError
@@ -57,12 +58,12 @@ def compared_values(
 
 def _versions() -> dict[str, tuple[str, str]]:
     """Versions of this package and of those that compute; a package of the same version may be edited."""
+    package = Path(__file__).parents[1]
     found = {
         "the version of megatron_ds": (__version__, ""),
-        "the hash of megatron_ds's source files": (
-            _hash_of_source(Path(__file__).parents[1]),
-            "",
-        ),
+        "the hash of megatron_ds's source files": (_hash_of_source(package), ""),
+        "the compiled modules of megatron_ds": (_compiled_modules(package), ""),
+        "the hash of the script": (_hash_of_script(), ""),
     }
     for name in PACKAGES:
         try:
@@ -80,3 +81,20 @@ def _hash_of_source(package: Path) -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package)} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
+
+
+def _compiled_modules(package: Path) -> list[str]:
+    """The modules that a compiler made; without one, torch's operations, which round otherwise, take their place."""
+    return sorted(path.name.partition(".")[0] for path in package.rglob("*.so"))
+
+
+def _hash_of_script() -> str:
+    """A hash of the program that this process runs, which may register models and losses of its own.
+
+    Programs of the installation differ in their first line, and call this package only.
+    """
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    is_file = path is not None and Path(path).is_file()
+    if not is_file or Path(path).resolve().is_relative_to(Path(sys.prefix).resolve()):
+        return "none"
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

@@ -38,6 +38,9 @@ class DataKind:
     collator   (config, tokenizer) → a `Collator`
     blank      (samples, positions, device) → a `Batch` as large as real ones, for plans and timings
     fills      each sample takes s tokens of its corpus, so that epochs can be counted
+    same_order (corpus, range of documents, config, n, m) → whether datasets of n and m samples begin with the same
+               ones; False where that is not known
+    has_masks  config → whether samples are read from the masks of corpora, too
     identity   config → what its samples depend on, besides corpus, sequence length and seed; plain values
     """
 
@@ -49,4 +52,6 @@ class DataKind:
     collator: Callable[..., Collator]
     blank: Callable[..., Batch]
     fills: bool = False
+    same_order: Callable[..., bool] = lambda *ignored: False
+    has_masks: Callable[["RunConfig"], bool] = lambda config: False
     identity: Callable[["RunConfig"], dict] = lambda config: {}

@@ -170,7 +170,9 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
     path = config.parallel.pipeline_costs_path
     run = _run_key(config, mesh.device)
     world = mesh.group("world")
-    if path and (found := on_one_rank(world, lambda: read_costs(Path(path), run))):
+    # The path is an option of each host, so ranks without one take part as well.
+    stored = lambda: read_costs(Path(path), run) if path else None
+    if found := on_one_rank(world, stored):
         return found
     mine = time_layers(config, ctx)
     transfer = time_transfer(config, mesh.group("pp"), ctx)
@@ -184,8 +186,8 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
         for kind in mine
     }
     agreed = Times(layers, statistics.fmean(seconds for seconds, _ in of_all), SOURCE)
-    if path:
-        on_one_rank(world, lambda: write_costs(Path(path), run, agreed))
+    store = lambda: write_costs(Path(path), run, agreed) if path else None
+    on_one_rank(world, store)
     return agreed
 
 

@@ -23,7 +23,6 @@ from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.executor import program_length
 from ..pipeline.instruction import SENDS, Program
 from ..zero.data_groups import DataGroups
-from ..zero.exchange import UNDER_WAY
 from ..zero.gathering import gathering_over, units_by_parameter
 from ..zero.layout import SlotPiece
 from ..zero.matrix_owners import MatrixEntry
@@ -48,6 +47,7 @@ from ..zero.settings import ZeroSettings
 from ..zero.shard_optimizer import ShardOptimizer, make_leaf
 from ..zero.whole_matrices import WholeMatrices, whole_matrices
 from .fake_stages import FakeStage, most_kept
+from .gradient_memory import fillings_of, gradient_buffers
 from .run_model import DTYPES, boundary_shape
 from .run_plan import moments_of
 from .update_memory import bytes_of_update
@@ -176,7 +176,9 @@ def plan_rank(
     gathered = whole * sizes.parameter
     buffers = gathered + _bytes_received(config, settings, whole)
     buffers += _bytes_of_decoding(plans)
-    buffers += _gradient_buffers(config, settings, plans, groups)
+    buffers += _gradient_buffers(
+        config, settings, plans, parameters, use, groups, microbatches
+    )
     buffers += messages_held * message
     of_experts = [p for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES]
     return RankPlan(
@@ -439,48 +441,27 @@ def state_traffic(
     return traffic
 
 
-def gradient_buffers(
-    layers: Sequence[int], under_way: int, *, kept_whole: bool, gradient_bytes: int
-) -> int:
-    """Bytes of the buffers in which gradients accumulate.
-
-    layers: elements of each. under_way: reductions at a time. kept_whole: until the last micro-batch;
-    otherwise one more layer accumulates, and the weight that head and embedding share has a buffer for the
-    whole backward.
-    """
-    whole = sum(layers)
-    return (
-        whole if kept_whole else min(whole, (under_way + 2) * max(layers, default=0))
-    ) * gradient_bytes
-
-
 def _gradient_buffers(
     config: RunConfig,
     settings: ZeroSettings,
     plans: Sequence[SetPlan],
+    parameters: Sequence[nn.Parameter],
+    use: ParameterUse,
     groups: DataGroups,
+    microbatches: int,
 ) -> int:
     """Bytes of the buckets in which gradients accumulate, if only shards are kept, and of the exchange."""
-    lengths = lambda plan: (
-        [_numel(plan, unit) for unit in range(len(plan.units))]
-        if plan.units
-        else [bucket.stop - bucket.start for bucket in plan.layout.buckets]
+    fillings = list(fillings_of(plans, parameters, settings, use.used_twice()))
+    filling = gradient_buffers(
+        fillings,
+        microbatches=microbatches,
+        kept_whole=config.zero.zero_accumulate == "full",
     )
-    # Buckets that fill in backward are those of sets whose gradients are split.
-    filling = []
-    for plan in plans:
-        if plan.policy.gradient:
-            filling += lengths(plan)
     buckets = chain.from_iterable(plan.layout.buckets for plan in plans)
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
     # Their memory, the exchange of the longest bucket, and what the optimizer's rule adds.
     return (
-        gradient_buffers(
-            filling,
-            UNDER_WAY,
-            kept_whole=config.zero.zero_accumulate == "full",
-            gradient_bytes=settings.grad_dtype.itemsize,
-        )
+        filling * settings.grad_dtype.itemsize
         + settings.make_exchange(torch.device("cpu")).planned_bytes(
             longest, groups.data.size
         )

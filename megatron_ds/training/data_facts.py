@@ -1,59 +1,114 @@
-"""What ranks compare after they opened their data: corpora, tokenizer, curriculum indexes.
+"""What ranks compare after they opened their data: corpora, masks, tokenizer, curriculum indexes.
 
-Each machine may have its own copy of a corpus, at a path of its own. So ranks compare contents, not paths:
-the lengths of all sequences (`IndexedDataset.fingerprint`), and evenly spaced blocks of the tokens.
+Each machine may have its own copy of a corpus, at a path of its own. So ranks compare contents, not paths
+(`file_copies`): all bytes of small files, and blocks of large ones.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..data.loading.blend import PARTS, parse_blend, read_sources
+from ..data.loading.blend import PARTS, DataPath, parse_blend, read_sources
 from ..data.text.indexed import IndexedDataset, corpus_paths
-
-# A file is hashed by evenly spaced blocks.
-BLOCKS = 16
-BLOCK_BYTES = 4096
+from ..data.text.mask_file import mask_path
+from ..data.tokenizers import Tokenizer
+from ..mpu.agree import on_all_ranks
+from ..mpu.agreement import require_agreement
+from ..mpu.group import Group
+from ..planning.run_model import data_kind
+from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
 
 # name → (value, where it is from), of `mpu.agreement`
 Facts = dict[str, tuple[Any, str]]
+PROBLEM = "the ranks of this job have different data"
+ADVICE = "They would train on samples of both. Copy the same files to all machines."
+
+
+def require_same_data(
+    config: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, world: Group
+) -> list[str] | None:
+    """Raise the same ConfigError on all ranks when their data differ. Collective over the world. Reads files.
+
+    identity: what the run records of its data and its tokenizer, of `describe_run`
+    Returns None if all was compared; else, for each rank, what identifies its copy of files that were too large.
+    """
+    if world.size == 1:
+        return None
+    files = on_all_ranks(world, lambda: data_files(config))
+    copies = copies_of(files, world)
+    are_copies = len(set(copies)) > 1
+
+    def facts() -> Facts:
+        found = data_facts(config, identity)
+        # A file beside the vocabulary names this token.
+        found["the id of the end of a document"] = (tokenizer.eod, "the tokenizer")
+        return found | hashes_of_blocks(files) if are_copies else found
+
+    require_agreement(world, facts, PROBLEM, ADVICE)
+    return copies if are_copies and not are_read_in_full(files) else None
+
+
+def data_files(config: RunConfig) -> dict[str, Path]:
+    """What a file is → its path, of all files that samples and their order are read from."""
+    kind = data_kind(config)
+    files: dict[str, Path] = {}
+    for part, number, prefix in _prefixes(config):
+        corpus = f"corpus {number} ({part})"
+        tokens, index = corpus_paths(prefix)
+        files[f"the index of {corpus}"] = index
+        files[f"the tokens of {corpus}"] = tokens
+        if kind.has_masks(config):
+            files[f"the loss masks of {corpus}"] = mask_path(prefix)
+    # The indexes of a curriculum.
+    for what, prefix in config.curriculum.index_prefixes():
+        for path in filter(Path.exists, corpus_paths(prefix)):
+            files[f"{what}, {path.suffix}"] = path
+    return files
 
 
 def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
-    """name → (value, source) of all data of this rank. Reads files.
-
-    identity: what the run records of its data and its tokenizer, of `describe_run`
-    """
+    """name → (value, source) of what describes the data of this rank. Reads the headers of files."""
     # The tokenizer.
     fingerprint = identity["tokenizer"]["fingerprint"]
     facts: Facts = {
         "the vocabulary size": (config.model.vocab_size, "the tokenizer"),
         "the tokenizer": (fingerprint, ""),
     }
-    # The corpora of all data, or of each part of them.
+    # The weights and names of each blend, then the size of each corpus.
+    for name, part in _parts(config):
+        facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
+    for part, number, prefix in _prefixes(config):
+        corpus = IndexedDataset(prefix)
+        size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
+        facts[f"corpus {number} ({part})"] = (size, str(prefix))
+    # Which indexes a curriculum has, and what else the run records of its data.
+    for what, prefix in config.curriculum.index_prefixes():
+        present = filter(Path.exists, corpus_paths(prefix))
+        suffixes = [path.suffix for path in present]
+        facts[what] = (suffixes, str(prefix))
+    for name, value in identity["data"].items():
+        facts[f"the identity of the data, {name}"] = (value, "")
+    return facts
+
+
+def _parts(config: RunConfig) -> Iterator[tuple[str, DataPath]]:
+    """The name and the data path of all data, or of each part of them; none of mock data."""
+    if config.data.mock_data:
+        return
     sources = read_sources(config.data)
     parts = {"data": sources.whole, **dict(zip(PARTS, sources.parts))}
     for name, part in parts.items():
-        if part is None or not part.values:
-            continue
-        # Names and weights, then the content of each corpus.
-        blend = _blend(part.values)
-        facts[f"the blend ({name})"] = (blend, part.flag)
-        facts.update(_corpora(name, part.values))
-    # The order of the samples, and what else the run records of its data.
-    facts.update(_indexes(config))
-    facts.update(_identity(identity["data"]))
-    return facts
+        if part is not None and part.values:
+            yield name, part
 
 
-def _identity(values: Mapping[str, Any]) -> Facts:
-    """A fact for each value that describes the data."""
-    facts: Facts = {}
-    for name, value in values.items():
-        facts[f"the identity of the data, {name}"] = (value, "")
-    return facts
+def _prefixes(config: RunConfig) -> Iterator[tuple[str, int, str]]:
+    """The part, the number in its blend and the prefix of each corpus."""
+    for name, part in _parts(config):
+        prefixes = parse_blend(part.values, "the data path").prefixes
+        for number, prefix in enumerate(prefixes, 1):
+            yield name, number, prefix
 
 
 def _blend(values: tuple[str, ...]) -> list:
@@ -62,43 +117,3 @@ def _blend(values: tuple[str, ...]) -> list:
     names = [piece.name for piece in blend.slices]
     weights = list(blend.weights or ())
     return [names, weights]
-
-
-def _corpora(
-    part: str, values: tuple[str, ...]
-) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """A fact for each corpus of a part of the data."""
-    prefixes = parse_blend(values, "the data path").prefixes
-    for number, prefix in enumerate(prefixes, 1):
-        corpus = IndexedDataset(prefix)
-        size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
-        # Lengths of sequences and blocks of tokens: the same for copies at other paths.
-        blocks = content_hash(corpus.bin_path)
-        content = f"{corpus.fingerprint()} {blocks}"
-        digest = hashlib.sha256(content.encode())
-        value = f"{size}, hash {digest.hexdigest()[:12]}"
-        yield f"corpus {number} ({part})", (value, str(prefix))
-
-
-def _indexes(config: RunConfig) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The index files of the order of the samples."""
-    for what, prefix in config.curriculum.index_prefixes():
-        present = filter(Path.exists, corpus_paths(prefix))
-        hashes = [content_hash(path) for path in present]
-        yield what, (hashes, str(prefix))
-
-
-def content_hash(path: Path) -> str:
-    """A hash of the size of a file and of evenly spaced blocks of it; at most 64 KiB are read."""
-    # Files of different sizes differ in their hashes.
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    last = max(0, size - BLOCK_BYTES)  # start of the last block
-    # Blocks of a short file overlap; each is read once.
-    starts = {last * i // (BLOCKS - 1) for i in range(BLOCKS)}
-    with path.open("rb") as file:
-        for start in sorted(starts):
-            file.seek(start)
-            block = file.read(BLOCK_BYTES)
-            digest.update(block)
-    return digest.hexdigest()[:16]

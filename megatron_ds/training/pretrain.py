@@ -29,6 +29,7 @@ from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
 from ..config.options.training_options import CheckpointConfig
+from ..config.sources.combine import MOCK_INSTEAD
 from ..config.sources.flags import read_flags
 from ..config.sources.named_features import import_named
 from ..console import set_up_logging
@@ -41,9 +42,7 @@ from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
-from ..mpu.agreement import require_agreement
 from ..mpu.collectives import all_gather_object
-from ..mpu.group import Group
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
@@ -62,11 +61,16 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_engine
-from .data_facts import data_facts
+from .continued_schedule import changes
+from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
-from .from_checkpoint import options_of_checkpoint, with_saved_schedule
+from .from_checkpoint import (
+    options_of_checkpoint,
+    saved_config,
+    with_saved_schedule,
+)
 from .objective import Prepare, open_objective
 from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
@@ -84,7 +88,13 @@ from .run_checkpoint import (
     save_folder,
 )
 from .run_tokenizer import with_tokenizer
-from .samples import build_loaders, rearranged, wanted_samples
+from .samples import (
+    build_loaders,
+    planned_samples,
+    rearranged,
+    wanted_samples,
+)
+from .second_reading import with_second_reading
 from .startup_text import describe
 from .trainer import Loaders, Trainer
 
@@ -142,7 +152,19 @@ def _pretrain(
             raise DeviceMemoryError(_what_would_fit(error, mesh)) from error
         if mesh.rank == 0:
             logger.info("training ended: %s", reason)
+            _warn_of_mock_data(config)
     return 0
+
+
+def _warn_of_mock_data(config: RunConfig) -> None:
+    """Say at the end, too, that a run had no data where its command line names some."""
+    left_out = config.without_effect.items()
+    named = [name for name, why in left_out if why == MOCK_INSTEAD and "path" in name]
+    if named:
+        logger.warning(
+            "the data were mock, as --mock-data was given: %s had no effect",
+            " and ".join(named),
+        )
 
 
 def _names_its_world(argv: Sequence[str]) -> bool:
@@ -285,9 +307,16 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     start = find_start(checkpoint, world, recorded.checkpoint)
     as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
     recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
-    config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
+    planned = on_all_ranks(world, lambda: planned_samples(start.run, as_given))
+    config, tokenizer, loaders = on_all_ranks(
+        world, lambda: _open_data(as_given, planned, mesh)
+    )
     description = describe_run(config, recorded, tokenizer, start.run_id)
-    _require_same_data(config, description["identity"], world)
+    description |= {"planned_samples": planned}
+    identity = description["identity"]
+    copies = require_same_data(config, identity, tokenizer, world)
+    if copies is not None:
+        loaders = with_second_reading(loaders, copies, mesh)
     # The weights.
     if start.step is not None:
         is_own = checkpoint.load == recorded.checkpoint.load
@@ -326,6 +355,7 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
         load_base(engine, opened.base)
     if opened.foreign is None:
         progress = load_run(engine, opened.start)
+        _log_changes(engine, opened, progress)
     else:
         progress = foreign_checkpoints().load(
             engine, opened.foreign, all_pieces(engine), opened.config.checkpoint
@@ -336,6 +366,16 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
     return progress, opened.description | found
 
 
+def _log_changes(engine: Replica, opened: Opened, progress: Progress) -> None:
+    """Log on rank 0 what this start changes of the schedules of the run that it continues."""
+    run = opened.start.run
+    if engine.mesh.rank or not progress.step or "converted_from" in run:
+        return
+    before = saved_config(run, opened.config.checkpoint.load)
+    for text in changes(before, opened.config, progress):
+        logger.warning("%s", text)
+
+
 def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
     """Log on rank 0 the path of the newest checkpoint, if there is one."""
     if mesh.rank:
@@ -343,16 +383,6 @@ def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
     save = trainer.config.checkpoint.save
     if path := find(place_of(save), trainer.saves.step):
         logger.info("the last checkpoint is %s", path)
-
-
-def _require_same_data(config: RunConfig, identity: Mapping, world: Group) -> None:
-    """Raises ConfigError on all ranks when their corpora or tokenizers differ. Collective over the world."""
-    require_agreement(
-        world,
-        lambda: data_facts(config, identity),
-        "the ranks of this job have different data",
-        "They would train on samples of both. Copy the same files to all machines.",
-    )
 
 
 def _prepare_saves(
@@ -437,8 +467,13 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
     )
 
 
-def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
-    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective."""
+def _open_data(
+    config: RunConfig, planned: Sequence[int], mesh: Mesh
+) -> tuple[RunConfig, Tokenizer, Loaders]:
+    """(config with the size of the vocabulary, tokenizer, loaders). Reads files; not collective.
+
+    planned: of `planned_samples`
+    """
     config, tokenizer = with_tokenizer(config)
     kind = data_kind(config)
     config = fit_default_split(config, wanted_samples(config), kind)
@@ -448,6 +483,7 @@ def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loa
         tokenizer,
         kind,
         one_epoch=config.curriculum.orders_samples,
+        planned=planned,
     )
     return (
         config,

@@ -14,7 +14,7 @@ from ..config import RunConfig, Source
 from ..config.options.training_options import CheckpointConfig
 from ..errors import CheckpointError
 from ..launch_env import restarts_in, run_in
-from ..mpu.agree import on_one_rank
+from ..mpu.agree import gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 
 FROM_SAVE = {
@@ -32,7 +32,8 @@ def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> Ru
     Files of this run without a checkpoint stay where they are, also with --overwrite-save.
     Collective over the world.
     """
-    restarts = restarts_in(environ)
+    # Launchers of several machines may count differently; what follows is collective.
+    restarts = max(gather_from_all_ranks(world, lambda: restarts_in(environ)))
     checkpoint = config.checkpoint
     if not restarts or not checkpoint.save:
         return config

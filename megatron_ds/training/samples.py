@@ -6,7 +6,7 @@ fast disk, it is faster when each rank reads the batch itself.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
 from ..data.tokenizers.base import Tokenizer
+from ..errors import CheckpointError
 from ..features import Provided
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
@@ -27,6 +28,7 @@ from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
+from .from_checkpoint import saved_config
 from .trainer import Loaders
 
 SAMPLE_ORDER: Provided[Any] = Provided("sample order")
@@ -55,6 +57,31 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one
+
+
+def planned_samples(run: Mapping, config: RunConfig) -> list[int]:
+    """The numbers of training samples that the starts of a run planned, in rising order; see `ContinuedDataset`.
+
+    run: the values of run.json of the checkpoint that it continues, or {}
+    """
+    wanted = wanted_samples(config)[0]
+    checkpoint = config.checkpoint
+    # Another program's checkpoint has no options of its training.
+    if not run or checkpoint.finetune or "converted_from" in run:
+        return [wanted]
+    before = run.get("planned_samples")
+    if before is None:
+        saved = replace(
+            saved_config(run, checkpoint.load), world_size=run["world_size"]
+        )
+        before = [wanted_samples(saved)[0]]
+    is_list = isinstance(before, list) and before
+    if not is_list or not all(isinstance(n, int) and n >= 0 for n in before):
+        raise CheckpointError(
+            f"--load {checkpoint.load}: planned_samples of its run.json is {before!r}, and no list of numbers of "
+            "samples. Copy the checkpoint again."
+        )
+    return before if wanted <= before[-1] else [*before, wanted]
 
 
 def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> Datasets:
@@ -152,6 +179,11 @@ class SharedReader:
             for name, form in forms.items()
         }
         return replace(frame, **tensors)
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads, and sends to the others."""
+        return self.tp.rank == READER
 
     @property
     def dataset(self) -> Dataset:

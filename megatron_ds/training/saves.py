@@ -47,12 +47,14 @@ class Saves:
 
     step       of the newest complete checkpoint of this process, or of the one that it loaded; -1 without one
     tried      the last step at which a save was asked for
+    check      called before a save; an error that it raises on all ranks prevents the save
     report     called for each complete checkpoint: its step, and the seconds that steps waited for it
     """
 
     def __init__(self, engine: Replica, description: dict, loaded_step: int | None):
         self.step = -1 if loaded_step is None else loaded_step
         self.tried = -1
+        self.check: Callable[[], None] = lambda: None
         self.report: Callable[[int, float], None] = lambda step, seconds: None
         self._engine = engine
         self._description = description
@@ -66,6 +68,7 @@ class Saves:
     def save(self, progress: Progress, is_last: bool = False) -> None:
         """Save this moment, in the background if --async-save is given and training goes on. Collective."""
         self.finish()
+        self.check()
         self.tried = progress.step
         begin = time.perf_counter()
         with places.phase(places.SAVING):

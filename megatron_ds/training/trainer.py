@@ -65,6 +65,12 @@ class Loaders:
     valid: BatchSource | None = None
     test: BatchSource | None = None
 
+    def compare(self) -> None:
+        """Compare what ranks with copies of their own read (`SecondReading`). Collective over the world."""
+        for loader in (self.train, self.valid, self.test):
+            if hasattr(loader, "compare"):
+                loader.compare()
+
 
 @dataclass(frozen=True)
 class _Done:
@@ -112,6 +118,7 @@ class Trainer:
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(engine, description, loaded)
         self.saves.report = self._report_save
+        self.saves.check = loaders.compare
         if engine.reruns is not None:
             engine.reruns.report = self._record_rerun
         self.tasks = tasks
@@ -151,6 +158,7 @@ class Trainer:
             self._save_what_is_left()
             if reason in ("finished", EVALUATED):
                 self._evaluate_everything()
+            self.loaders.compare()
             for observer in self.observers:
                 observer.run_ended(reason)
         except MegatronDSError as error:

@@ -94,6 +94,16 @@ class ParameterUse:
         }
         return {p: (stage, 0) for p, stage in self.stage_of.items()} | in_layers
 
+    def used_twice(self) -> frozenset[nn.Parameter]:
+        """Parameters that several layers use."""
+        seen: set[nn.Parameter] = set()
+        twice: set[nn.Parameter] = set()
+        for layers in self.layers.values():
+            for layer in layers:
+                twice |= seen.intersection(layer)
+                seen |= set(layer)
+        return frozenset(twice)
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:

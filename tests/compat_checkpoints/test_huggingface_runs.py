@@ -1,8 +1,12 @@
 """Runs that start from a folder of Hugging Face, and that continue: sizes, notes, family of an export."""
 
 import json
+import re
+import shutil
+from functools import partial
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.huggingface.huggingface_format import (
@@ -18,6 +22,7 @@ from megatron_ds.training.run_tokenizer import with_tokenizer
 from tests.contracts.test_special_tokens import library_json
 from tests.harness.huggingface_models import POSITIONS, saved
 from tests.harness.pretraining import run_file, run_pretrain, train
+from tests.harness.spoilers import in_a_folder_of_its_own
 
 pytestmark = pytest.mark.processes
 
@@ -177,3 +182,27 @@ def test_a_conversion_without_a_tokenizer_has_the_rows_of_its_source(
         assert config.model.vocab_size == tokenizer.vocab_size == rows
         with pytest.raises(DataError, match="--tokenizer-type"):
             tokenizer.encode("Hello")
+
+
+def test_ranks_whose_copies_of_a_folder_hold_other_weights_end_and_name_the_tensor(
+    tmp_path,
+):
+    saved("opt", tmp_path / "node0" / "theirs")
+    shutil.copytree(tmp_path / "node0", tmp_path / "node1")
+    argv = ["--load", "theirs", *STEP, "--train-iters", 1]
+    spoil = partial(in_a_folder_of_its_own, folder=tmp_path)
+    train(2, argv, spoil=spoil)
+    # One value of one tensor.
+    [path] = (tmp_path / "node1" / "theirs").glob("*.safetensors")
+    tensors = load_file(path)
+    [name] = [name for name in tensors if name.endswith("layers.1.fc2.weight")]
+    tensors[name][3, 5] += 1e-3
+    save_file(tensors, path, metadata={"format": "pt"})
+    ended = run_pretrain(2, argv, spoil=spoil)
+    printed = "".join(rank.out + rank.err for rank in ended)
+    assert [rank.code for rank in ended] == [2, 2], printed
+    assert re.search(
+        r"ranks of this job load different weights: weight/decoder\.layers\.1\.mlp\.linear_fc2\.weight is \S+ \S+ "
+        r"torch\.float32, hash \S+ on rank 0 on \S+ \(from .*\), and",
+        printed,
+    )

@@ -250,6 +250,15 @@ def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(
         open_dataset(corpus, samples=40, documents=range(1, 4), short_seq_prob=0.2)
 
 
+def test_maps_are_built_again_for_other_documents_of_the_same_sentences(tmp_path):
+    open_dataset(write(tmp_path / "c", [[4, 4], [4, 4, 4, 4]]), samples=4)
+    corpus = write(tmp_path / "c", [[4, 4, 4, 4], [4, 4]])
+    samples = open_dataset(corpus, samples=4)
+    bounds = corpus.document_indices
+    documents = np.searchsorted(bounds, samples.mapping[:, :2], side="right")
+    assert (documents[:, 0] == np.searchsorted(bounds, samples.mapping[:, 1])).all()
+
+
 @pytest.mark.parametrize(
     "documents, pairs, said",
     [

@@ -208,3 +208,20 @@ def test_a_corpus_above_four_gibibytes_is_read_to_its_end(tmp_path):
         0,
         100,
     ] and corpus.num_tokens == lengths.sum(dtype=np.int64)
+
+
+def test_all_lengths_of_a_long_corpus_are_part_of_the_key_of_its_maps(
+    tmp_path, monkeypatch
+):
+    """Blocks of 2 lengths, of which 3 are in the fingerprint: it begins at 0, 9 and 18 of 20 lengths."""
+    monkeypatch.setattr(indexed, "FINGERPRINT_BLOCKS", 3)
+    monkeypatch.setattr(indexed, "FINGERPRINT_BLOCK", 2)
+    keys = []
+    for lengths in ([3, 4, 5, 6] * 5, [3, 4, 6, 5] + [3, 4, 5, 6] * 4):
+        with IndexedWriter(tmp_path / "text", np.uint16) as writer:
+            for length in lengths:
+                writer.add_document([1] * length)
+        corpus = IndexedDataset(tmp_path / "text")
+        keys.append(corpus.key(range(20)))
+    assert keys[0]["corpus"] == keys[1]["corpus"]
+    assert keys[0] != keys[1]

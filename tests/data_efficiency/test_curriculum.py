@@ -14,6 +14,7 @@ from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.data_efficiency.curriculum_order import (
     CurriculumOrder,
+    MetricIndex,
     Phase,
     _floor_sum,
     order_by_difficulty,
@@ -412,3 +413,18 @@ def test_a_wrong_metric_is_named_with_its_key(tmp_path, change, said):
         read_metric(json.dumps({**metric(tmp_path, np.arange(60)), **change}))
     with pytest.raises(ConfigError, match="is not JSON"):
         read_metric("{name: rare}")
+
+
+def test_the_order_of_several_metrics_is_built_again_for_an_index_that_differs_in_any_sample(
+    tmp_path,
+):
+    total = 64 * 4096 * 3
+    values = np.arange(total)
+    block = metric(tmp_path, values)
+    first = MetricIndex(read_metric(json.dumps(block)), total)
+    before = first.fingerprint()
+    # Two samples between the 64 blocks of 4,096 that are spaced evenly.
+    values[[5000, 5001]] = values[[5001, 5000]]
+    metric(tmp_path, values)
+    other = MetricIndex(read_metric(json.dumps(block)), total)
+    assert other.fingerprint() != before

@@ -195,3 +195,15 @@ def spoiled_weight(rank: int, *, step: int, victim: int, value: float):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", train_step)
         yield
+
+
+@contextlib.contextmanager
+def in_a_folder_of_its_own(rank, folder, read_bytes=None):
+    """The working directory of a rank, and how many bytes of copies it reads before it trains."""
+    from megatron_ds.training import file_copies
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(f"{folder}/node{rank}")
+        if read_bytes is not None:
+            patch.setattr(file_copies, "READ_BYTES", read_bytes)
+        yield

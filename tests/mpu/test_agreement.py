@@ -1,22 +1,20 @@
-"""Ranks that were started with other options, versions, variables or data: all end with the same error."""
+"""Ranks that were started with other options, versions or variables: all end with the same error."""
 
 import json
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_ds.config import compared_values as compared
 from megatron_ds.config.compared_values import compared_values
 from megatron_ds.config.parse import read
 from megatron_ds.config.run import all_options
-from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.errors import DataError, MegatronDSError
 from megatron_ds.mpu.agreement import require_agreement
-from megatron_ds.training.data_facts import data_facts
 from tests.harness.pretraining import TINY
 from tests.harness.threads import run_ranks
 
@@ -216,7 +214,7 @@ def test_versions_edited_sources_and_variables_are_compared(monkeypatch, tmp_pat
     monkeypatch.undo()
     package = tmp_path / "megatron_ds"
     original = Path(compared.__file__).parents[1]
-    shutil.copytree(original, package, ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    shutil.copytree(original, package, ignore=shutil.ignore_patterns("*.pyc"))
     monkeypatch.setattr(
         compared, "__file__", str(package / "config" / "compared_values.py")
     )
@@ -228,50 +226,25 @@ def test_versions_edited_sources_and_variables_are_compared(monkeypatch, tmp_pat
     assert "the hash of megatron_ds's source files is" in errors_of([here, edited])[0]
 
 
-# ------------------------------------------------------------------ data
-def corpus(prefix, lengths, first_id=0):
-    prefix.parent.mkdir(exist_ok=True)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for length in lengths:
-            writer.add_document([(first_id + i) % 60 for i in range(length)])
-    return prefix
-
-
-@pytest.mark.parametrize(
-    "lengths, first_id",
-    [((5, 9, 30), 0), ((5, 9, 31), 1)],
-    ids=["one token more", "other tokens of the same lengths"],
-)
-def test_ranks_with_different_copies_of_a_corpus_end_and_name_it(
-    tmp_path, lengths, first_id
-):
-    one = corpus(tmp_path / "node1" / "text", (5, 9, 31))
-    other = corpus(tmp_path / "node2" / "text", lengths, first_id)
-    same = corpus(tmp_path / "node3" / "text", (5, 9, 31))
-    identity = {"tokenizer": {"fingerprint": "a"}, "data": {}}
-    configs = [
-        read([*TINY, "--data-path", str(prefix)]) for prefix in (one, other, same)
-    ]
-    facts = [data_facts(config, identity) for config in configs]
-    text = errors_of(facts[:2])[0]
-    assert re.search(
-        r"corpus 1 \(data\) is 3 documents, 45 tokens, hash \S+ "
-        rf"on rank 0 on \S+ \(from {one}\), and 3 documents, {sum(lengths)} tokens, hash "
-        rf"\S+ on rank 1 on \S+ \(from {other}\)",
-        text,
-    )
-    assert errors_of([facts[0], facts[2]]) == [None, None]
-
-
-def test_the_weights_of_a_blend_and_the_tokenizer_are_compared(tmp_path):
-    prefix = corpus(tmp_path / "a" / "text", (5, 9))
-    base = read([*TINY, "--data-path", "0.3", str(prefix), "0.7", str(prefix)])
-    other = read([*TINY, "--data-path", "0.4", str(prefix), "0.6", str(prefix)])
-    identity = {"tokenizer": {"fingerprint": "GPT2:a"}, "data": {}}
-    assert (
-        "the blend (data) is"
-        in errors_of([data_facts(base, identity), data_facts(other, identity)])[0]
-    )
-    another = {"tokenizer": {"fingerprint": "GPT2:b"}, "data": {}}
-    text = errors_of([data_facts(base, identity), data_facts(base, another)])[0]
-    assert "the tokenizer is GPT2:a on rank 0" in text and "GPT2:b on rank 1" in text
+def test_compiled_modules_and_the_script_are_compared(monkeypatch, tmp_path):
+    config = config_of("--lr", None)
+    here = compared_values(config, env={})
+    # The package without a module that a compiler made.
+    name = "the compiled modules of megatron_ds"
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "_adam.cpython-311.so").touch()
+    monkeypatch.setattr(compared, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    assert compared_values(config, env={})[name] == (["_adam"], "")
+    monkeypatch.undo()
+    # Another script of the same name.
+    script = tmp_path / "train.py"
+    script.write_text("loss = 1")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    one = compared_values(config, env={})
+    assert one != here
+    script.write_text("loss = 2")
+    other = compared_values(config, env={})
+    assert "the hash of the script is" in errors_of([one, other])[0]
+    # A program that pip made for this installation.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{sys.prefix}/bin/run")
+    assert compared_values(config, env={})["the hash of the script"] == ("none", "")

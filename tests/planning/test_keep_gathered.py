@@ -12,7 +12,6 @@ from megatron_ds.planning.keep_gathered import (
     decide_keep_gathered,
     free_memory,
 )
-from megatron_ds.planning.rank_plan import gradient_buffers
 
 pytestmark = pytest.mark.plan
 
@@ -36,15 +35,6 @@ def test_nothing_is_kept_gathered_where_nothing_is_gathered_or_memory_is_unknown
     assert not decide_keep_gathered([MemoryBudget(0, 1, 2, 3, 4)]).keeps
     small = MemoryBudget(10_000, 1, 2, 3, 0)  # all its parameters are kept whole anyway
     assert decide_keep_gathered([small, MemoryBudget(10_000, 1, 2, 3, 4)]).keeps
-
-
-def test_whole_gradients_take_all_layers_others_those_under_way():
-    assert gradient_buffers([10, 30, 20], 2, kept_whole=True, gradient_bytes=4) == 240
-    assert gradient_buffers([10, 30, 20], 2, kept_whole=False, gradient_bytes=4) == 240
-    assert (
-        gradient_buffers([10, 30, 20] * 5, 2, kept_whole=False, gradient_bytes=4) == 480
-    )
-    assert gradient_buffers([], 2, kept_whole=False, gradient_bytes=4) == 0
 
 
 def test_free_memory_is_the_machines_or_what_is_left_of_the_containers(tmp_path):

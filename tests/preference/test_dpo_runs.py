@@ -189,6 +189,22 @@ def test_a_run_continues_in_another_number_format(folder, tmp_path):
     assert list((tmp_path / "cache").glob("*Preference*.npy")) == [stored]
 
 
+def test_a_corpus_that_was_made_again_with_the_same_lengths_has_other_scores(
+    folder, tmp_path
+):
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    for suffix in (".bin", ".idx", ".mask.bin"):
+        shutil.copy(folder / f"pairs{suffix}", tmp_path)
+    own = ["--data-path", tmp_path / "pairs"]
+    train(1, job(folder, 1, *cache, *own, "--save", tmp_path / "one"))
+    ids = np.memmap(tmp_path / "pairs.bin", np.uint16, "r+")
+    ids[:] = (ids + 1) % (VOCAB - 1)
+    ids.flush()
+    train(1, job(folder, 1, *cache, *own, "--save", tmp_path / "two"))
+    # The loss of the first step is ln 2 only if the reference has scored these answers.
+    assert losses(tmp_path / "two")[1] == pytest.approx(np.log(2), rel=1e-6)
+
+
 def test_other_frozen_weights_or_positions_have_a_reference_of_their_own(
     folder, tmp_path
 ):

@@ -23,10 +23,11 @@ FIRST_HALF = [*MOCK[:-1], "3"]
 
 
 @contextmanager
-def launched(rank: int, restarts: int, run: str):
-    """The variables of megatron-ds launch."""
+def launched(rank: int, restarts: int, run: str, on_rank: int | None = None):
+    """The variables of megatron-ds launch. on_rank: the rank that has the number of restarts; None: all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_DS_RESTARTS", str(restarts))
+        if on_rank in (None, rank):
+            patch.setenv("MEGATRON_DS_RESTARTS", str(restarts))
         patch.setenv("MEGATRON_DS_RUN", run)
         yield
 
@@ -67,3 +68,12 @@ def test_another_run_in_the_folder_is_not_loaded(tmp_path):
     [ended] = run_pretrain(1, [*MOCK, "--save", tmp_path], spoil=spoil)
     assert ended.code == 2
     assert "other" in ended.err or "Add --load" in ended.err
+
+
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_one_rank_that_counts_a_restart_restarts_all(tmp_path, on_rank):
+    start(tmp_path, FIRST_HALF)
+    again = functools.partial(launched, restarts=1, run="abc", on_rank=on_rank)
+    ended = run_pretrain(2, [*MOCK, "--save", tmp_path], spoil=again)
+    assert [rank.code for rank in ended] == [0, 0], ended[1].err
+    assert "restart 1: continuing from iteration 3" in ended[0].out + ended[0].err

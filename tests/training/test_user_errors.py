@@ -580,3 +580,14 @@ def test_settings_that_disagree_are_told_with_both_places(tmp_path):
         r"--lr is 0.001 in .*run.yaml:1 but 0.01 in .*ds.json optimizer.params.lr: files do not",
         message,
     )
+
+
+def test_a_corpus_beside_mock_data_is_named_at_the_end_as_well():
+    words = [*MOCK, "--train-iters", "3", "--data-path", "/no/such", "--split", "1,0,0"]
+    [ended] = train(1, words)
+    last = (ended.out + ended.err).splitlines()[-1]
+    assert last == (
+        "the data were mock, as --mock-data was given: --data-path /no/such had no effect"
+    )
+    [ended] = train(1, [*MOCK, "--train-iters", "3"])
+    assert "had no effect" not in ended.out + ended.err

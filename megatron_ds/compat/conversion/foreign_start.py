@@ -24,14 +24,18 @@ from ...config.options.model_options import ModelConfig
 from ...config.options.training_options import CheckpointConfig
 from ...config.sources.flags import read_flags
 from ...errors import CheckpointError
+from ...host.content_hash import content_hash
 from ...models.model_identity import (
     model_identity,
     why_positions_differ,
     with_positions_of,
 )
 from ...mpu.agree import gather_from_all_ranks, on_all_ranks
+from ...mpu.agreement import require_agreement
+from ...mpu.group import Group
 from ...progress.ramps import Progress
 from ...training.build import Replica
+from ...training.file_copies import READ_BYTES, copies_of
 from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
 from .adapter_tensors import NAME
 from .family import model_of
@@ -197,6 +201,7 @@ def load_foreign(
     if not weights_only:
         _check_optimizer(found, engine.config.optimizer.optimizer)
     kinds = (WEIGHT,) if weights_only else None
+    _require_same_weights(found, mesh.group("world"))
     # Each rank plans its reads first, so that missing tensors stop all ranks together.
     plans = []
     gather_from_all_ranks(
@@ -231,6 +236,46 @@ def load_foreign(
             time.perf_counter() - begin,
         )
     return progress
+
+
+def _require_same_weights(found: LogicalCheckpoint, world: Group) -> None:
+    """Raise ConfigError on all ranks whose copies of the folder hold other tensors. Collective over the world."""
+    if world.size == 1:
+        return
+    files = on_all_ranks(world, lambda: _files_in(found.folder))
+    if len(set(copies_of(files, world))) == 1:
+        return
+    require_agreement(
+        world,
+        lambda: _hashes_of_tensors(found),
+        "the ranks of this job load different weights",
+        "They would train a mixture of both. Copy the same folder to all machines.",
+    )
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    """The name of each file of a folder → its path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path for path in paths}
+
+
+def _hashes_of_tensors(found: LogicalCheckpoint) -> dict[str, tuple[str, str]]:
+    """What each tensor is → (shape, dtype and hash, place). Of tensors above READ_BYTES together, evenly spaced ones
+    have a hash."""
+    stored = {}
+    for kind, tensors in _tensors(found).items():
+        for name in sorted(tensors):
+            stored[f"{kind}/{name}"] = tensors[name]
+    total = sum(tensor.nbytes for tensor in stored.values())
+    hashed = set(list(stored)[:: max(1, -(-total // READ_BYTES))])
+    facts = {}
+    for name, tensor in stored.items():
+        value = f"{list(tensor.shape)} {tensor.dtype}"
+        if name in hashed:
+            content = tensor.read().contiguous().view(-1).view(torch.uint8)
+            value += f", hash {content_hash([content.numpy()])[:16]}"
+        facts[name] = (value, tensor.place)
+    return facts
 
 
 def _tensors(found: LogicalCheckpoint) -> Tensors:

@@ -219,6 +219,7 @@ def _last_of_schedule(config: RunConfig) -> int | None:
 PAI_TOKENIZER = "--patch-tokenizer-type"  # its files are in the folder of --load
 OLD_METHOD = "--activations-checkpoint-method"
 ULYSSES = "--ds-sequence-parallel-size"
+MOCK_INSTEAD = "--mock-data is used instead"
 DATA = (
     "data.data_path",
     "data.split",
@@ -296,7 +297,7 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
     # The flag replaces what a file names.
     source = config.sources.get("data.mock_data")
     if source is not None and source.kind == "flag":
-        config = without(config, DATA, "--mock-data is used instead")
+        config = without(config, DATA, MOCK_INSTEAD)
         size = config.sources.get("model.vocab_size")
         if (
             config.data.tokenizer_type not in (None, BARE)

@@ -35,11 +35,14 @@ from .blend import (
     samples_to_provide,
 )
 from .cache import cached_arrays, default_cache
+from .continued import ContinuedDataset, pieces_of
 
 logger = logging.getLogger(__name__)
 SETS = {"train": "training", "valid": "validation", "test": "test"}
 # Samples of each part whose ids are compared with the vocabulary at the start.
 CHECKED_SAMPLES = 8
+# Between the seeds of two pieces of a continued run: a prime, so that usual seeds do not meet.
+PIECE_SEEDS = 7919
 
 
 class Datasets(NamedTuple):
@@ -57,10 +60,13 @@ def build_datasets(
     kind: DataKind = GPT_DATA,
     *,
     one_epoch: bool = False,
+    planned: Sequence[int] = (),
 ) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
     samples: (training, validation, test) wanted.
+    planned: the numbers of training samples that the starts of the run planned, in rising order, whose order
+    is kept; by default the wanted number.
     one_epoch: the training data are one epoch for any number of samples, for a curriculum, which numbers
     them. Raises DataError for missing or damaged files and for a part without text, except that the default
     split may leave validation or test without text; ConfigError for impossible flags.
@@ -85,14 +91,15 @@ def build_datasets(
     else:
         named = sources.parts
         shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
-    return Datasets(
-        *(
-            builder.dataset(
-                _Part(name, flag, share), n, parse_blend(words, flag) if words else None
-            )
-            for name, n, (flag, words), share in zip(PARTS, samples, named, shares)
-        )
-    )
+    found = []
+    for name, n, (flag, words), share in zip(PARTS, samples, named, shares):
+        blend = parse_blend(words, flag) if words else None
+        part = _Part(name, flag, share)
+        if name == "train" and planned and n and blend is not None:
+            found.append(builder.continued(part, planned, blend))
+        else:
+            found.append(builder.dataset(part, n, blend))
+    return Datasets(*found)
 
 
 def fit_default_split(
@@ -241,6 +248,71 @@ class _Builder:
             )
         return dataset
 
+    def continued(
+        self, part: _Part, planned: Sequence[int], blend: Blend
+    ) -> Dataset | None:
+        """The training samples in the order in which the starts of the run planned them."""
+        wanted = planned[-1]
+        if len(planned) > 1 and self.config.data.dataloader_type == "cyclic":
+            return self._cyclic(part, planned, blend)
+        pieces = pieces_of(planned, partial(self._begin_alike, part, blend))
+        if len(pieces) == 1:
+            return self.dataset(part, wanted, blend)
+        logger.info(
+            "the run needs %d training samples, and its checkpoint was of a run of %d: these keep their order, and "
+            "the other %d have one of their own. A run of %d from its beginning has another order",
+            wanted,
+            planned[-2],
+            wanted - planned[-2],
+            wanted,
+        )
+        datasets = []
+        for number, size in enumerate(pieces):
+            seed = (self.config.train.seed + number * PIECE_SEEDS) % 2**32
+            source = Source("derived", f"piece {number} of the training samples")
+            config = self.config.with_values({"train.seed": seed}, source)
+            builder = _Builder(config, self.tokenizer, self.kind, self.one_epoch)
+            datasets.append(builder.dataset(part, size, blend))
+        return ContinuedDataset(datasets, pieces)
+
+    def _cyclic(
+        self, part: _Part, planned: Sequence[int], blend: Blend
+    ) -> Dataset | None:
+        """The samples of a cyclic order, which depends on the number of all samples of the dataset."""
+        dataset = self.dataset(part, planned[-1], blend)
+        before = len(self.dataset(part, planned[-2], blend))
+        if len(dataset) != before:
+            logger.warning(
+                "the order of the training samples changes here: --dataloader-type cyclic shuffles %d samples, and "
+                "%d in the run of the checkpoint, so that some come again before others come at all. Keep the "
+                "length of that run to keep the order",
+                len(dataset),
+                before,
+            )
+        return dataset
+
+    def _begin_alike(self, part: _Part, blend: Blend, one: int, other: int) -> bool:
+        """Whether datasets of `one` and of `other` samples begin with the same samples."""
+        is_whole = blend.weights is None and len(blend.slices) > 1
+        if self.one_epoch or is_whole:
+            return True
+        # The number of samples of each corpus.
+        counts = [(one, other)]
+        if blend.weights is not None and (len(blend.slices) > 1 or self.is_divided):
+            counts = [
+                (samples_to_provide(one, share), samples_to_provide(other, share))
+                for share in self._weighed(part, blend).shares
+            ]
+        return all(
+            self.kind.same_order(
+                self.corpus(part.flag, piece.prefix),
+                self._documents(part, piece),
+                self.config,
+                *both,
+            )
+            for piece, both in zip(blend.slices, counts)
+        )
+
     def corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """A corpus, opened when it is first asked for."""
         try:
@@ -285,10 +357,14 @@ class _Builder:
                     count,
                 )
                 blend = blend.without(empty)
-        if self.config.data.blend_weights == "epochs" and blend.weights is not None:
-            tokens = [self._num_tokens(part, piece) for piece in blend.slices]
-            blend = blend.times(tokens) if any(tokens) else blend
-        return blend
+        return self._weighed(part, blend)
+
+    def _weighed(self, part: _Part, blend: Blend) -> Blend:
+        """The blend with weights in samples."""
+        if self.config.data.blend_weights != "epochs" or blend.weights is None:
+            return blend
+        tokens = [self._num_tokens(part, piece) for piece in blend.slices]
+        return blend.times(tokens) if any(tokens) else blend
 
     def _draws(
         self, part: _Part, wanted: int, dataset: Dataset, blend: Blend

@@ -63,8 +63,7 @@ def build_index_maps(
             f"{seq_length} + 1. Use more text or a shorter --seq-length."
         )
     # Whole epochs are laid end to end and cut into samples.
-    epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
-    separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
+    epochs, separate = epochs_of(tokens_per_epoch, seq_length, num_samples)
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, epochs, separate, random)
     sample_index = build_sample_index(
@@ -80,6 +79,15 @@ def build_index_maps(
     return IndexMaps(
         document_index, sample_index, build_shuffle_index(first, total, random)
     )
+
+
+def epochs_of(
+    tokens_per_epoch: int, seq_length: int, num_samples: int | None
+) -> tuple[int, bool]:
+    """(number of epochs, whether the last is shuffled separately): all that the maps have of the number of samples."""
+    epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
+    separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
+    return epochs, separate
 
 
 def num_samples_in(num_tokens: int, seq_length: int) -> int:

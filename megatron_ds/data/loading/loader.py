@@ -95,6 +95,16 @@ class Loader:
     def _places(self, positions: Sequence[int]) -> list[int]:
         return self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
 
+    def with_collator(self, collate: Collator) -> "Loader":
+        """Another loader of the same samples, with threads of its own."""
+        return Loader(
+            self.dataset,
+            collate,
+            micro_batch_size=self.micro_batch_size,
+            order=self._order,
+            num_workers=self._depth,
+        )
+
     def close(self) -> None:
         """End the threads. Optional: they keep a process alive for at most the time of one batch."""
         if self._pool is not None:

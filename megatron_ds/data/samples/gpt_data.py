@@ -18,7 +18,7 @@ from ...batch.documents import document_numbers, document_positions
 from ...errors import DataError
 from ..kind import PAD, DataKind, Dataset, Sample
 from ..loading.cache import cached_arrays, default_cache
-from ..loading.index_maps import INT32, IndexMaps, build_index_maps
+from ..loading.index_maps import INT32, IndexMaps, build_index_maps, epochs_of
 from ..text.indexed import IndexedDataset
 from ..text.mask_file import LossMasks
 from ..tokenizers import Tokenizer
@@ -254,6 +254,23 @@ def _open(
     )
 
 
+def _same_order(
+    corpus: IndexedDataset,
+    documents: range,
+    config: "RunConfig",
+    one: int,
+    other: int,
+) -> bool:
+    """Whether datasets of two numbers of samples begin with the same samples."""
+    # Packs have an order for each epoch, whatever the number of epochs.
+    if config.data.pack_documents or config.data.sft:
+        return True
+    chosen = corpus.lengths[documents.start : documents.stop]
+    tokens = int(chosen.sum(dtype=np.int64))
+    length = config.model.seq_length
+    return epochs_of(tokens, length, one) == epochs_of(tokens, length, other)
+
+
 def _refuse_pairs(corpus: IndexedDataset) -> None:
     """Raises DataError for a corpus whose documents are several conversations."""
     if corpus.num_documents != len(corpus):
@@ -311,5 +328,7 @@ GPT_DATA = DataKind(
     collator=_collator,
     blank=blank_batch,
     fills=True,
+    same_order=_same_order,
+    has_masks=lambda config: config.data.sft,
     identity=_identity,
 )

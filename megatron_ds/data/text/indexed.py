@@ -18,12 +18,14 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from ...errors import DataError
+from ...host.content_hash import content_hash
 from ...host.regular_file import create_again, open_to_append
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -156,11 +158,18 @@ class IndexedDataset:
 
     def key(self, documents: range) -> dict:
         """What identifies a range of documents in a cache: path, fingerprint and bounds, as JSON values."""
-        return {
+        key = {
             "dataset_path": str(self.bin_path.resolve())[:-4],
             "corpus": self.fingerprint(),
             "documents": [documents.start, documents.stop],
         }
+        # The fingerprint has only a part of the lengths of a long corpus, and maps depend on all of them.
+        is_whole = len(self) <= FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK
+        return key if is_whole else key | {"lengths": self._hash_of_lengths}
+
+    @cached_property
+    def _hash_of_lengths(self) -> str:
+        return content_hash([self.lengths])
 
     def check(self) -> None:
         """Check every row of the index. Raises DataError for the first one that points outside the tokens."""

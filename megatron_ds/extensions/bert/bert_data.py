@@ -27,6 +27,7 @@ from ...data.samples.gpt_data import blank_batch
 from ...data.text.indexed import IndexedDataset
 from ...data.tokenizers import Tokenizer
 from ...errors import DataError
+from ...host.content_hash import content_hash
 from .bert_maps import LONG_SENTENCE, build_mapping
 from .masking import Masking, WordPieces, mask_tokens, pieces_of
 
@@ -189,6 +190,7 @@ def open_bert_dataset(
     key = {
         "class": "BertDataset",
         **corpus.key(documents),
+        "bounds": content_hash([corpus.document_indices]),
         "num_samples": num_samples,
         "sequence_length": options.seq_length,
         "random_seed": options.seed,

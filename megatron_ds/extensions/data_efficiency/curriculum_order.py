@@ -31,7 +31,6 @@ So resuming is free, and the order depends neither on the layout nor on the batc
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ import numpy as np
 
 from ...data.loading.cache import cached_arrays
 from ...errors import DataError
+from ...host.content_hash import content_hash
 from .data_efficiency_options import Metric
 from .difficulty_analysis import describes, read_description
 from .difficulty_metrics import ListFile
@@ -105,13 +105,8 @@ class MetricIndex:
         return f"{name}: {count} samples are divided into {parts} parts"
 
     def fingerprint(self) -> str:
-        """MD5 of evenly spaced blocks of the sorted samples."""
-        samples = self.easiest_first
-        last = max(0, len(samples) - 4096)
-        starts = np.linspace(0, last, 64).astype(np.int64).tolist()
-        blocks = [samples[start : start + 4096] for start in starts]
-        content = np.concatenate(blocks).tobytes()
-        return hashlib.md5(content, usedforsecurity=False).hexdigest()
+        """A hash of the sorted samples."""
+        return content_hash([self.easiest_first])
 
     def __str__(self) -> str:
         return f"curriculum metric {self.metric.name}:"

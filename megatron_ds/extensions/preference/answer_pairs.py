@@ -170,6 +170,8 @@ PREFERENCE_DATA = replace(
     collator=_collator,
     blank=_blank,
     fills=False,
+    same_order=lambda *numbers: True,
+    has_masks=lambda config: True,
     identity=lambda config: {"preference": True},
 )
 

@@ -26,6 +26,7 @@ from ...data.loading.blend import BlendedDataset, count_draws
 from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache, locked
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
+from ...host.content_hash import content_hash
 from ...models.model_identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...progress.ramps import Progress
@@ -41,6 +42,7 @@ TITLE = "PreferenceReference"
 FORMAT = "dtype"  # of the weights at the first step
 ORIGIN = "preference_origin"
 FORMATS = ("float32", "bfloat16", "float16")
+NAMES = ("scores",)  # of the arrays of an entry
 
 
 def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
@@ -137,8 +139,8 @@ def _stored_or_scored(
     # What is stored already, by this run or another one.
     engine = model.engine
     world = engine.mesh.group("world")
-    entries = _entries(engine, dataset, weights, model.is_new)
-    entry, scores = on_one_rank(world, lambda: _read(entries))
+    look = lambda: _read(_entries(engine, dataset, weights, model.is_new))
+    entry, scores = on_one_rank(world, look)
     if scores is None and not model.is_new:
         raise CheckpointError(_not_stored(entry, dataset))
     if scores is None:
@@ -171,7 +173,7 @@ def _entries(
     weights: dict[str, Any] | None,
     is_new: bool,
 ) -> list[CacheEntry]:
-    """Where the scores are stored: one entry, or those that a run may have begun with.
+    """Where the scores are stored: one entry, or those that a run may have begun with. Reads the corpus in full.
 
     A run may continue in another number format, and its reference stays that of its first step.
     """
@@ -189,9 +191,19 @@ def _entries(
         "weights": known if weights else weights,
         "model": model_identity(engine.config.model),
     }
-    return [
-        CacheEntry(folder, TITLE, key | {FORMAT: name}, ("scores",)) for name in formats
-    ]
+    keys = [key | {FORMAT: name} for name in formats]
+    content = _content(dataset)
+    found = [CacheEntry(folder, TITLE, one | content, NAMES) for one in keys]
+    if not is_new:
+        # Earlier versions did not record the contents of the corpus.
+        found += [CacheEntry(folder, TITLE, one, NAMES) for one in keys]
+    return found
+
+
+def _content(dataset: PairDataset) -> dict[str, Any]:
+    """What the files of the corpus hold now."""
+    paths = (dataset.corpus.bin_path, dataset.masks.path)
+    return {"content": content_hash(np.memmap(path, np.uint8, "r") for path in paths)}
 
 
 def _not_stored(entry: CacheEntry, dataset: PairDataset) -> str:
