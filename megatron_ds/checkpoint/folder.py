@@ -68,10 +68,10 @@ def is_ours(path: Path) -> bool:
 
 
 def read_tracker(folder: Path) -> str | None:
-    """The tracker's text; None when there is no tracker. Raises CheckpointError for a special file."""
+    """The tracker's text; None when there is no tracker, or no folder. Raises CheckpointError for a special file."""
     try:
         return read_regular(folder / TRACKER).decode(errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

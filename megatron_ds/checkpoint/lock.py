@@ -82,7 +82,7 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
         platform.node(),
         os.getpid(),
         _machine(),
-        _born(os.getpid()) or 0,
+        _born(os.getpid()) or HIDDEN,
         f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
         job,
     )
@@ -346,6 +346,9 @@ def _runs_here(owner: Owner | None) -> bool | None:
     if owner is None or not owner.machine or owner.machine != _machine():
         return None
     born = _born(owner.pid)
-    if born == owner.born:
-        return True
-    return None if born == HIDDEN else False
+    if born is None:
+        return False
+    # The owner may not have found its own start time either, which then equals no other.
+    if HIDDEN in (born, owner.born):
+        return None
+    return born == owner.born

@@ -46,6 +46,7 @@ def save(
     run: Mapping,
     limit: int | None = None,
     retain: int | None = None,
+    save_id: str | None = None,
 ) -> Path:
     """Write the checkpoint of `step`. Returns its path when it is complete, durable and named by the tracker.
 
@@ -53,12 +54,13 @@ def save(
     run      plain JSON values for run.json, from rank 0; `load.read_run` returns them
     limit    how many checkpoints to keep in `directory`; None keeps all
     retain   of earlier checkpoints keep only steps that are multiples of this; None keeps all
+    save_id  identifies the save, from rank 0; None draws one
 
     Collective over `world`. Raises CheckpointError on all ranks when any rank failed, or when another live
     job saves into the folder; the previous checkpoint is then unchanged.
     """
     pieces = list(pieces)
-    saving = Saving(directory, step, coordinates, world, limit, retain)
+    saving = Saving(directory, step, coordinates, world, limit, retain, save_id)
     saving.begin(pieces, run)
     return saving.complete(saving.collect(lambda: saving.write(saving.own(pieces))))
 
@@ -77,9 +79,11 @@ class Saving:
         world: Group,
         limit: int | None = None,
         retain: int | None = None,
+        save_id: str | None = None,
     ):
         self.folder = place_of(directory)
         self.step = step
+        self._save_id = save_id or secrets.token_hex(16)
         self._coordinates = coordinates
         self._world = world
         self._kept = (limit, retain)
@@ -156,15 +160,16 @@ class Saving:
         from .storage import write_index
 
         def write() -> None:
-            save_id = secrets.token_hex(16)
-            index = write_index(self._writing, parts, save_id)
-            write_run_file(self._writing, self.step, self._values, save_id, index)
+            index = write_index(self._writing, parts, self._save_id)
+            write_run_file(
+                self._writing, self.step, self._values, self._save_id, index
+            )
 
         self._guarded(write)
         self._lock.check()
         publish = lambda: folders.publish(self.folder, self.step, self._writing)
         path = self._guarded(publish)
-        self._lock.saves.look(self.folder)
+        self._lock.saves.wrote(self.folder, self.step, self._save_id)
         return path
 
     def agree(self, published: Callable[[], Path]) -> Path:

@@ -1,6 +1,7 @@
 """A job that was suspended, while another job took over its folder, trained and ended, overwrites nothing."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -8,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 import megatron_ds
+from megatron_ds.checkpoint import folder as folders
+from megatron_ds.checkpoint import known_saves
 from megatron_ds.checkpoint import lock as locks
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.known_saves import KnownSaves
@@ -140,6 +144,59 @@ def test_known_saves_accept_own_ones_and_earlier_ones_and_a_second_save_of_a_ste
     saves.check(tmp_path)
 
 
+def reads_that_fail(patch, failing):
+    """Reads of run.json whose numbers (from 0) are in `failing` raise an error of the file system."""
+    numbers = count()
+    real = folders.read_regular
+
+    def read(path):
+        if path.name == "run.json" and next(numbers) in failing:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    patch.setattr(known_saves.folders, "read_regular", read)
+    patch.setattr(known_saves, "PAUSES", (0.0,) * 3)
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_a_read_that_fails_for_a_moment_neither_ends_a_run_nor_names_another_job(
+    tmp_path, monkeypatch, first
+):
+    save_step(tmp_path, 1, seed=1)
+    # three in a row fail, wherever they begin
+    reads_that_fail(monkeypatch, {first, first + 1, first + 2})
+    with locked(tmp_path, solo(), beat=LATE):
+        for step in (2, 3):
+            save_step(tmp_path, step, seed=1)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_run_json_that_cannot_be_read_is_named_as_that(
+    tmp_path, monkeypatch, is_gone
+):
+    with locked(tmp_path, solo(), beat=LATE):
+        save_step(tmp_path, 1, seed=1)
+        if is_gone:
+            (tmp_path / "iter_0000001" / "run.json").unlink()
+        else:
+            reads_that_fail(monkeypatch, range(100))
+        with pytest.raises(
+            CheckpointError, match=r"iter_0000001.run.json cannot be read"
+        ) as raised:
+            save_step(tmp_path, 2, seed=1)
+    assert "was saved by another job" not in str(raised.value)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_what_a_run_has_published_is_known_without_being_read(tmp_path, monkeypatch):
+    with locked(tmp_path, solo(), beat=LATE) as lock:
+        with monkeypatch.context() as patch:
+            reads_that_fail(patch, range(100))
+            save_step(tmp_path, 1, seed=1)
+        lock.saves.check(tmp_path)
+
+
 # A holder that saves, waits to be stopped and continued, and saves again; a successor on "another machine".
 HOLDER = """
 import sys
@@ -263,3 +320,15 @@ def test_an_engine_does_not_save_over_what_another_program_saved_meanwhile(
         engine.save_checkpoint(tmp_path, tag)
 
     assert on_ranks(1, main, make, config_of(0, 1)) == [5]
+
+
+def test_an_engine_whose_read_fails_for_a_moment_saves_on(tmp_path, monkeypatch):
+    def main(engine, rank):
+        for step in range(3):
+            train(engine, rank, 1, first=step)
+            engine.save_checkpoint(tmp_path, "abc"[step])
+        return engine.global_steps
+
+    # the next reads succeed
+    reads_that_fail(monkeypatch, set(range(0, 100, 2)))
+    assert on_ranks(1, main, make, config_of(0, 1)) == [3]
