@@ -6,6 +6,7 @@ with those it knows before it publishes one.
 """
 
 import json
+import os
 import time
 import zlib
 from pathlib import Path
@@ -16,24 +17,34 @@ from . import folder as folders
 PAUSES = (0.1, 1.0, 5.0)  # seconds before a read that failed is tried again
 
 
+# (pid, folder, step) → save_id of the checkpoint that this process has written last.
+_written: dict[tuple[int, Path, int], str] = {}
+
+
+def written_here(folder: Path, step: int) -> str | None:
+    """The save_id of a checkpoint that this process has written; None if it wrote none."""
+    return _written.get((os.getpid(), folder.resolve(), step))
+
+
 class KnownSaves:
-    """For each folder, step → identifier of each checkpoint that the run wrote, or found to be the newest.
+    """For each folder, step → identifiers of the checkpoints that the run wrote, or found to be the newest.
 
     For rank 0.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, dict[int, str | None]] = {}
+        self._known: dict[Path, dict[int, set[str | None]]] = {}
 
     def look(self, folder: Path) -> None:
         """Take the newest checkpoint that is there now as known."""
-        known = self._known.setdefault(folder.resolve(), {})
+        self._known.setdefault(folder.resolve(), {})
         if steps := folders.steps_in(folder):
-            known[steps[-1]] = identifier_of(folder, steps[-1])
+            self._add(folder, steps[-1], identifier_of(folder, steps[-1]))
 
     def wrote(self, folder: Path, step: int, save_id: str) -> None:
-        """Take the checkpoint that this run has just published as known, without reading it."""
-        self._known.setdefault(folder.resolve(), {})[step] = save_id
+        """Take the checkpoint that this run is about to publish as known, without reading it."""
+        self._add(folder, step, save_id)
+        _written[os.getpid(), folder.resolve(), step] = save_id
 
     def check(self, folder: Path) -> None:
         """Raises CheckpointError if the newest checkpoint is not known, or cannot be read. The first call for a
@@ -45,10 +56,11 @@ class KnownSaves:
             self.look(folder)
         steps = folders.steps_in(folder)
         known = self._known[folder.resolve()]
-        if not steps or steps[-1] < max(known, default=0):
+        last = max(known, default=0)
+        if not steps or steps[-1] < last:
             return
         found = identifier_of(folder, steps[-1])
-        if steps[-1] in known and known[steps[-1]] == found:
+        if found in known.get(steps[-1], ()):
             return
         path = folders.find(folder, steps[-1])
         if found is None and steps[-1] in known:
@@ -59,6 +71,10 @@ class KnownSaves:
             f"written to {folder}. Start again with --load {folder} to continue from iteration {steps[-1]}, "
             "or give another folder."
         )
+
+    def _add(self, folder: Path, step: int, identifier: str | None) -> None:
+        of_steps = self._known.setdefault(folder.resolve(), {})
+        of_steps.setdefault(step, set()).add(identifier)
 
 
 def identifier_of(folder: Path, step: int) -> str | None:

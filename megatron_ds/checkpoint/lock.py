@@ -151,7 +151,9 @@ class SaveLock:
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
             self._remove(owner)
-        # The lock is ours: renew it in the background until it is released.
+        # The lock is ours: renew it in the background until it is released. What an earlier holder was writing is
+        # removed before the look: behind it nothing appears that this one does not know.
+        folders.clear(self.folder)
         self.saves.look(self.folder)
         self._thread.start()
         return None
@@ -215,15 +217,17 @@ class SaveLock:
                 return
             found = self._found()
             if found and found[0] == self.mine:
-                self._file.touch()
-            elif not found and not self.folder.is_dir():
+                if self._file.touch():
+                    return
+                found = self._read()  # it was replaced behind the first read
+            if not found and not self.folder.is_dir():
                 self._warn_of_removal()
             elif not found:
                 self._lose(
                     f"the lock of {self.folder} was removed, or another job took it over and has "
                     "ended"
                 )
-            elif found[0]:
+            elif found[0] not in (None, self.mine):
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
     def _found(self) -> tuple[Owner | None, int] | None:

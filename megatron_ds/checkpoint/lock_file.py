@@ -43,9 +43,10 @@ class LockFile:
         """(content, time of the last `touch` in ns); None when there is none."""
         return self._read(self.path)
 
-    def touch(self) -> None:
-        """Renew the time of the file."""
+    def touch(self) -> bool:
+        """Renew the time of the file that was read last. False if it has been replaced, where that can be found out."""
         os.utime(self.path)
+        return True
 
     def delete(self) -> None:
         """Remove the file. Raises FileNotFoundError."""

@@ -13,6 +13,7 @@ lock of the folder during a save (`lock.py`); a training run holds it from start
 communicate, so another thread may do them while training goes on (`background_save.py`).
 """
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from .place import place_of
 from .run_file import plain, write_run_file
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -46,7 +48,6 @@ def save(
     run: Mapping,
     limit: int | None = None,
     retain: int | None = None,
-    save_id: str | None = None,
 ) -> Path:
     """Write the checkpoint of `step`. Returns its path when it is complete, durable and named by the tracker.
 
@@ -54,13 +55,12 @@ def save(
     run      plain JSON values for run.json, from rank 0; `load.read_run` returns them
     limit    how many checkpoints to keep in `directory`; None keeps all
     retain   of earlier checkpoints keep only steps that are multiples of this; None keeps all
-    save_id  identifies the save, from rank 0; None draws one
 
     Collective over `world`. Raises CheckpointError on all ranks when any rank failed, or when another live
     job saves into the folder; the previous checkpoint is then unchanged.
     """
     pieces = list(pieces)
-    saving = Saving(directory, step, coordinates, world, limit, retain, save_id)
+    saving = Saving(directory, step, coordinates, world, limit, retain)
     saving.begin(pieces, run)
     return saving.complete(saving.collect(lambda: saving.write(saving.own(pieces))))
 
@@ -79,11 +79,10 @@ class Saving:
         world: Group,
         limit: int | None = None,
         retain: int | None = None,
-        save_id: str | None = None,
     ):
         self.folder = place_of(directory)
         self.step = step
-        self._save_id = save_id or secrets.token_hex(16)
+        self._save_id = secrets.token_hex(16)
         self._coordinates = coordinates
         self._world = world
         self._kept = (limit, retain)
@@ -161,16 +160,14 @@ class Saving:
 
         def write() -> None:
             index = write_index(self._writing, parts, self._save_id)
-            write_run_file(
-                self._writing, self.step, self._values, self._save_id, index
-            )
+            write_run_file(self._writing, self.step, self._values, self._save_id, index)
 
         self._guarded(write)
         self._lock.check()
-        publish = lambda: folders.publish(self.folder, self.step, self._writing)
-        path = self._guarded(publish)
+        # An error may come when the checkpoint is visible already.
         self._lock.saves.wrote(self.folder, self.step, self._save_id)
-        return path
+        publish = lambda: folders.publish(self.folder, self.step, self._writing)
+        return self._guarded(publish)
 
     def agree(self, published: Callable[[], Path]) -> Path:
         """The path of the checkpoint on all ranks. Collective over the world.
@@ -181,7 +178,12 @@ class Saving:
             return on_one_rank(self._world, published, **self._failing)
 
     def prune(self) -> None:
-        """Rank 0: delete old checkpoints. Not collective."""
+        """Rank 0: delete old checkpoints, if the folder is still this job's. Not collective."""
+        try:
+            self._lock.check()
+        except CheckpointError as error:
+            logger.warning("old checkpoints are kept: %s", error)
+            return
         prune(self.folder, self.step, *self._kept)
 
     def close(self) -> None:
@@ -199,7 +201,7 @@ class Saving:
     def abandon(self) -> None:
         """Remove the hidden directory, and release the folder. Not collective; for all ranks."""
         if self.is_first_rank:
-            folders.remove(self._writing)
+            folders.abandon(self._writing)
         self.close()
 
     @contextmanager
@@ -211,8 +213,15 @@ class Saving:
             raise
 
     def _guarded(self, action: Callable[[], T]) -> T:
-        """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""
+        """`action()`, with an explained error when the disk is full (`disk_space.explained`).
+
+        A job that has taken over removes what this one was writing: then the lost lock is the error.
+        """
         try:
             return action()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, CheckpointError) as error:
+            if self._lock is not None:
+                self._lock.check()
+            if isinstance(error, CheckpointError):
+                raise
             raise explained(error, self.folder, *self._numbers) from error

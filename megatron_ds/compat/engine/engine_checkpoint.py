@@ -8,7 +8,6 @@ state and the program's are saved as JSON (stored_values.py).
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,6 @@ def save_checkpoint(
     client = on_one_rank(world, begin)
     frozen = {p.spec.name for p in engine.module.parameters() if not p.requires_grad}
     left_out = sorted(frozen) if exclude_frozen_parameters else []
-    save_id = secrets.token_hex(16)
     path = save(
         folder,
         engine.global_steps,
@@ -97,7 +95,6 @@ def save_checkpoint(
         coordinates=engine.world.coordinates,
         world=world,
         limit=None if folder == Path(save_dir) else 1,
-        save_id=save_id,
     )
 
     # `latest` names the tag only after the checkpoint is complete. Empty where DeepSpeed's folder has the
@@ -105,8 +102,7 @@ def save_checkpoint(
     def point() -> None:
         is_taken = tag is None and (Path(save_dir) / name).exists()
         write_durably(Path(save_dir) / LATEST, "" if is_taken else name)
-        place = last_folder(save_dir)
-        known_tags.wrote(engine, Path(save_dir), place, engine.global_steps, save_id)
+        known_tags.wrote(engine, Path(save_dir), folder, engine.global_steps)
 
     if save_latest:
         on_one_rank(world, point)

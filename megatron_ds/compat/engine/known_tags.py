@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ...checkpoint.folder import steps_in
-from ...checkpoint.known_saves import identifier_of
+from ...checkpoint.known_saves import identifier_of, written_here
 from ...errors import CheckpointError
 
 
@@ -36,11 +36,10 @@ def look(engine: object, directory: Path, folder: Path) -> None:
     _remember(engine, directory, _named(folder))
 
 
-def wrote(
-    engine: object, directory: Path, folder: Path, step: int, save_id: str
-) -> None:
+def wrote(engine: object, directory: Path, folder: Path, step: int) -> None:
     """Take the checkpoint that the engine has just written into `folder` as known, without reading it."""
-    _remember(engine, directory, Named(folder.name, step, save_id))
+    identifier = written_here(folder, step)
+    _remember(engine, directory, Named(folder.name, step, identifier))
 
 
 def check(engine: object, directory: Path, folder: Path) -> None:
