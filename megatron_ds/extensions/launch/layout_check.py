@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...config import parse
 from ...errors import ConfigError
+from ...host.regular_file import read_text
 from ...plugins import plugged
 
 SCRIPTS = {"pretrain_gpt.py": {}, "pretrain_bert.py": {"model": "bert"}}
@@ -53,8 +54,8 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
     ]
     paths = [value for name, value in pairs if name in CONFIG_FLAGS]
     try:
-        found = json.loads(Path(paths[-1]).read_text()) if paths else None
-    except (OSError, ValueError):
+        found = json.loads(read_text(paths[-1], ConfigError)) if paths else None
+    except (OSError, ValueError):  # ConfigError is one: the ranks print it
         return None
     enabled = plugged("elastic enabled")
     is_elastic = isinstance(found, dict) and enabled is not None and enabled(found)
