@@ -118,8 +118,15 @@ def publish(folder: Path, step: int, writing: Path) -> Path:
     replaced = _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
+        os.stat(writing)  # gone, and an error, if another job has taken over
         _move_aside(target, replaced)
-    os.rename(writing, target)
+    try:
+        os.rename(writing, target)
+    except FileNotFoundError:
+        # Another job has taken over since the last look: what was moved is its own.
+        with contextlib.suppress(OSError):
+            os.rename(replaced, target)
+        raise
     sync_directory(folder)
     os.replace(_next_tracker(writing), folder / TRACKER)
     sync_directory(folder)

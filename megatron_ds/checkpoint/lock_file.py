@@ -44,8 +44,11 @@ class LockFile:
         return self._read(self.path)
 
     def touch(self) -> bool:
-        """Renew the time of the file that was read last. False if it has been replaced, where that can be found out."""
-        os.utime(self.path)
+        """Renew the time of the file that was read last. False if it is gone, or, in a store, replaced."""
+        try:
+            os.utime(self.path)
+        except FileNotFoundError:
+            return False
         return True
 
     def delete(self) -> None:
