@@ -127,12 +127,22 @@ def explained(
         words = (
             "Disk quota exceeded" if code == errno.EDQUOT else "No space left on device"
         )
-        begun = "an unknown number" if free is None else f"{free:,}"
         return CheckpointError(
-            f"{words}: about {needed:,} bytes needed, {begun} free in {folder} when the "
-            "save began. Free some, or keep fewer checkpoints with --save-total-limit."
+            f"{words}: about {needed:,} bytes needed, {_counted(free)} free in {folder} when the save began and "
+            f"{_counted(_free_now(folder))} now. Free some, or keep fewer checkpoints with --save-total-limit."
         )
     return error
+
+
+def _counted(count: int | None) -> str:
+    return "an unknown number" if count is None else f"{count:,}"
+
+
+def _free_now(folder: Path) -> int | None:
+    try:
+        return free_bytes(folder)
+    except OSError:
+        return None
 
 
 def bytes_in(folder: Path) -> int:

@@ -3,6 +3,7 @@
     latest_checkpointed_iteration.txt     the tracker: "200"; replaced by a rename, may be edited to go back
     iter_0000100/  iter_0000200/          complete checkpoints
     .iter_0000300.writing-5f0c2a91/       being written, or left by a crash: never read, then removed
+    .latest_….txt.5f0c2a91                the next tracker, of the same save
     .iter_0000200.replaced/               the former iter_0000200, while the step is saved a second time
     .iter_0000050.deleting/               being deleted
 
@@ -10,6 +11,10 @@ A save writes and syncs `.writing`, renames it to its final name, then replaces 
 atomic, so at any moment the tracker names a complete checkpoint. Saving a step a second time needs two
 renames; between them only `.replaced` has the state, so `find` looks there too. One job at a time saves into
 a folder (`lock.py`); the name of `.writing` still has a random part, so that files of two jobs cannot mix.
+
+Note: why the next tracker is written before the checkpoint is renamed. A job may be suspended between any two
+operations, and continue when another one has taken over. That one first renames `.writing` and removes the next tracker
+(`clear`), so that both renames of the first job fail. They happen before the lock has changed hands, or never.
 """
 
 import contextlib
@@ -68,7 +73,7 @@ def is_ours(path: Path) -> bool:
 
 
 def read_tracker(folder: Path) -> str | None:
-    """The tracker's text; None when there is no tracker. Raises CheckpointError for a special file."""
+    """The tracker's text; None when there is no tracker, or no folder. Raises CheckpointError for a special file."""
     try:
         return read_regular(folder / TRACKER).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -76,21 +81,33 @@ def read_tracker(folder: Path) -> str | None:
 
 
 @singledispatch
-def begin(folder: Path, step: int) -> Path:
-    """Remove leftovers of crashed saves; return a new directory for the checkpoint of `step`.
+def clear(folder: Path) -> None:
+    """Remove what saves left that did not end. Their processes, if they continue, cannot publish it afterwards.
 
-    The caller holds the folder's lock, so other `.writing` directories belong to processes that have ended.
+    The caller holds the folder's lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _restore_replaced(folder)
     for path in list(folder.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
-        if hidden and hidden[2] in ("writing", "deleting"):
+        if hidden and hidden[2] == "writing":
+            _remove_at_once(path, path.with_name(f".{hidden[1]}.deleting-{_mark()}"))
+        elif hidden and hidden[2] == "deleting":
             _remove(path)
         elif path.name.startswith(f".{TRACKER}."):
             path.unlink(missing_ok=True)
-    writing = folder / f".{name_of(step)}.writing-{secrets.token_hex(4)}"
+    _restore_replaced(folder)
+
+
+@singledispatch
+def begin(folder: Path, step: int) -> Path:
+    """Remove leftovers of crashed saves; return a new directory for the checkpoint of `step`.
+
+    The caller holds the folder's lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    clear(folder)
+    writing = folder / f".{name_of(step)}.writing-{_mark()}"
     writing.mkdir()
+    _write_new(_next_tracker(writing), str(step))
     return writing
 
 
@@ -101,12 +118,27 @@ def publish(folder: Path, step: int, writing: Path) -> Path:
     replaced = _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
+        os.stat(writing)  # gone, and an error, if another job has taken over
         _move_aside(target, replaced)
-    os.rename(writing, target)
+    try:
+        os.rename(writing, target)
+    except FileNotFoundError:
+        # Another job has taken over since the last look: what was moved is its own.
+        with contextlib.suppress(OSError):
+            os.rename(replaced, target)
+        raise
     sync_directory(folder)
-    write_durably(folder / TRACKER, str(step))
+    os.replace(_next_tracker(writing), folder / TRACKER)
+    sync_directory(folder)
     _remove(replaced)
     return target
+
+
+@singledispatch
+def abandon(writing: Path) -> None:
+    """Remove the directory of a save that is not published."""
+    _next_tracker(writing).unlink(missing_ok=True)
+    remove(writing)
 
 
 @singledispatch
@@ -114,8 +146,7 @@ def delete(folder: Path, step: int) -> None:
     """Remove a checkpoint. A rename hides it first, so that a partly deleted checkpoint is never visible."""
     deleting = folder / f".{name_of(step)}.deleting"
     _remove(deleting)
-    os.rename(folder / name_of(step), deleting)
-    _remove(deleting)
+    _remove_at_once(folder / name_of(step), deleting)
 
 
 def check_writable(folder: Path) -> None:
@@ -154,15 +185,9 @@ def write_durably(path: Path, text: str) -> None:
 
     The temporary file has a random name and is created exclusively, so a planted link is not followed.
     """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(
-        beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666
-    )
+    beside = path.with_name(f".{path.name}.{_mark()}")
+    _write_new(beside, text)
     try:
-        with naming(path), open(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -257,6 +282,29 @@ def write_directory(folder: Path, contents: Mapping[str, bytes]) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def _mark() -> str:
+    return secrets.token_hex(4)
+
+
+def _next_tracker(writing: Path) -> Path:
+    """The file that replaces the tracker when `writing` is published."""
+    mark = writing.name.rpartition("-")[2]
+    return writing.with_name(f".{TRACKER}.{mark}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Create a file with the text, and sync it. Nothing is left if that fails."""
+    handle = regular_file.create_new(path)
+    try:
+        with naming(path), open(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def _replaced_path(folder: Path, step: int) -> Path:
     return folder / f".{name_of(step)}.replaced"
 
@@ -270,6 +318,12 @@ def _restore_replaced(folder: Path) -> None:
             _remove(replaced)
         elif os.path.lexists(replaced):
             os.rename(replaced, target)
+
+
+def _remove_at_once(path: Path, hidden: Path) -> None:
+    """Give a directory a name that nothing looks for, then remove it: no part of it is ever under its own name."""
+    os.rename(path, hidden)
+    _remove(hidden)
 
 
 def _remove(path: Path) -> None:

@@ -36,10 +36,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     folder = place_of(directory)
     folders.check_reachable(folder)
     # Paths that are one level too deep, or no folder.
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is a file: --load takes the directory that was given as --save."
-        )
+    check_directory(folder)
     if folders.is_ours(folder):
         raise CheckpointError(
             f"{folder} is a checkpoint itself: --load takes the directory above it, "
@@ -75,6 +72,14 @@ def latest(directory: str | os.PathLike) -> int | None:
             "%s. Loading the newest complete checkpoint, iteration %d", state, found
         )
     return found
+
+
+def check_directory(folder: Path) -> None:
+    """Raises CheckpointError for a file."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is a file: --load takes the directory that was given as --save."
+        )
 
 
 def _state_text(

@@ -82,7 +82,7 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
         platform.node(),
         os.getpid(),
         _machine(),
-        _born(os.getpid()) or 0,
+        _born(os.getpid()) or HIDDEN,
         f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
         job,
     )
@@ -151,7 +151,9 @@ class SaveLock:
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
             self._remove(owner)
-        # The lock is ours: renew it in the background until it is released.
+        # The lock is ours: renew it in the background until it is released. What an earlier holder was writing is
+        # removed before the look: behind it nothing appears that this one does not know.
+        folders.clear(self.folder)
         self.saves.look(self.folder)
         self._thread.start()
         return None
@@ -215,15 +217,17 @@ class SaveLock:
                 return
             found = self._found()
             if found and found[0] == self.mine:
-                self._file.touch()
-            elif not found and not self.folder.is_dir():
+                if self._file.touch():
+                    return
+                found = self._read()  # it was replaced behind the first read
+            if not found and not self.folder.is_dir():
                 self._warn_of_removal()
             elif not found:
                 self._lose(
                     f"the lock of {self.folder} was removed, or another job took it over and has "
                     "ended"
                 )
-            elif found[0]:
+            elif found[0] not in (None, self.mine):
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
     def _found(self) -> tuple[Owner | None, int] | None:
@@ -346,6 +350,9 @@ def _runs_here(owner: Owner | None) -> bool | None:
     if owner is None or not owner.machine or owner.machine != _machine():
         return None
     born = _born(owner.pid)
-    if born == owner.born:
-        return True
-    return None if born == HIDDEN else False
+    if born is None:
+        return False
+    # The owner may not have found its own start time either, which then equals no other.
+    if HIDDEN in (born, owner.born):
+        return None
+    return born == owner.born

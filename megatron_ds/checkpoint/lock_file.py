@@ -43,9 +43,13 @@ class LockFile:
         """(content, time of the last `touch` in ns); None when there is none."""
         return self._read(self.path)
 
-    def touch(self) -> None:
-        """Renew the time of the file."""
-        os.utime(self.path)
+    def touch(self) -> bool:
+        """Renew the time of the file that was read last. False if it is gone, or, in a store, replaced."""
+        try:
+            os.utime(self.path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def delete(self) -> None:
         """Remove the file. Raises FileNotFoundError."""

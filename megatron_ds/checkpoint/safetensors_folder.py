@@ -23,7 +23,7 @@ from ..host.direct_file import DirectFile
 from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from ..registry import did_you_mean
-from .folder import sync_directory, write_durably
+from .folder import read_regular, sync_directory, write_durably
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -236,7 +236,7 @@ def _contents(folder: Path) -> Iterator[tuple[str, Path]]:
             with safe_open(folder / SINGLE, framework="pt") as file:
                 yield from ((name, folder / SINGLE) for name in file.keys())  # noqa: SIM118  not a dict
         else:
-            index = json.loads((folder / INDEX).read_bytes())
+            index = json.loads(read_regular(folder / INDEX))
             yield from (
                 (name, folder / file) for name, file in index["weight_map"].items()
             )

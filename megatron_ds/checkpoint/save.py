@@ -13,6 +13,7 @@ lock of the folder during a save (`lock.py`); a training run holds it from start
 communicate, so another thread may do them while training goes on (`background_save.py`).
 """
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from .place import place_of
 from .run_file import plain, write_run_file
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -80,6 +82,7 @@ class Saving:
     ):
         self.folder = place_of(directory)
         self.step = step
+        self._save_id = secrets.token_hex(16)
         self._coordinates = coordinates
         self._world = world
         self._kept = (limit, retain)
@@ -156,16 +159,15 @@ class Saving:
         from .storage import write_index
 
         def write() -> None:
-            save_id = secrets.token_hex(16)
-            index = write_index(self._writing, parts, save_id)
-            write_run_file(self._writing, self.step, self._values, save_id, index)
+            index = write_index(self._writing, parts, self._save_id)
+            write_run_file(self._writing, self.step, self._values, self._save_id, index)
 
         self._guarded(write)
         self._lock.check()
+        # An error may come when the checkpoint is visible already.
+        self._lock.saves.wrote(self.folder, self.step, self._save_id)
         publish = lambda: folders.publish(self.folder, self.step, self._writing)
-        path = self._guarded(publish)
-        self._lock.saves.look(self.folder)
-        return path
+        return self._guarded(publish)
 
     def agree(self, published: Callable[[], Path]) -> Path:
         """The path of the checkpoint on all ranks. Collective over the world.
@@ -176,7 +178,12 @@ class Saving:
             return on_one_rank(self._world, published, **self._failing)
 
     def prune(self) -> None:
-        """Rank 0: delete old checkpoints. Not collective."""
+        """Rank 0: delete old checkpoints, if the folder is still this job's. Not collective."""
+        try:
+            self._lock.check()
+        except CheckpointError as error:
+            logger.warning("old checkpoints are kept: %s", error)
+            return
         prune(self.folder, self.step, *self._kept)
 
     def close(self) -> None:
@@ -194,7 +201,7 @@ class Saving:
     def abandon(self) -> None:
         """Remove the hidden directory, and release the folder. Not collective; for all ranks."""
         if self.is_first_rank:
-            folders.remove(self._writing)
+            folders.abandon(self._writing)
         self.close()
 
     @contextmanager
@@ -206,8 +213,15 @@ class Saving:
             raise
 
     def _guarded(self, action: Callable[[], T]) -> T:
-        """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""
+        """`action()`, with an explained error when the disk is full (`disk_space.explained`).
+
+        A job that has taken over removes what this one was writing: then the lost lock is the error.
+        """
         try:
             return action()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, CheckpointError) as error:
+            if self._lock is not None:
+                self._lock.check()
+            if isinstance(error, CheckpointError):
+                raise
             raise explained(error, self.folder, *self._numbers) from error

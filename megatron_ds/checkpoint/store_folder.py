@@ -3,11 +3,18 @@
     latest_checkpointed_iteration.txt       the tracker, as in a folder
     iter_0000200.commit                     "iter_0000200.5f0c2a91": where the files of the checkpoint are
     iter_0000200.5f0c2a91/                  its files, as in a folder
-    iter_0000300.77e01b4c/                  without a commit: being written, or left by a crash; never read
+    iter_0000300.commit                     "", and in a second line "iter_0000300.77e01b4c", which is being written
+    iter_0000300.77e01b4c/                  not in a first line: being written, or left by a crash; never read
 
 A store cannot rename, but it replaces one object at once. The files of a save have a name of their own, and the
 commit, written last, makes them the checkpoint of the step: it is complete or invisible, also where a step is saved a
 second time. A deletion removes the commit first.
+
+Note: why a save is announced in the second line of its commit. A request of a job that was suspended may arrive when
+another job has taken over. A job that has acquired the lock erases the second lines that it finds. A commit replaces
+the announcement of its own save on the condition that it is there (`store_objects.py`), so it takes effect before the
+lock has changed hands, or never. The tracker is replaced on the condition that it has not changed since before the
+commit. All other objects have names that no other process writes.
 
 These are the implementations of `folder.py`, `direct_file.read_range` and `chunk_file.new_file` for a
 `upath.UPath`. Listings are not cached, since other processes write too.
@@ -20,6 +27,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +37,7 @@ from upath import UPath
 from ..errors import CheckpointError
 from ..host.direct_file import BLOCK, BlockFile, read_range
 from . import folder as folders
+from . import store_objects as objects
 from .chunk_archive import Checksummed
 from .chunk_file import new_file
 from .disk_space import free_bytes
@@ -61,51 +70,157 @@ def _errors_of(place: UPath) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ checkpoints
+@dataclass(frozen=True)
+class _Commit:
+    """The content of a commit: names of files of the checkpoint, and of a save that may commit; "" for none."""
+
+    files: str
+    writing: str = ""
+
+    def to_bytes(self) -> bytes:
+        lines = (self.files, self.writing) if self.writing else (self.files,)
+        return "\n".join(lines).encode()
+
+
+def _parsed(content: bytes) -> _Commit:
+    files, _, writing = content.decode(errors="replace").partition("\n")
+    return _Commit(files, writing)
+
+
+def _files_at(path: UPath, commit: _Commit) -> UPath | None:
+    """The files that a commit names; None if it only announces some. Raises CheckpointError for other names."""
+    if commit.writing and not commit.files:
+        return None
+    step = path.name.removesuffix(COMMIT)
+    if not _FILES.fullmatch(commit.files) or not commit.files.startswith(f"{step}."):
+        raise CheckpointError(
+            f"{path} is damaged: it names {commit.files[:80]!r}, where the files of {step} cannot be."
+        )
+    return path.parent / commit.files
+
+
+def _commits_in(folder: UPath, names: list[str] | None = None) -> dict[int, _Commit]:
+    """Step → its commit, also where that only announces a save. names: as of `_names_in`"""
+    names = _names_in(folder) if names is None else names
+    found = [folder / name for name in names if _COMMITTED.fullmatch(name)]
+    with _errors_of(folder):
+        contents = folder.fs.cat_ranges(
+            [path.path for path in found], None, None, on_error="return"
+        )
+    commits = {}
+    for path, content in zip(found, contents, strict=True):
+        if isinstance(content, FileNotFoundError):
+            continue  # deleted in the meantime
+        with _errors_of(folder):
+            if isinstance(content, Exception):
+                raise content
+        step = int(_COMMITTED.fullmatch(path.name)[1])
+        commits[step] = _parsed(content)
+    return commits
+
+
 @folders.find.register
 def _(folder: UPath, step: int) -> UPath | None:
+    path = _commit(folder, step)
     try:
-        name = _commit(folder, step).read_text()
+        with _errors_of(folder):
+            content = path.read_bytes()
     except FileNotFoundError:
         return None
-    if not _FILES.fullmatch(name) or not name.startswith(f"{name_of(step)}."):
-        raise CheckpointError(
-            f"{_commit(folder, step)} is damaged: it names {name[:80]!r}, where the files of a checkpoint of "
-            f"iteration {step} cannot be."
-        )
-    return folder / name
+    return _files_at(path, _parsed(content))
 
 
 @folders.steps_in.register
 def _(folder: UPath) -> list[int]:
-    found = map(_COMMITTED.fullmatch, _names_in(folder))
-    return sorted(int(match[1]) for match in found if match)
+    commits = _commits_in(folder)
+    return sorted(
+        step for step, commit in commits.items() if commit.files or not commit.writing
+    )
+
+
+@folders.clear.register
+def _(folder: UPath) -> None:
+    # After the second lines are erased, no save of an earlier holder of the lock commits: then names that no first line
+    # has, among those that were listed before, are of no use.
+    names = _names_in(folder)
+    for step, commit in _commits_in(folder, names).items():
+        if commit.writing:
+            _withdraw(_commit(folder, step))
+    committed = {commit.files for commit in _commits_in(folder).values()}
+    for name in filter(_FILES.fullmatch, names):
+        if name not in committed:
+            folders.remove(folder / name)
+
+
+def _withdraw(path: UPath) -> None:
+    """Erase the announcement of a save; remove a commit that has nothing else."""
+    while (found := objects.read(path)) and (commit := _parsed(found.content)).writing:
+        if commit.files:
+            is_done = objects.write(path, _Commit(commit.files).to_bytes(), found)
+        else:
+            is_done = objects.remove(path, found)
+        if is_done:
+            return
 
 
 @folders.begin.register
 def _(folder: UPath, step: int) -> UPath:
-    names = _names_in(folder)
-    committed = {folders.find(folder, step) for step in folders.steps_in(folder)}
-    for name in filter(_FILES.fullmatch, names):
-        if folder / name not in committed:
-            folders.remove(folder / name)
-    return folder / f"{name_of(step)}.{secrets.token_hex(4)}"
+    folders.clear(folder)
+    writing = f"{name_of(step)}.{secrets.token_hex(4)}"
+    path = _commit(folder, step)
+    found = objects.read(path)
+    files = _parsed(found.content).files if found else ""
+    announced = _Commit(files, writing).to_bytes()
+    if not objects.write(path, announced, found):
+        raise _changed_by_another(path)
+    return folder / writing
 
 
 @folders.publish.register
 def _(folder: UPath, step: int, writing: UPath) -> UPath:
-    former = folders.find(folder, step)
-    _commit(folder, step).write_text(writing.name)
-    (folder / TRACKER).write_text(str(step))
-    if former is not None:
+    # The tracker is read before the commit, behind which the lock may change hands.
+    tracker = objects.read(folder / TRACKER)
+    path = _commit(folder, step)
+    found = objects.read(path)
+    announced = found and _parsed(found.content)
+    if not announced or announced.writing != writing.name:
+        raise _changed_by_another(path)
+    if not objects.write(path, _Commit(writing.name).to_bytes(), found):
+        raise _changed_by_another(path)
+    if not objects.write(folder / TRACKER, str(step).encode(), tracker):
+        raise _changed_by_another(folder / TRACKER)
+    if former := _files_at(path, announced):
         folders.remove(former)
     return writing
 
 
+@folders.abandon.register
+def _(writing: UPath) -> None:
+    path = writing.parent / f"{writing.name.partition('.')[0]}{COMMIT}"
+    # Behind an error of the store this may fail, too. The next save removes what stays.
+    with contextlib.suppress(Exception):
+        found = objects.read(path)
+        if found and _parsed(found.content).writing == writing.name:
+            _withdraw(path)
+            found = objects.read(path)
+        # An error may come when the commit has been written.
+        if not found or _parsed(found.content).files != writing.name:
+            folders.remove(writing)
+
+
 @folders.delete.register
 def _(folder: UPath, step: int) -> None:
-    files = folders.find(folder, step)
-    _commit(folder, step).unlink()
-    folders.remove(files)
+    path = _commit(folder, step)
+    found = objects.read(path)
+    files = found and _files_at(path, _parsed(found.content))
+    if files and objects.remove(path, found):
+        folders.remove(files)
+
+
+def _changed_by_another(path: UPath) -> CheckpointError:
+    return CheckpointError(
+        f"{path} was changed by another process while this one saved. Check which jobs save to {path.parent}."
+    )
 
 
 def _commit(folder: UPath, step: int) -> UPath:
@@ -128,7 +243,8 @@ def _(path: UPath) -> None:
 
 @folders.read_regular.register
 def _(path: UPath) -> bytes:
-    return path.read_bytes()
+    with _errors_of(path):
+        return path.read_bytes()
 
 
 @folders.write_durably.register

@@ -1,56 +1,58 @@
-"""The lock file of a store: an object that a store creates only if there is none."""
+"""The lock file of a store: an object that a store changes only on a condition."""
 
-import contextlib
+import json
 from collections.abc import Callable
 
 from upath import UPath
 
+from . import store_objects as objects
 from .lock_file import LOCK, lock_file
 
 
 class StoreLockFile:
     """`LockFile` with the operations of a store.
 
-    The creation is a conditional write (`If-None-Match` of S3, generation 0 of Google's store), which fails on one of
-    two jobs. A store has no rename: `take_away` compares and removes in two operations, and a holder finds at its next
-    beat, and before it publishes, whether the lock is still its own.
+    All of them are conditional (`store_objects.py`): the creation fails on one of two jobs, and a renewal or a removal
+    that arrives when another job has taken over changes nothing. Each renewal has another content, so that one is
+    noticed by a job that has read the former one.
     """
 
     def __init__(self, folder: UPath, token: str):
         self.path = folder / LOCK
         self._clock = folder / f"{LOCK}.{token}.now"
         self._text = ""
+        self._beats = 0
+        self._found: objects.Found | None = None
 
     def create(self, text: str) -> bool:
         """Create the object. False when there is one already."""
         self._text = text
-        try:
-            self.path.fs.pipe_file(self.path.path, text.encode(), mode="create")
-        except FileExistsError:
-            return False
-        return True
+        return objects.write(self.path, text.encode(), None)
 
     def read(self) -> tuple[bytes, int] | None:
         """(content, time of the last write in ns); None when there is none."""
         try:
-            return self.path.read_bytes(), _time_of(self.path)
+            self._found = objects.read(self.path)
+            return self._found and (self._found.content, _time_of(self.path))
         except FileNotFoundError:
             return None
 
-    def touch(self) -> None:
-        """Write the object again: its time is that of the last write."""
-        self.path.write_text(self._text)
+    def touch(self) -> bool:
+        """Write the object that was read last again: its time is that of the last write. False if it was replaced."""
+        self._beats += 1
+        content = json.loads(self._text) | {"beats": self._beats}
+        return objects.write(self.path, json.dumps(content).encode(), self._found)
 
     def delete(self) -> None:
-        """Remove the object."""
-        self.path.unlink()
+        """Remove the object that was read last."""
+        if self._found:
+            objects.remove(self.path, self._found)
 
     def take_away(self, is_expected: Callable[[bytes], bool]) -> None:
         """Remove the object if its content is the expected one."""
-        found = self.read()
-        if found and is_expected(found[0]):
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+        found = objects.read(self.path)
+        if found and is_expected(found.content):
+            objects.remove(self.path, found)
 
     def now(self) -> int:
         """The clock of the store, in ns."""

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from ..config import RunConfig
 from ..errors import CheckpointError
+from ..host import regular_file
 from .folder import local_copy, write_directory
 from .place import place_of
 from .save_folder import TOKENIZERS
@@ -56,11 +57,14 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
     if not config.checkpoint.save or not given:
         return {}
     folder = place_of(config.checkpoint.save)
+    # The name is a hash of the contents: one that is there and holds them is used again.
     try:
         contents = {}
         for field, path in given.items():
             for file in _files_at(path):
-                contents[f"{field}/{file.name}"] = file.read_bytes()
+                contents[f"{field}/{file.name}"] = regular_file.read_regular(
+                    file, CheckpointError
+                )
         name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
             write_directory(folder / name, contents)

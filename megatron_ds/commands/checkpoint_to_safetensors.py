@@ -28,6 +28,7 @@ from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.host.regular_file import read_regular
 from megatron_ds.mpu.group import solo
 
 CONFIG = "config.json"
@@ -122,7 +123,7 @@ def write_config(file: Path, run: Mapping, dtype: str) -> None:
 
     A config.json that another program wrote stays as it is.
     """
-    if file.exists() and MODEL_TYPE not in file.read_text(errors="replace"):
+    if file.exists() and MODEL_TYPE.encode() not in read_regular(file, CheckpointError):
         print(f"{file} was there and is left as it is")
         return
     tokenizer = {

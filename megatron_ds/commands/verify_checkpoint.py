@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_ds.checkpoint.folder import is_ours, read_tracker, steps_in
-from megatron_ds.checkpoint.load import find_checkpoint
+from megatron_ds.checkpoint.load import check_directory, find_checkpoint
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.checkpoint.run_file import damaged_files
 from megatron_ds.cli import Arguments
@@ -36,6 +36,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> int:
     """Compare all files with their checksums. Raises CheckpointError."""
     step = args.iteration
+    check_directory(args.load)
     if is_ours(args.load):
         raise CheckpointError(
             f"{args.load} is a checkpoint itself: --load takes the folder above it, {args.load.resolve().parent}, and "

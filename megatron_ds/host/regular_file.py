@@ -5,7 +5,9 @@ A pipe would block the reader for ever, a device or a file of many gigabytes wou
 with the name of a new file would let this process overwrite the link's target.
 """
 
+import contextlib
 import errno
+import io
 import os
 import stat
 from pathlib import Path
@@ -13,29 +15,58 @@ from typing import BinaryIO
 
 from ..errors import MegatronDSError
 
+MOST_TEXT = 64 << 20  # bytes of a text that a user names and that is kept in memory
 
-def open_regular(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
-    """The file, opened to read bytes. Raises `error` for a pipe, socket, device or directory, and OSError."""
+
+def open_regular(
+    path: Path | str, error: type[MegatronDSError], name: str = ""
+) -> BinaryIO:
+    """The file, opened to read bytes. Raises `error` for a pipe, socket, device or directory, and OSError.
+
+    name: of the file in messages, such as "--hostfile PATH"; the path by default
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise error(
-            f"{path} is not a regular file. Remove it, or restore the file that belongs there."
+            f"{name or path} is not a regular file. A pipe would be waited for, and a device may have no end. Restore "
+            "the file that belongs there, or give another one."
         )
     return open(handle, "rb")
 
 
+def read_text(
+    path: Path | str,
+    error: type[MegatronDSError],
+    name: str = "",
+    *,
+    most: int = MOST_TEXT,
+    encoding: str = "utf-8",
+) -> str:
+    """The text of a file that a user names, with line feeds at the ends of lines.
+
+    Arguments as of `open_regular` and `read_regular`. Raises `error`, OSError and UnicodeDecodeError.
+    """
+    content = io.BytesIO(read_regular(path, error, most, name))
+    return io.TextIOWrapper(content, encoding).read()
+
+
 def read_regular(
-    path: Path | str, error: type[MegatronDSError], most: int | None = None
+    path: Path | str,
+    error: type[MegatronDSError],
+    most: int | None = None,
+    name: str = "",
 ) -> bytes:
     """The bytes of a file, as `open_regular` opens it. most: their largest number; more raise `error`."""
-    with open_regular(path, error) as file:
+    with open_regular(path, error, name) as file:
         if most is None:
             return file.read()
         content = file.read(most + 1)  # the size of a file can change after a stat
         if len(content) > most:
             size = os.fstat(file.fileno()).st_size
-            raise error(f"{path} has {size:,} bytes, and at most {most:,} are read.")
+            raise error(
+                f"{name or path} has {size:,} bytes, and at most {most:,} are read."
+            )
         return content
 
 
@@ -72,6 +103,17 @@ def create_again(path: Path | str) -> BinaryIO:
     """A new file to write bytes, in place of what had the name: a link is removed, not followed."""
     Path(path).unlink(missing_ok=True)
     return open(create_new(path), "wb")
+
+
+def discard(file: BinaryIO, *paths: Path) -> None:
+    """Close a file of which nothing is kept, and remove the paths.
+
+    Closing writes what is still in memory. That fails again where the disk is full, and is of no interest.
+    """
+    with contextlib.suppress(OSError):
+        file.close()
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def create_new(path: Path | str) -> int:

@@ -24,6 +24,7 @@ from statistics import median
 import torch
 
 from ..errors import DataError
+from ..host.regular_file import read_text
 from ..mpu.host_reads import wait_until
 from .instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from .simulate import Cost, Simulation
@@ -195,7 +196,7 @@ def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
 def _read(path: Path) -> dict[int, list[Entry]]:
     """Pipeline rank → its timeline, from one file. Raises DataError for files without timelines."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads(read_text(path, DataError))["traceEvents"]
         timelines: dict[int, list[Entry]] = {}
         for event in events:
             if event["ph"] == "X" and "op" in event["args"]:

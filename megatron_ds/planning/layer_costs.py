@@ -28,6 +28,7 @@ from ..batch.batch import Batch
 from ..batch.ledger import DISCARDING
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..host.regular_file import read_text
 from ..models import MODELS, Layer
 from ..mpu.agree import on_one_rank
 from ..mpu.channels import Channels
@@ -199,7 +200,7 @@ def read_costs(path: Path, run: dict) -> Times | None:
     if not path.exists():
         return None
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path, ConfigError))
         found = document["of"]
         parts = LayerCost.__dataclass_fields__
         layers = {

@@ -62,7 +62,9 @@ class Saves:
         self._pending: _Pending | None = None
         if engine.config.checkpoint.async_save:
             engine.saving = self
-            # The import takes 0.8 s, for which the thread would slow the first steps.
+        if engine.config.checkpoint.save:
+            # The import takes 0.8 s on a local disk and minutes on a busy file server: it is part of the start, and
+            # neither of the first save nor of the steps beside its thread.
             importlib.import_module("..checkpoint.storage", __package__)
 
     def save(self, progress: Progress, is_last: bool = False) -> None:

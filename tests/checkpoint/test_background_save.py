@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.checkpoint import background_save
+from megatron_ds.checkpoint import background_save, state_copies
 from megatron_ds.checkpoint.background_save import BackgroundSave, Copies
 from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import Saving, save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.host.pace import Pace
+from megatron_ds.host.side_streams import SideStream
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
@@ -144,6 +145,57 @@ def test_a_gpu_copies_beside_the_model_and_before_the_update(
             spoil(pieces)
         problems = sorted(set(gpu.order.problems))
     assert bool(problems) is not waits, problems
+
+
+@contextlib.contextmanager
+def apart(stream):
+    """`SideStream.behind_current` without its wait."""
+    with stream.apart():
+        yield
+
+
+# Name of a wait → what replaces it where it is left out.
+LEFT_OUT = {
+    "nothing": (),
+    "the copies' wait for the model": (SideStream, "behind_current", apart),
+    "the thread's wait for the copies": (
+        state_copies,
+        "wait_for_mark_in_thread",
+        lambda mark: None,
+    ),
+}
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_a_gpu_copies_what_the_model_has_written_and_the_thread_reads_what_is_copied(
+    tmp_path, left_out, monkeypatch
+):
+    """The state changes right before the save begins, and the thread looks at the copies and writes them."""
+    seen = []
+
+    def look(pieces):
+        seen.extend(piece.tensor.sum().item() for piece in pieces)
+
+    def write(saving, pieces, pace):
+        seen.extend(piece.tensor.sum().item() for piece in pieces)
+
+    monkeypatch.setattr(Saving, "write", write)
+    monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
+    if left_out != "nothing":
+        monkeypatch.setattr(*LEFT_OUT[left_out])
+    with fake_cuda(), FakeGpu() as gpu:
+        pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
+        with torch.no_grad():
+            for piece in pieces:
+                piece.tensor.add_(1)
+        pending = BackgroundSave(
+            Saving(tmp_path, 1, {}, solo()), pieces, {}, Copies(), look
+        )
+        pending._work.result()
+        problems = sorted(set(gpu.order.problems))
+    pending._saving.abandon()
+    assert len(seen) > len(pieces)
+    assert bool(problems) is (left_out != "nothing"), problems
 
 
 class AtOnce:

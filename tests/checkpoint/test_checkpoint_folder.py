@@ -1,9 +1,11 @@
+import errno
 import logging
 import shutil
 
 import pytest
 import torch
 
+from megatron_ds.checkpoint import disk_space
 from megatron_ds.checkpoint.folder import check_writable, steps_in, to_delete
 from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import save
@@ -29,6 +31,15 @@ def assert_loads(folder, step, seed):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_full_disk_is_described_by_the_bytes_that_are_free_now_too(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 77)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    error = disk_space.explained(full, tmp_path, needed=5000, free=9000, share=5000)
+    assert "5,000 bytes needed, 9,000 free" in str(error) and "77 now" in str(error)
 
 
 def test_a_folder_without_checkpoints_has_no_latest(tmp_path):

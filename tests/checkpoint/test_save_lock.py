@@ -87,6 +87,17 @@ def test_a_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over_at_once(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_live_process_whose_start_time_could_not_be_read_is_not_taken_for_ended(
+    tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        # /proc cannot be read for a moment
+        patch.setattr(locks, "_born", lambda pid: locks.HIDDEN)
+        owner = this_process({})
+    assert locks._runs_here(owner) is None
+    assert locks._runs_here(replace(owner, pid=a_process_that_ended())) is False
+
+
 def test_a_save_killed_by_sigkill_leaves_nothing_that_the_next_one_waits_for(tmp_path):
     def hold():
         with locked(tmp_path, solo()):

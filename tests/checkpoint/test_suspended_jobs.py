@@ -1,6 +1,7 @@
 """A job that was suspended, while another job took over its folder, trained and ended, overwrites nothing."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -8,14 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_ds
+from megatron_ds.checkpoint import folder as folders
+from megatron_ds.checkpoint import known_saves
 from megatron_ds.checkpoint import lock as locks
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.known_saves import KnownSaves
+from megatron_ds.checkpoint.load import load, read_run
 from megatron_ds.checkpoint.lock import locked
 from megatron_ds.checkpoint.lock_file import LOCK
 from megatron_ds.compat.engine import known_tags
@@ -28,7 +34,7 @@ from megatron_ds.training.pretrain import pretrain
 from tests.harness.deaths import forked, survived
 from tests.harness.engine_runs import config_of, make, on_ranks, train
 from tests.harness.pretraining import MOCK
-from tests.harness.states import save_step
+from tests.harness.states import Layout, pieces_of, save_step
 
 pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
 
@@ -140,10 +146,147 @@ def test_known_saves_accept_own_ones_and_earlier_ones_and_a_second_save_of_a_ste
     saves.check(tmp_path)
 
 
+# Changes of the file system that a save makes, and what it waits for between them.
+CHANGES = ("rename", "replace", "mkdir", "fsync", "unlink", "utime")
+
+
+class SuspendedAt:
+    """Before its n-th change of the file system a job is suspended, while another one takes over, saves and ends."""
+
+    def __init__(self, number, folder, steps):
+        self.count = 0
+        self.saved = []  # by the other job
+        self._number = number
+        self._folder = folder
+        self._steps = steps
+
+    @contextlib.contextmanager
+    def patched(self):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in CHANGES:
+                patch.setattr(os, name, self._counted(getattr(os, name)))
+            yield
+
+    def _counted(self, change):
+        def changed(*values, **options):
+            self.count += 1
+            if self.count == self._number:
+                self._take_over()
+            return change(*values, **options)
+
+        return changed
+
+    def _take_over(self):
+        """In this process, which seems to be another one, on another machine."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(locks, "_held", {})
+            patch.setattr(locks, "_runs_here", lambda owner: None)
+            with locked(self._folder, solo(), beat=LATE, stale=0.0, poll=0.0):
+                newest = int(read_tracker(self._folder) or 0)
+                for step in range(newest + 1, newest + 1 + self._steps):
+                    save_step(self._folder, step, seed=2, limit=2)
+                    self.saved.append(step)
+
+
+@pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step again"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_job_that_is_suspended_anywhere_in_a_save_changes_nothing_afterwards(
+    tmp_path, step, steps
+):
+    ended = 0
+    for number in range(1, 200):
+        folder = tmp_path / str(number)
+        with locked(folder, solo(), beat=LATE) as lock:
+            lock._beat = 0.001
+            for earlier in (1, 2):
+                save_step(folder, earlier, seed=1)
+            suspended = SuspendedAt(number, folder, steps)
+            try:
+                with suspended.patched():
+                    save_step(folder, step, seed=1, limit=2)
+            except CheckpointError as error:
+                assert "suspended or cut off" in str(error), error
+                ended += 1
+        if not suspended.saved:
+            break
+        assert read_tracker(folder) == str(suspended.saved[-1])
+        seeds = seeds_in(folder)
+        assert {seeds[number] for number in suspended.saved[-2:]} == {2}
+        # and what is there is complete
+        for found in steps_in(folder):
+            assert seed_of(folder, found) == seeds[found]
+        assert not list(folder.glob(".*[0-9a-f]*.writing*")) and len(seeds) <= 3
+    assert ended > 5 and number > 10
+
+
+def seed_of(folder, step):
+    """Load a checkpoint, compare every bit, and return whose state it is."""
+    seed = read_run(folder, step)["seed"]
+    pieces = pieces_of(Layout(), 0, seed=None)
+    load(folder, step, pieces, coordinates={}, world=solo())
+    for piece, right in zip(pieces, pieces_of(Layout(), 0, seed), strict=True):
+        assert torch.equal(piece.tensor, right.tensor), f"iteration {step} is damaged"
+    return seed
+
+
+def reads_that_fail(patch, failing):
+    """Reads of run.json whose numbers (from 0) are in `failing` raise an error of the file system."""
+    numbers = count()
+    real = folders.read_regular
+
+    def read(path):
+        if path.name == "run.json" and next(numbers) in failing:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    patch.setattr(known_saves.folders, "read_regular", read)
+    patch.setattr(known_saves, "PAUSES", (0.0,) * 3)
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_a_read_that_fails_for_a_moment_neither_ends_a_run_nor_names_another_job(
+    tmp_path, monkeypatch, first
+):
+    save_step(tmp_path, 1, seed=1)
+    # three in a row fail, wherever they begin
+    reads_that_fail(monkeypatch, {first, first + 1, first + 2})
+    with locked(tmp_path, solo(), beat=LATE):
+        for step in (2, 3):
+            save_step(tmp_path, step, seed=1)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_run_json_that_cannot_be_read_is_named_as_that(
+    tmp_path, monkeypatch, is_gone
+):
+    with locked(tmp_path, solo(), beat=LATE):
+        save_step(tmp_path, 1, seed=1)
+        if is_gone:
+            (tmp_path / "iter_0000001" / "run.json").unlink()
+        else:
+            reads_that_fail(monkeypatch, range(100))
+        with pytest.raises(
+            CheckpointError, match=r"iter_0000001.run.json cannot be read"
+        ) as raised:
+            save_step(tmp_path, 2, seed=1)
+    assert "was saved by another job" not in str(raised.value)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_what_a_run_has_published_is_known_without_being_read(tmp_path, monkeypatch):
+    with locked(tmp_path, solo(), beat=LATE) as lock:
+        with monkeypatch.context() as patch:
+            reads_that_fail(patch, range(100))
+            save_step(tmp_path, 1, seed=1)
+        lock.saves.check(tmp_path)
+
+
 # A holder that saves, waits to be stopped and continued, and saves again; a successor on "another machine".
 HOLDER = """
 import sys
 from pathlib import Path
+from megatron_ds.checkpoint.load import load, read_run
 from megatron_ds.checkpoint.lock import locked
 from megatron_ds.cli import main_guard
 from megatron_ds.mpu.group import solo
@@ -263,3 +406,15 @@ def test_an_engine_does_not_save_over_what_another_program_saved_meanwhile(
         engine.save_checkpoint(tmp_path, tag)
 
     assert on_ranks(1, main, make, config_of(0, 1)) == [5]
+
+
+def test_an_engine_whose_read_fails_for_a_moment_saves_on(tmp_path, monkeypatch):
+    def main(engine, rank):
+        for step in range(3):
+            train(engine, rank, 1, first=step)
+            engine.save_checkpoint(tmp_path, "abc"[step])
+        return engine.global_steps
+
+    # the next reads succeed
+    reads_that_fail(monkeypatch, set(range(0, 100, 2)))
+    assert on_ranks(1, main, make, config_of(0, 1)) == [3]

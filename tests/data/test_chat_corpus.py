@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 
 import numpy as np
 import pyarrow
@@ -13,8 +14,8 @@ from megatron_ds.config import parse
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPT_DATA
-from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.text.mask_file import LossMasks, mask_path
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.text.mask_file import LossMasks, MaskWriter, mask_path
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora.inspect_dataset import main as inspect
@@ -203,6 +204,40 @@ def test_answers_that_are_probably_not_as_meant_are_reported(folder, capsys, cap
 def test_flags_that_do_not_go_with_conversations_are_refused(folder, capsys, more, why):
     assert preprocess(flags(folder, "x", *more)) != 0
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.5, 1.99])
+def test_nothing_is_left_where_the_disk_is_full(folder, capsys, share):
+    """The masks have a byte for each token, and the tokens two: the disk is full in the one or the other."""
+    masks = (folder / "one_chat_document.mask.bin").stat().st_size
+    before = sorted(path.name for path in folder.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A write beyond the limit fails as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * masks), hard))
+    try:
+        assert preprocess(flags(folder, "full")) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "error: cannot write" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_an_error_inside_is_not_hidden_by_that_of_closing_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writers = [MaskWriter(tmp_path / "a"), IndexedWriter(tmp_path / "a", np.uint16)]
+    try:
+        for writer in writers:
+            with pytest.raises(ZeroDivisionError), writer:
+                # what stays in the buffer cannot be written
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+                if isinstance(writer, MaskWriter):
+                    writer.add(np.ones(9, np.uint8))
+                else:
+                    writer.add_document(range(9))
+                raise ZeroDivisionError
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def parse_run(folder, seq_length=200, *more):

@@ -50,8 +50,8 @@ def missing_modules(*names: str) -> str:
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
-class ExistsError(Exception):
-    """A write on the condition that there is no object found one."""
+class ConditionError(Exception):
+    """The object is not of the generation that a write or a removal asks for."""
 
 
 def handler_class() -> partial:
@@ -61,19 +61,24 @@ def handler_class() -> partial:
     from gcp_storage_emulator.storage import Storage
 
     class ConditionalStorage(Storage):
-        """needs_absence: whether the write that is asked for has that condition"""
+        """needed: the generation on whose condition the object is changed, "0" for none; None without a condition"""
 
-        needs_absence = False
+        needed: str | None = None
 
         def create_file(self, bucket_name, file_name, *arguments):
-            if self.needs_absence:
-                try:
-                    self.get_file_obj(bucket_name, file_name)
-                except NotFound:
-                    pass
-                else:
-                    raise ExistsError
+            self._check(bucket_name, file_name)
             super().create_file(bucket_name, file_name, *arguments)
+
+        def delete_file(self, bucket_name, file_name):
+            self._check(bucket_name, file_name)
+            super().delete_file(bucket_name, file_name)
+
+        def _check(self, bucket_name, file_name):
+            generation = "0"
+            with suppress(NotFound):
+                generation = self.get_file_obj(bucket_name, file_name)["generation"]
+            if self.needed not in (None, generation):
+                raise ConditionError
 
     class Handler(RequestHandler):
         protocol_version = "HTTP/1.1"  # connections stay open
@@ -85,13 +90,7 @@ def handler_class() -> partial:
                 super().handle()
 
         def do_POST(self) -> None:
-            asked = parse_qs(urlsplit(self.path).query)
-            with self.one_at_a_time:
-                self.storage.needs_absence = asked.get("ifGenerationMatch") == ["0"]
-                try:
-                    super().do_POST()
-                except ExistsError:
-                    self._answer(HTTPStatus.PRECONDITION_FAILED)
+            self._changed(super().do_POST)
 
         def do_GET(self) -> None:
             with self.one_at_a_time:
@@ -101,8 +100,18 @@ def handler_class() -> partial:
             if "upload_id=" in self.path:
                 self._answer(UPLOAD_ENDED)
                 return
+            self._changed(super().do_DELETE)
+
+        def _changed(self, change) -> None:
+            asked = parse_qs(urlsplit(self.path).query)
             with self.one_at_a_time:
-                super().do_DELETE()
+                self.storage.needed = asked.get("ifGenerationMatch", [None])[0]
+                try:
+                    change()
+                except ConditionError:
+                    self._answer(HTTPStatus.PRECONDITION_FAILED)
+                finally:
+                    self.storage.needed = None
 
         def _answer(self, status: int) -> None:
             self.send_response(status, "")

@@ -102,7 +102,7 @@ def save_checkpoint(
     def point() -> None:
         is_taken = tag is None and (Path(save_dir) / name).exists()
         write_durably(Path(save_dir) / LATEST, "" if is_taken else name)
-        known_tags.look(engine, Path(save_dir), last_folder(save_dir))
+        known_tags.wrote(engine, Path(save_dir), folder, engine.global_steps)
 
     if save_latest:
         on_one_rank(world, point)

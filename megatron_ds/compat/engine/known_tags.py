@@ -10,16 +10,19 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ...checkpoint.folder import steps_in
-from ...checkpoint.known_saves import identifier_of
+from ...checkpoint.known_saves import identifier_of, written_here
 from ...errors import CheckpointError
 
 
 class Named(NamedTuple):
-    """The newest checkpoint of the folder that `latest` names. step: None while there is none."""
+    """The newest checkpoint of the folder that `latest` names. step: None while there is none.
+
+    identifier: see `identifier_of`
+    """
 
     folder: str
     step: int | None
-    identifier: str
+    identifier: str | None
 
 
 # Of all engines of a process: (pid, directory) → checkpoints. One engine may save beside another.
@@ -30,8 +33,13 @@ _used: WeakKeyDictionary[object, set[Path]] = WeakKeyDictionary()
 
 def look(engine: object, directory: Path, folder: Path) -> None:
     """Take the checkpoint in `folder`, which `latest` in `directory` names, as known."""
-    _used.setdefault(engine, set()).add(directory.resolve())
-    _known.setdefault((os.getpid(), directory.resolve()), set()).add(_named(folder))
+    _remember(engine, directory, _named(folder))
+
+
+def wrote(engine: object, directory: Path, folder: Path, step: int) -> None:
+    """Take the checkpoint that the engine has just written into `folder` as known, without reading it."""
+    identifier = written_here(folder, step)
+    _remember(engine, directory, Named(folder.name, step, identifier))
 
 
 def check(engine: object, directory: Path, folder: Path) -> None:
@@ -51,6 +59,11 @@ def check(engine: object, directory: Path, folder: Path) -> None:
             "system: this program has neither written nor loaded it. Saving now would mix two runs. Load it "
             "with engine.load_checkpoint to continue from there, or save to another directory."
         )
+
+
+def _remember(engine: object, directory: Path, named: Named) -> None:
+    _used.setdefault(engine, set()).add(directory.resolve())
+    _known.setdefault((os.getpid(), directory.resolve()), set()).add(named)
 
 
 def _named(folder: Path) -> Named:

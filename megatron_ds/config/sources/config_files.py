@@ -20,6 +20,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...features import missing_features, missing_wings, per_features
+from ...host.regular_file import read_text
 from ..messages import value_text
 from ..options.option import Option, coerce
 from ..run import RENAMED, RUN, Source, all_options, formerly, sections
@@ -27,6 +28,7 @@ from .flags import Spelling, spellings
 from .reading import Setting, SourceReading
 from .suggest import near_key
 
+LARGEST = 4 << 20  # bytes; PyYAML takes up to a second for each MB
 NULL = "tag:yaml.org,2002:null"
 # Keys of a run.json that describe the run which wrote it.
 RECORDS = (
@@ -85,7 +87,13 @@ def text_of(path: str, flag: str) -> str:
     """The text of a file that a flag gave. Raises ConfigError."""
     try:
         # The text may begin with a byte-order mark.
-        return Path(path).read_text(encoding="utf-8-sig")
+        return read_text(
+            path,
+            ConfigError,
+            f"{flag} {path}",
+            most=LARGEST,
+            encoding="utf-8-sig",
+        )
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ...errors import ConfigError, DataError
+from ...host.regular_file import read_text
 from .index_maps import extension, num_threads
 from .weighted_splits import words_of_file
 
@@ -160,7 +161,7 @@ def _json_values(flag: str, path: str) -> dict[str, tuple[str, ...]]:
 
 def _text(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text()
+        return read_text(path, DataError, f"{flag} {path}")
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

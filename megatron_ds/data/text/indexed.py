@@ -26,7 +26,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...host.content_hash import content_hash
-from ...host.regular_file import create_again, open_to_append
+from ...host.regular_file import create_again, discard, open_to_append
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -297,9 +297,7 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Remove what was written."""
-        self._bin.close()
-        for path in self._partial:
-            path.unlink(missing_ok=True)
+        discard(self._bin, *self._partial)
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -365,8 +363,9 @@ def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
             _sync(file)
         beside.replace(path)
     except OSError as e:
-        beside.unlink(missing_ok=True)
         raise DataError(f"cannot write {path}: {e.strerror}. {advice}") from None
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:

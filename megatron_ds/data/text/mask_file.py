@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import DataError
-from ...host.regular_file import create_again
+from ...host.regular_file import create_again, discard
 from .indexed import IndexedDataset, corpus_paths
 
 CHECKED = 1 << 24  # bytes read together
@@ -86,21 +86,41 @@ class MaskWriter:
         self.path = mask_path(prefix)
         self._partial = Path(f"{self.path}.partial")
         self._file = create_again(self._partial)
+        self._is_finished = False
 
     def add(self, mask: np.ndarray) -> None:
-        """Add the masks of the next tokens.  mask: uint8"""
+        """Add the masks of the next tokens.  mask: uint8. Raises DataError."""
         assert mask.dtype == np.uint8
-        self._file.write(mask.data)
+        try:
+            self._file.write(mask.data)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def withdraw(self) -> None:
+        """Remove the finished file: the corpus that it belongs to could not be written."""
+        if self._is_finished:
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> "MaskWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
-            return
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as error:
+            raise self._failure(error) from None
+        finally:
+            discard(self._file, self._partial)
+
+    def _finish(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         self._partial.replace(self.path)
+        self._is_finished = True
+
+    def _failure(self, error: OSError) -> DataError:
+        return DataError(
+            f"cannot write {self.path}: {error.strerror}. Nothing was kept; free some space, or choose another "
+            "--output-prefix."
+        )

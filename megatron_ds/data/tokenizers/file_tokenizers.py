@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import DataError
+from ...host.regular_file import read_regular, read_text
 from .backend import LibraryTokenizer, library_panics
 from .base import (
     TOKENIZERS,
@@ -20,7 +21,7 @@ from .base import (
     fingerprint_of,
     required_files,
 )
-from .special_tokens import end_of_document, read_json_text
+from .special_tokens import LARGEST, end_of_document, read_json_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
@@ -45,7 +46,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         with library_panics(f"--tokenizer-model {file} cannot be read as a tokenizer"):
             try:
-                tokenizer = Tokenizer.from_file(file)
+                content = read_regular(file, DataError, LARGEST)
+                tokenizer = Tokenizer.from_buffer(content)
             except Exception as e:  # the library raises plain Exception for everything
                 raise DataError(
                     f"--tokenizer-model {path}: {file} cannot be read as a tokenizer: "
@@ -237,8 +239,8 @@ def check_distinct(vocab: Mapping[str, int], name: str) -> None:
 
 def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
     try:
-        with open(merge_file, encoding="utf-8") as f:
-            lines = f.read().split("\n")
+        text = read_text(merge_file, DataError, f"--merge-file {merge_file}")
+        lines = text.split("\n")
     except UnicodeDecodeError as e:
         raise DataError(f"--merge-file {merge_file} is not UTF-8 text: {e}.") from None
     merges = []
@@ -306,8 +308,8 @@ class BertWordPieceCase(_BertWordPiece):
 def read_vocab(vocab_file: str) -> dict[str, int]:
     """{token: line number from 0} of a file with one token per line.  Raises DataError naming the line."""
     try:
-        with open(vocab_file, encoding="utf-8") as f:
-            tokens = f.read().removesuffix("\n").split("\n")
+        text = read_text(vocab_file, DataError, f"--vocab-file {vocab_file}")
+        tokens = text.removesuffix("\n").split("\n")
     except UnicodeDecodeError as e:
         raise DataError(f"--vocab-file {vocab_file} is not UTF-8 text: {e}.") from None
     vocab: dict[str, int] = {}

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
+from ...host.regular_file import read_text
+
+LARGEST = 512 << 20  # bytes of a file of a tokenizer; public ones have up to 35 MB
 
 logger = logging.getLogger(__name__)
 CONFIG = "tokenizer_config.json"
@@ -66,7 +69,7 @@ def _named(path: Path) -> dict[str, str | None]:
 
 def _object_in(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} without the file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     content = read_json_text(path, str(path))
     if not isinstance(content, dict):
@@ -77,8 +80,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 def read_json_text(path: str | Path, name: str) -> Any:
     """The content of a JSON file that messages call `name`. Raises DataError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return json.loads(read_text(path, DataError, name, most=LARGEST))
     except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
         raise DataError(f"{name} is not JSON text: {error}.") from None
     except OSError as error:

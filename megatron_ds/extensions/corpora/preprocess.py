@@ -157,7 +157,14 @@ def preprocess(
     blocks = _blocks(paths, options, shard or (0, 1))
     written = Written()
     sums = [PieceSums() for _ in names]
+    masks: MaskWriter | None = None
+
+    def withdraw(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and masks is not None:
+            masks.withdraw()
+
     with ExitStack() as stack:
+        stack.push(withdraw)
         writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
         # The masks are complete before the index that vouches for them.
         masks = stack.enter_context(MaskWriter(names[0])) if options.chat else None

@@ -22,6 +22,7 @@ from ...data.loading.blend import read_sources
 from ...data.loading.datasets import identify
 from ...data.text.indexed import replacing
 from ...errors import DataError
+from ...host.regular_file import read_text
 from .difficulty_metrics import (
     FULL_DISK,
     ListFile,
@@ -62,7 +63,7 @@ def describes(description: Mapping, wanted: Mapping) -> str:
 def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
     """The description of the files of a folder; None if there is none."""
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        return json.loads(read_text(folder / name, DataError))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError, DataError
+from ...host.regular_file import read_regular
 from ..generation.model_text import plain_ids, text_ids
 from .detokenizers import DETOKENIZERS, Detokenizer
 from .leading_rank import Score
@@ -186,6 +187,7 @@ def _text_of(line: str, place: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        content = read_regular(path, DataError, name=f"--valid-data {path}")
+        return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--valid-data {path} cannot be read: {error}.") from None

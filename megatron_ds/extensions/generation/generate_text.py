@@ -46,6 +46,7 @@ from megatron_ds.extensions.generation.requests import (
 )
 from megatron_ds.extensions.generation.saved_flags import saved_flags
 from megatron_ds.extensions.generation.typed_lines import typed_lines
+from megatron_ds.host.regular_file import read_text
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.agree import on_one_rank
 from megatron_ds.training.distributed import joined
@@ -331,7 +332,9 @@ def _json_prompts(path: Path) -> list[str]:
 def _plain_prompts(path: Path) -> list[str]:
     """The lines, which end with a line feed alone: other separators may be part of a prompt. Raises DataError."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(
+            path, DataError, f"--prompts-file {path}", encoding="utf-8-sig"
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"--prompts-file {path} cannot be read: {error}. Use UTF-8 text with a prompt on each line."

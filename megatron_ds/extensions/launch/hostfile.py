@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...host.regular_file import read_text
 from ...registry import did_you_mean
 from .flag_values import MOST_OF_HOST
 
@@ -25,7 +26,7 @@ Slots = dict[str, tuple[int, ...]]
 def read_hostfile(path: Path) -> dict[str, int]:
     """Host → number of slots. Raises ConfigError with the line that is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, ConfigError, f"--hostfile {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {path} cannot be read: {error}.") from error
     return parse_hostfile(text.splitlines(), str(path))

@@ -10,6 +10,7 @@ from typing import Any
 from ...config import parse
 from ...errors import ConfigError
 from ...features import Provided
+from ...host.regular_file import read_text
 
 ELASTIC_CHECK: Provided[Any] = Provided("elastic check")
 ELASTIC_ENABLED: Provided[Any] = Provided("elastic enabled")
@@ -57,8 +58,8 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
     ]
     paths = [value for name, value in pairs if name in CONFIG_FLAGS]
     try:
-        found = json.loads(Path(paths[-1]).read_text()) if paths else None
-    except (OSError, ValueError):
+        found = json.loads(read_text(paths[-1], ConfigError)) if paths else None
+    except (OSError, ValueError):  # ConfigError is one: the ranks print it
         return None
     enabled = ELASTIC_ENABLED.find()
     is_elastic = isinstance(found, dict) and enabled is not None and enabled(found)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...host.regular_file import read_text
 
 PREFIXES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -58,7 +59,7 @@ def read_variables(path: Path) -> dict[str, str]:
     Quotes around a whole value are removed. Raises ConfigError for a line that is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, ConfigError).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     found = {}

@@ -23,6 +23,7 @@ from pathlib import Path
 from ...checkpoint.place import is_store
 from ...config import RunConfig
 from ...errors import ConfigError, DataError
+from ...host.regular_file import read_regular
 from .records import Record
 from .run_facts import Fact
 from .sink import AppendedFile, check_folder
@@ -98,10 +99,15 @@ def newest_run(path: Path) -> list[dict]:
     """The records of the newest run in the file, as they were written, repeated steps included.
 
     The newest run is that of the last record. Records without an id, from an earlier version, belong to it
-    too. Lines cut off by a crash are skipped. Raises DataError for any other line that is not a record.
+    too. Lines cut off by a crash are skipped. Raises DataError for any other line that is not a record, and for a file
+    that cannot be read.
     """
+    try:
+        content = read_regular(path, DataError)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         record = _record(line)
         if record:
             records.append(record)
