@@ -22,7 +22,7 @@ class StoreLockFile:
         self._clock = folder / f"{LOCK}.{token}.now"
         self._text = ""
         self._beats = 0
-        self._found: objects.Found | None = None
+        self._found: objects.ReadObject | None = None
 
     def create(self, text: str) -> bool:
         """Create the object. False when there is one already."""

@@ -21,7 +21,7 @@ READS = 10  # of an object that changes while it is read
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadObject:
     """An object as it was read. version: changes with each write."""
 
     content: bytes
@@ -41,7 +41,7 @@ class Conditions(Protocol):
         """Remove the object if it has this version."""
 
 
-def read(path: UPath) -> Found | None:
+def read(path: UPath) -> ReadObject | None:
     """The object; None when there is none."""
     conditions = conditions_of(path.fs)
     try:
@@ -50,14 +50,14 @@ def read(path: UPath) -> Found | None:
             content = path.fs.cat_file(path.path)
             after = conditions.version(path)
             if after == before:
-                return Found(content, after)
+                return ReadObject(content, after)
             before = after
     except FileNotFoundError:
         return None
     raise OSError(f"{path} changes all the time")
 
 
-def write(path: UPath, content: bytes, found: Found | None) -> bool:
+def write(path: UPath, content: bytes, found: ReadObject | None) -> bool:
     """Write the object if it is still the one that was found; None: if there is none.
 
     Returns whether it has the content.
@@ -73,13 +73,15 @@ def write(path: UPath, content: bytes, found: Found | None) -> bool:
     return _changed(path, found, content, attempt)
 
 
-def remove(path: UPath, found: Found) -> bool:
+def remove(path: UPath, found: ReadObject) -> bool:
     """Remove the object if it is still the one that was found. Returns whether it is gone."""
     attempt = lambda: conditions_of(path.fs).remove(path, found.version)
     return _changed(path, found, None, attempt)
 
 
-def _changed(path: UPath, found: Found | None, content: bytes | None, attempt) -> bool:
+def _changed(
+    path: UPath, found: ReadObject | None, content: bytes | None, attempt
+) -> bool:
     """Whether the object has the content, None: is gone, after an attempt to change the one that was found.
 
     Behind an error both are possible: the condition did not hold, or the answer was lost. So the object is read.

@@ -12,20 +12,24 @@ THREADS = 4  # hashlib releases the interpreter lock
 
 def content_hash(arrays: Iterable[np.ndarray]) -> str:
     """A hash of the bytes of contiguous arrays: SHA-256 of that of each block of 16 MiB. Reads all of them."""
-    blocks = []
-    for array in arrays:
-        view = array.view(np.uint8) if array.size else np.zeros(0, np.uint8)
-        flat = view.reshape(-1)
-        starts = range(0, len(flat), BLOCK_BYTES)
-        blocks.append([flat[at : at + BLOCK_BYTES] for at in starts])
     whole = hashlib.sha256()
     with ThreadPoolExecutor(THREADS) as pool:
-        for parts in blocks:
+        for array in arrays:
+            parts = _blocks(array)
             # The number of blocks keeps arrays apart.
             whole.update(len(parts).to_bytes(8, "little"))
             for digest in pool.map(_digest, parts):
                 whole.update(digest)
     return whole.hexdigest()[:32]
+
+
+def _blocks(array: np.ndarray) -> list[np.ndarray]:
+    """The bytes of an array, cut."""
+    if not array.size:
+        return []
+    flat = array.view(np.uint8).reshape(-1)
+    starts = range(0, len(flat), BLOCK_BYTES)
+    return [flat[at : at + BLOCK_BYTES] for at in starts]
 
 
 def _digest(block: np.ndarray) -> bytes:

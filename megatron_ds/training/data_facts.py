@@ -80,11 +80,13 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
         facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
     for part, number, prefix in _prefixes(config):
         corpus = IndexedDataset(prefix)
-        size = f"{corpus.num_documents} documents, {corpus.num_tokens} tokens"
+        documents = f"{corpus.num_documents} documents"
+        size = f"{documents}, {corpus.num_tokens} tokens"
         facts[f"corpus {number} ({part})"] = (size, str(prefix))
     # Which indexes a curriculum has, and what else the run records of its data.
     for what, prefix in config.curriculum.index_prefixes():
-        present = filter(Path.exists, corpus_paths(prefix))
+        paths = corpus_paths(prefix)
+        present = filter(Path.exists, paths)
         suffixes = [path.suffix for path in present]
         facts[what] = (suffixes, str(prefix))
     for name, value in identity["data"].items():

@@ -46,8 +46,12 @@ def _states(files: Files) -> str:
     found = {}
     for what, path in files.items():
         state = _stat(path)
-        times = (state.st_mtime_ns, state.st_ctime_ns)
-        found[what] = (state.st_ino, state.st_size, *times)
+        found[what] = (
+            state.st_ino,
+            state.st_size,
+            state.st_mtime_ns,
+            state.st_ctime_ns,
+        )
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
@@ -72,9 +76,11 @@ def hashes_of_blocks(files: Files) -> dict[str, tuple[str, str]]:
     places = {(path, first) for _, path, first in blocks}
     with ThreadPoolExecutor(THREADS) as pool:
         hashes = dict(zip(places, pool.map(_hash, places)))
-    return {
-        name: (f"hash {hashes[path, first]}", str(path)) for name, path, first in blocks
-    }
+    found = {}
+    for name, path, first in blocks:
+        value = f"hash {hashes[path, first]}"
+        found[name] = (value, str(path))
+    return found
 
 
 def spread_blocks(sizes: Sequence[int], most: int) -> list[Iterable[int]]:

@@ -168,12 +168,12 @@ class SecondReading:
         """What differs. sent: the host of each rank, and what it read of the same samples."""
         readers = [rank for rank, (_, hashes) in enumerate(sent) if hashes]
         one = readers[0]
-        position, other = min(
-            (position, rank)
-            for rank in readers
-            for position, found in sent[rank][1].items()
-            if found != sent[one][1][position]
-        )
+        expected = sent[one][1]
+        differing = []
+        for rank in readers:
+            found = sent[rank][1].items()
+            differing += [(at, rank) for at, value in found if value != expected[at]]
+        position, other = min(differing)
         [index] = self.loader.indices(position, 1)
         shown = [
             f"hash {sent[rank][1][position]} on rank {rank} on {sent[rank][0]}"
