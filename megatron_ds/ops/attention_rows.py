@@ -5,7 +5,7 @@ not have. For all queries they take b n s² numbers, several times. Here forward
 for the next; backward computes them again. It keeps q, k and v alone.
 
 The masks of dropout are those of the same rows of the whole table, so results do not depend on the number of rows, but
-for rounding. On CPUs, keys that no query of a part sees are left out, which halves the work of a causal pattern, and
+for rounding. On CPUs, most keys that no query of a part sees are left out, half of a causal pattern, and
 parts have fewer rows the longer the sequence is: memory is linear in the length, and near the caches.
 """
 
@@ -54,8 +54,7 @@ def parts_of(
 ) -> Iterator[RowPart]:
     """All rows, some at a time. seen: None: all keys
 
-    The last rows come first. Later parts then fit into the memory that earlier ones have freed; parts that grow would
-    leave holes which no later one fits into, in all several times the memory of the largest.
+    The last rows come first: later parts, of fewer keys, then fit into the memory that earlier ones have freed.
     """
     length = len(q)
     step = rows_at_once(q)
