@@ -98,7 +98,8 @@ class _ByRows(torch.autograd.Function):
         ctx.parts = parts
         ctx.attend = attend
         rows, samples, heads, _ = q.shape
-        out = v.new_empty(rows, samples, heads * v.shape[3])
+        width = heads * v.shape[3]
+        out = v.new_empty(rows, samples, width)
         for part in parts:
             keys = k[part.keys]
             values = v[part.keys]
@@ -119,7 +120,7 @@ class _ByRows(torch.autograd.Function):
             keys = k[part.keys]
             values = v[part.keys]
             used = [q[part.rows], keys, values, *shared[2:]]
-            leaves = [_leaf(t) for t in used]
+            leaves = list(map(_leaf, used))
             of_sink = leaves[3] if sink is not None else None
             with torch.enable_grad():
                 out = ctx.attend(*leaves[:3], of_sink, part)
