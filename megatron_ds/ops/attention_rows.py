@@ -5,7 +5,7 @@ not have. For all queries they take b n s² numbers, several times. Here forward
 for the next; backward computes them again. It keeps q, k and v alone.
 
 The masks of dropout are those of the same rows of the whole table, so results do not depend on the number of rows, but
-for rounding. On CPUs, keys that no query of a part sees are left out, which halves the work of a causal pattern, and
+for rounding. On CPUs, most keys that no query of a part sees are left out, half of a causal pattern, and
 parts have fewer rows the longer the sequence is: memory is linear in the length, and near the caches.
 """
 
@@ -54,8 +54,7 @@ def parts_of(
 ) -> Iterator[RowPart]:
     """All rows, some at a time. seen: None: all keys
 
-    The last rows come first. Later parts then fit into the memory that earlier ones have freed; parts that grow would
-    leave holes which no later one fits into, in all several times the memory of the largest.
+    The last rows come first: later parts, of fewer keys, then fit into the memory that earlier ones have freed.
     """
     length = len(q)
     step = rows_at_once(q)
@@ -99,7 +98,8 @@ class _ByRows(torch.autograd.Function):
         ctx.parts = parts
         ctx.attend = attend
         rows, samples, heads, _ = q.shape
-        out = v.new_empty(rows, samples, heads * v.shape[3])
+        width = heads * v.shape[3]
+        out = v.new_empty(rows, samples, width)
         for part in parts:
             keys = k[part.keys]
             values = v[part.keys]
@@ -120,7 +120,7 @@ class _ByRows(torch.autograd.Function):
             keys = k[part.keys]
             values = v[part.keys]
             used = [q[part.rows], keys, values, *shared[2:]]
-            leaves = [_leaf(t) for t in used]
+            leaves = list(map(_leaf, used))
             of_sink = leaves[3] if sink is not None else None
             with torch.enable_grad():
                 out = ctx.attend(*leaves[:3], of_sink, part)

@@ -31,6 +31,8 @@ from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
 from .widened_products import is_widened
 
+SIZES = 16  # numbers of keys that parts of a sequence have
+
 
 @Operation
 def attention(
@@ -162,32 +164,23 @@ def _by_rows(
     keep: KeepMask | None = None,
     scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
-    # On a GPU the kernel of the softmax draws the numbers of whole rows, so it gets all keys.
-    is_cut = q.device.type == "cpu"
-    is_plain = visible.is_plain and visible.pattern.causal
-
     def attend(queries, keys, values, sink, part):
-        # The last queries of the keys up to them need no mask beside a causal pattern.
-        if is_cut and is_plain:
-            seen = CAUSAL_KEYS
-            positions = None
-        # Else what these queries see is a mask, also the keys behind them.
-        else:
-            first = part.keys.start
-            shown = range(first, part.keys.stop)
-            hidden = visible.hidden(part.positions, shown, queries.device)
-            seen = KeyVisibility(FULL, mask=hidden)
-            positions = range(part.rows.start - first, part.rows.stop - first)
+        # What these queries see is a mask, also the keys behind them.
+        first = part.keys.start
+        shown = range(first, part.keys.stop)
+        hidden = visible.hidden(part.positions, shown, queries.device)
         return reference_attention(
             queries,
             keys,
             values,
-            seen,
+            KeyVisibility(FULL, mask=hidden),
             keep=part.keep,
             scoring=replace(scoring, sink=sink),
-            positions=positions,
+            positions=range(part.rows.start - first, part.rows.stop - first),
         )
 
+    # On a GPU the kernel of the softmax draws the numbers of whole rows, so it gets all keys.
+    is_cut = q.device.type == "cpu"
     seen = partial(_seen, len(k), visible, scoring) if is_cut else None
     return attention_rows.attention_by_rows(q, k, v, scoring.sink, keep, attend, seen)
 
@@ -195,13 +188,18 @@ def _by_rows(
 def _seen(
     length: int, visible: KeyVisibility, scoring: Scoring, queries: range
 ) -> slice:
-    """The keys of a whole sequence outside of which these queries see none."""
+    """Keys of a whole sequence outside of which these queries see none.
+
+    They begin and end at multiples of a sixteenth of the length: tensors of many sizes would leave holes in the memory
+    of the process, several times what one part needs.
+    """
     pattern = visible.pattern
+    unit = -(-length // SIZES)
     # The bias of ALiBi is made from the first key on, so that its roundings are those of all keys.
     is_cut = pattern.left is not None and scoring.alibi is None
     first = max(0, queries.start - pattern.left) if is_cut else 0
     stop = length if pattern.after is None else queries.stop + pattern.after
-    return slice(first, min(length, stop))
+    return slice(first // unit * unit, min(length, -(-stop // unit) * unit))
 
 
 class OutputExchange(Protocol):
