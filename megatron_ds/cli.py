@@ -16,11 +16,13 @@ the command at once.
 """
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +77,22 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
     stop.install()
     code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
     ignore_stop_signals()
+    if code and size_in(os.environ) > 1:
+        _end_process(code)
     sys.exit(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End as the interpreter does, but do not take it apart: after an error torch's store may abort the process
+    meanwhile, with another exit code."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,7 +134,7 @@ def test_a_gpu_copies_beside_the_model_and_before_the_update(
     monkeypatch.setattr(
         Saving, "write", lambda saving, pieces, pace: written.append(pieces)
     )
-    monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
+    monkeypatch.setattr(background_save, "torch_thread", AtOnce)
     with fake_cuda(), FakeGpu() as gpu:
         pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
         pending = begun(tmp_path, 1, pieces)
@@ -201,11 +200,8 @@ def test_a_gpu_copies_what_the_model_has_written_and_the_thread_reads_what_is_co
 class AtOnce:
     """A thread that runs when it is started, for a recording in one thread."""
 
-    def __init__(self, target, **_):
-        self._run = target
-
-    def start(self):
-        pass
+    def __init__(self, function, name, stop):
+        self._run = function
 
     def join(self):
         self._run()
@@ -303,7 +299,7 @@ def test_a_rank_that_cannot_copy_fails_the_save_on_all_ranks(tmp_path):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_a_gpu_still_copies_keeps_its_memory(tmp_path, keeps, monkeypatch):
     """Pieces may be made for a save alone: their memory must not serve the model before the copy has ended."""
-    monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
+    monkeypatch.setattr(background_save, "torch_thread", AtOnce)
     with fake_cuda(), FakeGpu() as gpu:
         pieces = [OnGpu(piece) for piece in pieces_of(Layout(), 0, 1)]
         pending = begun(tmp_path, 1, pieces)
