@@ -4,6 +4,7 @@ Each machine may have its own copy of a corpus, at a path of its own. So ranks c
 (`file_copies`): all bytes of small files, and blocks of large ones.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,22 @@ from ..mpu.agreement import require_agreement
 from ..mpu.group import Group
 from ..planning.run_model import data_kind
 from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
+from .second_reading import hash_of_sample
+from .trainer import Loaders
 
 # name → (value, where it is from), of `mpu.agreement`
 Facts = dict[str, tuple[Any, str]]
 PROBLEM = "the ranks of this job have different data"
+LOOKED_AT = 64  # samples of each part
 ADVICE = "They would train on samples of both. Copy the same files to all machines."
 
 
 def require_same_data(
-    config: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, world: Group
+    config: RunConfig,
+    identity: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    loaders: Loaders,
+    world: Group,
 ) -> list[str] | None:
     """Raise the same ConfigError on all ranks when their data differ. Collective over the world. Reads files.
 
@@ -43,10 +51,26 @@ def require_same_data(
         found = data_facts(config, identity)
         # A file beside the vocabulary names this token.
         found["the id of the end of a document"] = (tokenizer.eod, "the tokenizer")
+        found |= _samples(loaders)
         return found | hashes_of_blocks(files) if are_copies else found
 
     require_agreement(world, facts, PROBLEM, ADVICE)
     return copies if are_copies and not are_read_in_full(files) else None
+
+
+def _samples(loaders: Loaders) -> Facts:
+    """A hash of some samples of each part: of their order, which index maps of each host may decide."""
+    facts: Facts = {}
+    for part, loader in vars(loaders).items():
+        if loader is None:
+            continue
+        count = len(loader.dataset)
+        places = sorted({i * count // LOOKED_AT for i in range(LOOKED_AT)})
+        hashes = [hash_of_sample(loader.dataset[i]) for i in places if i < count]
+        whole = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+        name = f"{len(hashes)} samples of the {part} data, evenly spaced"
+        facts[name] = (f"hash {whole}", "")
+    return facts
 
 
 def data_files(config: RunConfig) -> dict[str, Path]:

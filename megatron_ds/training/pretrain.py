@@ -314,7 +314,7 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     description = describe_run(config, recorded, tokenizer, start.run_id)
     description |= {"planned_samples": planned}
     identity = description["identity"]
-    copies = require_same_data(config, identity, tokenizer, world)
+    copies = require_same_data(config, identity, tokenizer, loaders, world)
     if copies is not None:
         loaders = with_second_reading(loaders, copies, mesh)
     # The weights.

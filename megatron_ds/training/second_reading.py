@@ -78,7 +78,7 @@ class _HashingCollator:
         sample_ids: tuple[int, ...],
         training: bool,
     ) -> Batch:
-        self._found |= dict(zip(sample_ids, map(_hash_of, samples)))
+        self._found |= dict(zip(sample_ids, map(hash_of_sample, samples)))
         return self.collate(samples, indices, sample_ids, training)
 
     def take(self, batch: Batch) -> Iterator[tuple[int, str]]:
@@ -87,7 +87,8 @@ class _HashingCollator:
             yield position, self._found.pop(position)
 
 
-def _hash_of(sample: Sample) -> str:
+def hash_of_sample(sample: Sample) -> str:
+    """A hash of the arrays of a sample."""
     digest = hashlib.sha256()
     for name in sorted(sample):
         digest.update(sample[name].tobytes())

@@ -18,6 +18,7 @@ from megatron_ds.training import file_copies
 from megatron_ds.training.data_facts import require_same_data
 from megatron_ds.training.file_copies import BLOCK_BYTES, spread_blocks
 from megatron_ds.training.second_reading import partners_of
+from megatron_ds.training.trainer import Loaders
 from tests.harness.pretraining import TINY, run_pretrain
 from tests.harness.spoilers import in_a_folder_of_its_own
 from tests.harness.threads import run_ranks
@@ -51,10 +52,11 @@ def changed(path, first, content):
         file.write(content)
 
 
-def errors_of(*paths, options=(), identities=None, ends=None):
+def errors_of(*paths, options=(), identities=None, ends=None, samples=None):
     """The text of the error of each rank, or None. paths: the words after --data-path of each rank.
 
-    identities, ends: of ranks with another identity, or another token at the end of a document
+    identities, ends, samples: of ranks with another identity, another token at the end of a document, or other
+    samples
     """
 
     def run(rank, world):
@@ -64,7 +66,10 @@ def errors_of(*paths, options=(), identities=None, ends=None):
         try:
             identity = (identities or {}).get(rank, IDENTITY)
             tokenizer = SimpleNamespace(eod=(ends or {}).get(rank, 60))
-            require_same_data(config, identity, tokenizer, group)
+            tokens = (samples or {}).get(rank, range(200))
+            dataset = [{"tokens": np.array([token])} for token in tokens]
+            loaders = Loaders(SimpleNamespace(dataset=dataset))
+            require_same_data(config, identity, tokenizer, loaders, group)
         except MegatronDSError as error:
             assert error.on_all_ranks
             return str(error)
@@ -136,6 +141,14 @@ def test_tokenizers_are_compared(tmp_path):
     assert "the tokenizer is a on rank 0" in text and "b on rank 1" in text
     text = errors_of(one, one, ends={1: 59})[0]
     assert "the id of the end of a document is 60 on rank 0" in text
+
+
+def test_samples_in_another_order_are_named(tmp_path):
+    """As by index maps in the cache of one host."""
+    one = corpus(tmp_path / "node1" / "text")
+    text = errors_of(one, one, samples={1: range(199, -1, -1)})[0]
+    assert "64 samples of the train data, evenly spaced is hash" in text
+    assert errors_of(one, one, samples={0: [], 1: []}) == [None, None]
 
 
 def test_a_file_that_all_ranks_share_is_not_read(tmp_path, monkeypatch):
