@@ -45,7 +45,6 @@ INFORMING = {
     "checkpoint": {
         "tag_validation": "Warn",
         "load_universal": True,
-        "use_node_local_storage": True,
     },
     "elasticity": {
         "enabled": True,
@@ -68,7 +67,6 @@ INFORMING = {
 # Keys of "zero_optimization" that choose an implementation, each with a value that is not DeepSpeed's default.
 IMPLEMENTATION = {
     "compute_grad_norm": False,
-    "load_from_fp32_weights": False,
     "memory_efficient_linear": False,
     "override_module_apply": False,
     "allgather_sequential": True,
@@ -250,7 +248,6 @@ def test_accelerates_template_with_auto_for_saved_weights_and_a_sub_group_size_i
                 "stage3_gather_16bit_weights_on_model_save": "auto",
                 "mics_shard_size": 8,
                 "grad_hooks": True,
-                "load_from_fp32_weights": False,
             }
         }
     )

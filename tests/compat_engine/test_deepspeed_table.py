@@ -40,7 +40,7 @@ USED = """accelerator.get_accelerator accelerator.real_accelerator.get_accelerat
     runtime.pipe.module.PipelineModule init_inference InferenceEngine default_inference_config
     inference.engine.InferenceEngine
     utils.init_on_device.OnDevice runtime.config.DeepSpeedConfigError monitor.monitor.MonitorMaster"""
-ADVISED = """DualPipeVModule runtime.pipe.schedule.TrainSchedule
+ADVISED = """DualPipeVModule runtime.bf16_optimizer.BF16_Optimizer
     runtime.pipe.topology.PipelineParallelGrid zero.MiCS_Init
     runtime.zero.mics.MiCS_Init ops.op_builder.CPUAdamBuilder compression.compress.init_compression
     module_inject.replace_policy.HFBertLayerPolicy tp_model_init

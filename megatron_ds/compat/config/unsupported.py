@@ -101,7 +101,6 @@ KEYS = table(
         "zero_optimization.offload_optimizer.pipeline_write "
         "zero_optimization.offload_optimizer.fast_init",
         "blocks are submitted together": "aio.single_submit",
-        "files are read into host memory, from where they are copied to the device": "aio.use_gds",
         "it does not turn recomputation on (--recompute-granularity does), and how recomputed layers keep "
         "their input changes no number": "activation_checkpointing.contiguous_memory_optimization "
         "activation_checkpointing.number_checkpoints "
@@ -139,7 +138,6 @@ KEYS = table(
         "it is a setting of NVIDIA's apex, which is not used": "fp16.opt_level",
         "it is a setting of fairseq, which DeepSpeed has never read": "fp16.fp16_scale_tolerance",
         "gradients are reduced by hooks, and the order of layers does not change": "zero_optimization.grad_hooks zero_optimization.log_trace_cache_warnings",
-        "fp32 master weights are always loaded": "zero_optimization.load_from_fp32_weights",
         "the norm of the gradient is always computed": "zero_optimization.compute_grad_norm",
         "weights are gathered by the ranks of one group, which changes no number": "zero_optimization.mics_hierarchical_params_gather",
         "the place of a parameter in a flat buffer changes no number": "zero_optimization.parameter_alignment",
@@ -152,7 +150,8 @@ KEYS = table(
         "kernels are launched one by one; graphs would change no number": "graph_harvesting",
         "neighbouring ranks divide the experts; the order of ranks changes which network is used, not what is "
         "computed": "use_data_before_expert_parallelism",
-        "all ranks save into one folder, and each checkpoint loads at any layout": "checkpoint",
+        "all ranks save into one folder, and each checkpoint loads at any layout": "checkpoint.checkpoint_serialization "
+        "checkpoint.load_universal checkpoint.parallel_write checkpoint.tag_validation checkpoint.writer",
         "batch sizes are those of the file, and a checkpoint loads on any number of ranks": "elasticity",
         "the fastest implementation is chosen automatically": "optimizer.legacy_fusion optimizer.params.torch_adam",
         "momentum stays where --offload-optimizer keeps state": "zero_optimization.save_muon_momentum_buffer_in_memory",
@@ -198,6 +197,24 @@ KEYS = table(
         "activations are sent in their own dtype. Remove it.": "seq_parallel_communication_data_type",
     },
     only={
+        "aio.use_gds": Answer(
+            "files are read into host memory, from where they are copied to the device",
+            "files are read into host memory, from where they are copied to the device, and not by GPUDirect. "
+            "Remove it.",
+            (False, None, "auto"),
+        ),
+        "checkpoint.use_node_local_storage": Answer(
+            "all ranks save into one folder",
+            "all ranks save into one folder, which all nodes must see, and not each node into a folder of its "
+            "own. Remove it.",
+            (False, None, "auto"),
+        ),
+        "zero_optimization.load_from_fp32_weights": Answer(
+            "fp32 master weights are always loaded",
+            "fp32 master weights are always loaded; without them the run would continue from rounded weights. "
+            "Remove it.",
+            (True, None, "auto"),
+        ),
         "zero_optimization.zenflow": Answer(
             "it is off",
             "it is planned for a later version, and even an empty block turns it on in DeepSpeed. Remove it.",
@@ -256,8 +273,13 @@ def answer_to_flag(flag: str) -> Answer | None:
 
 
 def answer_to_key(key: str) -> tuple[str, Answer] | None:
-    """(key of the table, its answer) for a key or a key of a block under it; None without an answer."""
-    for known, answer in KEYS.items():
-        if key == known or key.startswith(known + "."):
-            return known, answer
+    """(key of the table, its answer) for a key or a key of a block under it; None without an answer.
+
+    A key inside of a block comes before the block.
+    """
+    parts = key.split(".")
+    for depth in range(len(parts), 0, -1):
+        known = ".".join(parts[:depth])
+        if known in KEYS:
+            return known, KEYS[known]
     return None

@@ -11,7 +11,6 @@ PIPELINE = (
     "pretrain_gpt.py trains this package's models with --pipeline-model-parallel-size; for a module of "
     "your own use ZeRO stage 3."
 )
-SCHEDULE = "the schedules of this package are in megatron_ds.pipeline (docs/design/pipeline.md)."
 INFERENCE = (
     "give init_inference its keys as a dict or as arguments (docs/use/inference_engine.md). For many "
     "requests at a time, export the weights with engine.save_safetensors(folder) and load them into an "
@@ -45,9 +44,11 @@ CURRICULUM = (
     "(docs/use/engine.md)."
 )
 PROFILER = (
-    "use torch.profiler; a dry run (docs/scale/planning.md) counts the operations of this package's "
-    "models."
+    'use "flops_profiler" and "wall_clock_breakdown" in the config, or FlopsProfiler and get_model_profile of '
+    "megatron_ds.profiling.flops_profiler; torch.profiler for single calls."
 )
+COMMUNICATION = 'use "comms_logger" in the config, and megatron_ds.comm.log_summary().'
+BINDING = "start the program with megatron-ds launch --bind_cores_to_rank."
 MONITOR = 'use engine.monitor.write_events, with "tensorboard", "csv_monitor", "wandb" or "comet" in the config.'
 ONEBIT = (
     'name it in the config, {"optimizer": {"type": "OneBitAdam", …}}: it exchanges compressed momenta '
@@ -131,12 +132,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.p2p": {
         "send recv send_obj recv_obj init_process_groups can_send_recv": PIPELINE
     },
-    "runtime.pipe.schedule": {
-        "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule "
-        "PipeInstruction OptimizerStep ReduceGrads ReduceTiedGrads BufferOpInstruction "
-        "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
-        "SendGrad RecvGrad": SCHEDULE
-    },
     "runtime.pipe.topology": {"PipelineParallelGrid": PIPELINE},
     "pipe.topology": {},
     "runtime.utils": {
@@ -178,13 +173,13 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "sequence.layer": {"single_all_to_all": SEQUENCE},
     "utils": {
         "z3_leaf_parameter": "marks are on modules: use z3_leaf_module(module).",
-        "get_numactl_cmd": "bind processes with numactl in the command that starts them.",
+        "get_numactl_cmd": BINDING,
         "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad "
         "get_hp_fragment_mapping fragment_address map_to_flat_opt_states link_hp_params "
         "lazy_init_hp_params_optimizer_state get_caller_func": "use safe_get_full_fp32_param and its like, of megatron_ds.utils.",
     },
     "utils.comms_logging": {
-        "CommsLogger get_caller_func convert_size calc_bw_log": PROFILER
+        "CommsLogger get_caller_func convert_size calc_bw_log": COMMUNICATION
     },
     "utils.debug": {
         "debug_extract_module_and_param_names debug_param2name debug_param2name_id_shape "
@@ -192,10 +187,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "debug_module2name_id debug_param2name_id debug_param2name_id_numel "
         "debug_param2name_id_shape_device print_backward_tensors": "parameters have names: module.named_parameters()."
     },
-    "utils.numa": {
-        "get_numactl_cmd get_numa_cores": "bind processes with numactl in the command that starts "
-        "them."
-    },
+    "utils.numa": {"get_numactl_cmd get_numa_cores": BINDING},
     "zero": {
         "MiCS_Init": MICS,
         "DeepSpeedZeRoOffload ZeROOrderedDict DeepSpeedTensorOverride "
@@ -213,7 +205,7 @@ NOT_HERE: Mapping[str, str] = {
     "elasticity": ELASTIC,
     "inference": INFERENCE,
     "io": INTERNAL,
-    "launcher": "start programs with torchrun, srun or mpirun.",
+    "launcher": "start programs with megatron-ds launch, torchrun, srun or mpirun.",
     "linear": "use a library for adapters, such as peft; parameters that do not require gradients stay "
     "frozen.",
     "model_implementations": INFERENCE,
@@ -230,7 +222,7 @@ NOT_HERE: Mapping[str, str] = {
     "ops.spatial": KERNELS,
     "ops.triton_ops": KERNELS,
     "profiling": PROFILER,
-    "env_report": "use `python -m torch.utils.collect_env`.",
+    "env_report": "use megatron-ds env.",
     "runtime.checkpoint_engine": CONVERT,
     "runtime.comm": INTERNAL,
     "runtime.compiler": "compile the module with torch.compile before initialize.",

@@ -7,6 +7,8 @@ both, all ranks are data-parallel. In a program of one rank without a process gr
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ... import mpu
 from ...errors import ConfigError
 from ...mpu.external_groups import adopted_mpu
@@ -173,6 +175,40 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         raise ConfigError(
             "groups.initialize(mpu=…): give the mpu to megatron_ds.initialize."
         )
+
+
+def get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(ranks that hold different experts, ranks that hold the same), where tensor-parallel ranks are neighbours
+    and a stage has consecutive ranks.
+
+    use_data_before_expert_parallel_: neighbours in the data-parallel group hold the same experts
+    Raises ConfigError where the sizes do not divide the ranks.
+    """
+    others = tensor_parallel_size_ * pipeline_parallel_size_
+    if world_size % others or world_size // others % expert_parallel_size_:
+        raise ConfigError(
+            f"{world_size} ranks are not divisible by tp {tensor_parallel_size_} × pp "
+            f"{pipeline_parallel_size_} × ep {expert_parallel_size_}. Use sizes whose product divides them."
+        )
+    grid = torch.arange(world_size).view(
+        pipeline_parallel_size_, -1, tensor_parallel_size_
+    )
+    lines = grid.transpose(1, 2).flatten(0, 1)  # [stages × tp, dp]
+    expert = []
+    replicas = []
+    for line in lines:
+        parts = line.view(-1, expert_parallel_size_)
+        if use_data_before_expert_parallel_:
+            parts = line.view(expert_parallel_size_, -1).T
+        expert += parts.tolist()
+        replicas += parts.T.tolist()
+    return expert, replicas
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:

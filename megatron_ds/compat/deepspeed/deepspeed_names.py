@@ -121,6 +121,21 @@ SPARSE = _each(
 )
 SPARSE_UTILS = _each("compat.deepspeed.sparse_attention_utils:", "SparseAttentionUtils")
 INFERENCE = _each(_INFERENCE, "InferenceEngine init_inference default_inference_config")
+PIPE_SCHEDULES = _each(
+    "compat.deepspeed.pipe_schedule:",
+    "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep "
+    "ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass "
+    "SendActivation RecvActivation SendGrad RecvGrad",
+)
+CHECKPOINT_FILES = _each(
+    "compat.deepspeed.checkpoint_files:",
+    "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
+)
+LAUNCHED = _each(
+    _FUNCTIONS,
+    "get_local_rank_from_launcher get_world_rank_from_launcher "
+    "get_world_size_from_launcher",
+)
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
@@ -148,7 +163,14 @@ HERE: Mapping[str, Mapping[str, str]] = {
     },
     "inference.engine": {"InferenceEngine": INFERENCE["InferenceEngine"]},
     "inference": {"InferenceEngine": INFERENCE["InferenceEngine"]},
-    "checkpoint": {"DeepSpeedCheckpoint": _CLASSES + "DeepSpeedCheckpoint"},
+    "checkpoint": {
+        "DeepSpeedCheckpoint": _CLASSES + "DeepSpeedCheckpoint",
+        **CHECKPOINT_FILES,
+    },
+    "checkpoint.deepspeed_checkpoint": _texts(
+        "ARGS_KEY=args CHECKPOINT_INFO_KEY=checkpoint_info ITERATION_KEY=iteration "
+        "USE_DATA_BEFORE_EXPERT_PARALLELISM"
+    ),
     "checkpoint.constants": _texts(
         "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
         "SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARTITION_COUNT ZERO_STAGE CLIP_GRAD "
@@ -166,18 +188,18 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "PARAMETER_WITH_SUB_PARAMS=parameter_with_sub_params "
         "VOCABULARY_PARAMETER_PATTERNS=vocabulary_parameter_patterns"
     ),
-    "checkpoint.utils": _each(_FUNCTIONS, "clone_tensors_for_torch_save"),
+    "checkpoint.utils": {
+        **_each(_FUNCTIONS, "clone_tensors_for_torch_save"),
+        **CHECKPOINT_FILES,
+    },
     "comm": {
         "inference_all_reduce": _COMM + "all_reduce",
         "configure": _FUNCTIONS + "configure_comms",
         "initialize_mesh_device": _COMM + "init_device_mesh",
         **_each(_FUNCTIONS, "log_summary get_all_ranks_from_group"),
+        **LAUNCHED,
     },
-    "comm.utils": _each(
-        _FUNCTIONS,
-        "get_local_rank_from_launcher get_world_rank_from_launcher "
-        "get_world_size_from_launcher",
-    ),
+    "comm.utils": LAUNCHED,
     "constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": _CLASSES + "DEFAULT_PORT",
         "default_pg_timeout": "mpu.launch:DEFAULT_TIMEOUT",
@@ -233,6 +255,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
         **PIPELINE,
         "PipelineError": PIPELINE_ENGINE["PipelineError"],
     },
+    "runtime.pipe.schedule": PIPE_SCHEDULES,
     "runtime.pipe.topology": TOPOLOGY,
     "runtime.utils": _each(
         _FUNCTIONS,
@@ -324,7 +347,9 @@ SAME: Mapping[str, str] = {
     "runtime.zero.partition_parameters": "zero",
     "runtime.zero.parameter_offload": "zero",
     "runtime.zero.tiling": "zero",
+    "git_version_info": "compat.deepspeed.git_version_info",
     "utils.groups": "compat.deepspeed.deepspeed_groups",
+    "utils.pin_memory_tracker": "compat.deepspeed.pin_memory_tracker",
     "utils.init_on_device": "utils",
     "utils.tensor_fragment": "utils",
     "utils.z3_leaf_module": "utils",

@@ -23,6 +23,21 @@ from ...checkpoint.whole_tensors import StoredTensors
 from ...errors import CheckpointError, ConfigError
 from ...mpu.group import solo
 from ..engine.checkpoint_places import place_of
+from .checkpoint_files import (
+    get_model_state_files,
+    get_optim_files,
+    parse_optim_states,
+)
+
+__all__ = [
+    "bytes_of",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_files",
+    "get_optim_files",
+    "load_state_dict_from_zero_checkpoint",
+    "parse_optim_states",
+]
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

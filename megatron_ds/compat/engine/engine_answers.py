@@ -2,10 +2,20 @@
 `EngineStatus`: what the JSON asks for, ranks, and calls that need nothing here.
 """
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+RECOVERY = '''"""Take the fp32 weights out of checkpoints: python zero_to_fp32.py . pytorch_model.bin"""
+
+from megatron_ds.compat.deepspeed.weights_of_zero import run_tool
+
+if __name__ == "__main__":
+    raise SystemExit(run_tool())
+'''
 
 
 class EngineAnswers(nn.Module):
@@ -30,6 +40,10 @@ class EngineAnswers(nn.Module):
     def scheduler_params(self) -> Mapping[str, Any]:
         """The parameters of the JSON's scheduler."""
         return self.config.get("scheduler", {}).get("params", {})
+
+    def _copy_recovery_script(self, save_path: str | os.PathLike) -> None:
+        """Write zero_to_fp32.py into a folder of checkpoints: it takes the fp32 weights out of them."""
+        Path(save_path, "zero_to_fp32.py").write_text(RECOVERY)
 
     def log_level(self) -> str | None:
         """The JSON's level of the package's lines; None without one."""
