@@ -64,8 +64,9 @@ def _files(folder: str | os.PathLike, ending: str) -> list[str]:
 
 def _numbers(path: str) -> list[Any]:
     """ "rank_10" behind "rank_9": texts at even places, numbers at odd ones."""
-    parts = re.split(r"(\d+)", path)
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+    parts: list[Any] = re.split(r"(\d+)", path)
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
 def parse_optim_states(
@@ -76,10 +77,19 @@ def parse_optim_states(
     The weights of a rank: below stage 3 a list with one flat tensor for each group, at stage 3 one flat tensor.
     Raises CheckpointError for files without ZeRO's state.
     """
-    states = [_optimizer_of(path) for path in files]
-    stage = states[0]["zero_stage"] if states else 0
-    counts = states[0].get("partition_count", len(files)) if states else 0
-    ranks = max(counts) if isinstance(counts, list | tuple) else counts
+    states = []
+    for path in files:
+        states.append(_optimizer_of(path))
+    if not states:
+        raise CheckpointError(
+            f"{ds_checkpoint_dir}: no optimizer file was given. Give those of get_optim_files."
+        )
+    first = states[0]
+    stage = first["zero_stage"]
+    # A number, or one for each group of parameters.
+    ranks = first.get("partition_count", len(files))
+    if isinstance(ranks, list | tuple):
+        ranks = max(ranks)
     if ranks != len(files):
         raise CheckpointError(
             f"{ds_checkpoint_dir} has {len(files)} optimizer files of {ranks} ranks. Copy all files of the tag."
