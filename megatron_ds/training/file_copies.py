@@ -48,7 +48,9 @@ def _states(files: Files) -> str:
         state = _stat(path)
         times = (state.st_mtime_ns, state.st_ctime_ns)
         found[what] = (state.st_ino, state.st_size, *times)
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    text = repr(found)
+    digest = hashlib.sha256(text.encode())
+    return digest.hexdigest()
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -71,10 +73,13 @@ def hashes_of_blocks(files: Files) -> dict[str, tuple[str, str]]:
     # Files that several parts of the data share are read once.
     places = {(path, first) for _, path, first in blocks}
     with ThreadPoolExecutor(THREADS) as pool:
-        hashes = dict(zip(places, pool.map(_hash, places)))
-    return {
-        name: (f"hash {hashes[path, first]}", str(path)) for name, path, first in blocks
-    }
+        found = pool.map(_hash, places)
+        hashes = dict(zip(places, found))
+    facts = {}
+    for name, path, first in blocks:
+        value = f"hash {hashes[path, first]}"
+        facts[name] = (value, str(path))
+    return facts
 
 
 def spread_blocks(sizes: Sequence[int], most: int) -> list[Iterable[int]]:

@@ -150,7 +150,7 @@ def _pretrain(
 
 
 def _warn_of_mock_data(config: RunConfig) -> None:
-    """Say at the end, too, that a run had no data where its command line names some."""
+    """Log at the end that a corpus which the command line names had no effect."""
     left_out = config.without_effect.items()
     named = [name for name, why in left_out if why == MOCK_INSTEAD and "path" in name]
     if named:

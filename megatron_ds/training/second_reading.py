@@ -169,12 +169,13 @@ class SecondReading:
         """What differs. sent: the host of each rank, and what it read of the same samples."""
         readers = [rank for rank, (_, hashes) in enumerate(sent) if hashes]
         one = readers[0]
-        position, other = min(
-            (position, rank)
-            for rank in readers
-            for position, found in sent[rank][1].items()
-            if found != sent[one][1][position]
-        )
+        usual = sent[one][1]
+        differing = []
+        for rank in readers:
+            for position, found in sent[rank][1].items():
+                if found != usual[position]:
+                    differing.append((position, rank))
+        position, other = min(differing)
         [index] = self.loader.indices(position, 1)
         shown = [
             f"hash {sent[rank][1][position]} on rank {rank} on {sent[rank][0]}"
