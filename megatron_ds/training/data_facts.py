@@ -65,9 +65,13 @@ def _samples(loaders: Loaders) -> Facts:
         if loader is None:
             continue
         count = len(loader.dataset)
-        places = sorted({i * count // LOOKED_AT for i in range(LOOKED_AT)})
-        hashes = [hash_of_sample(loader.dataset[i]) for i in places if i < count]
-        whole = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+        spaced = {i * count // LOOKED_AT for i in range(LOOKED_AT)}
+        places = [place for place in sorted(spaced) if place < count]
+        hashes = [hash_of_sample(loader.dataset[place]) for place in places]
+        # One value for all of them.
+        joined = "".join(hashes)
+        digest = hashlib.sha256(joined.encode())
+        whole = digest.hexdigest()[:16]
         name = f"{len(hashes)} samples of the {part} data, evenly spaced"
         facts[name] = (f"hash {whole}", "")
     return facts
@@ -95,10 +99,10 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
     """name → (value, source) of what describes the data of this rank. Reads the headers of files."""
     # The tokenizer.
     fingerprint = identity["tokenizer"]["fingerprint"]
-    facts: Facts = {
-        "the vocabulary size": (config.model.vocab_size, "the tokenizer"),
-        "the tokenizer": (fingerprint, ""),
-    }
+    size = config.model.vocab_size
+    facts: Facts = {}
+    facts["the vocabulary size"] = (size, "the tokenizer")
+    facts["the tokenizer"] = (fingerprint, "")
     # The weights and names of each blend, then the size of each corpus.
     for name, part in _parts(config):
         facts[f"the blend ({name})"] = (_blend(part.values), part.flag)

@@ -199,11 +199,15 @@ def spoiled_weight(rank: int, *, step: int, victim: int, value: float):
 
 @contextlib.contextmanager
 def in_a_folder_of_its_own(rank, folder, read_bytes=None):
-    """The working directory of a rank, and how many bytes of copies it reads before it trains."""
-    from megatron_ds.training import file_copies
+    """The working directory of a rank.
+
+    read_bytes: of copies that are read before training, with no sample; None: as always
+    """
+    from megatron_ds.training import data_facts, file_copies
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(f"{folder}/node{rank}")
         if read_bytes is not None:
             patch.setattr(file_copies, "READ_BYTES", read_bytes)
+            patch.setattr(data_facts, "LOOKED_AT", 0)
         yield

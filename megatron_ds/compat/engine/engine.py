@@ -124,6 +124,7 @@ class Engine(EngineStatus):
                 "(loss.backward() counts if the loss comes from engine(…), not from "
                 "engine.module(…).)"
             )
+        # A scheduler that would fail after the update is refused before it.
         updates = self.is_gradient_accumulation_boundary()
         if updates and self.lr_scheduler is not None:
             check_step(self.lr_scheduler, lr_kwargs or {})

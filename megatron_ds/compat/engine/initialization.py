@@ -298,6 +298,7 @@ def _build_engine(
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
+    # The optimizer and the curves, under DeepSpeed's names.
     first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
     defaults = {key: value for key, value in first.items() if key != "params"}
     optimizer = EngineOptimizer(zero, inner, defaults, make)
