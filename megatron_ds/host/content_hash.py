@@ -12,8 +12,6 @@ THREADS = 4  # hashlib releases the interpreter lock
 
 def content_hash(arrays: Iterable[np.ndarray]) -> str:
     """A hash of the bytes of contiguous arrays: SHA-256 of that of each block of 16 MiB. Reads all of them."""
-<<<<<<< HEAD
-=======
     blocks = []
     for array in arrays:
         flat = np.zeros(0, np.uint8)
@@ -22,26 +20,15 @@ def content_hash(arrays: Iterable[np.ndarray]) -> str:
         starts = range(0, len(flat), BLOCK_BYTES)
         parts = [flat[at : at + BLOCK_BYTES] for at in starts]
         blocks.append(parts)
->>>>>>> h4
     whole = hashlib.sha256()
     with ThreadPoolExecutor(THREADS) as pool:
-        for array in arrays:
-            parts = _blocks(array)
+        for parts in blocks:
             # The number of blocks keeps arrays apart.
             count = len(parts)
             whole.update(count.to_bytes(8, "little"))
             for digest in pool.map(_digest, parts):
                 whole.update(digest)
     return whole.hexdigest()[:32]
-
-
-def _blocks(array: np.ndarray) -> list[np.ndarray]:
-    """The bytes of an array, cut."""
-    if not array.size:
-        return []
-    flat = array.view(np.uint8).reshape(-1)
-    starts = range(0, len(flat), BLOCK_BYTES)
-    return [flat[at : at + BLOCK_BYTES] for at in starts]
 
 
 def _digest(block: np.ndarray) -> bytes:

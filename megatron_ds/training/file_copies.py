@@ -46,21 +46,11 @@ def _states(files: Files) -> str:
     found = {}
     for what, path in files.items():
         state = _stat(path)
-<<<<<<< HEAD
-        found[what] = (
-            state.st_ino,
-            state.st_size,
-            state.st_mtime_ns,
-            state.st_ctime_ns,
-        )
-    return hashlib.sha256(repr(found).encode()).hexdigest()
-=======
         times = (state.st_mtime_ns, state.st_ctime_ns)
         found[what] = (state.st_ino, state.st_size, *times)
     text = repr(found)
     digest = hashlib.sha256(text.encode())
     return digest.hexdigest()
->>>>>>> h4
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -83,14 +73,6 @@ def hashes_of_blocks(files: Files) -> dict[str, tuple[str, str]]:
     # Files that several parts of the data share are read once.
     places = {(path, first) for _, path, first in blocks}
     with ThreadPoolExecutor(THREADS) as pool:
-<<<<<<< HEAD
-        hashes = dict(zip(places, pool.map(_hash, places)))
-    found = {}
-    for name, path, first in blocks:
-        value = f"hash {hashes[path, first]}"
-        found[name] = (value, str(path))
-    return found
-=======
         found = pool.map(_hash, places)
         hashes = dict(zip(places, found))
     facts = {}
@@ -98,7 +80,6 @@ def hashes_of_blocks(files: Files) -> dict[str, tuple[str, str]]:
         value = f"hash {hashes[path, first]}"
         facts[name] = (value, str(path))
     return facts
->>>>>>> h4
 
 
 def spread_blocks(sizes: Sequence[int], most: int) -> list[Iterable[int]]:

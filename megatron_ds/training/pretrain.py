@@ -157,11 +157,7 @@ def _pretrain(
 
 
 def _warn_of_mock_data(config: RunConfig) -> None:
-<<<<<<< HEAD
     """Warn at the end that a run had mock data where its command line names files."""
-=======
-    """Log at the end that a corpus which the command line names had no effect."""
->>>>>>> h4
     left_out = config.without_effect.items()
     named = [name for name, why in left_out if why == MOCK_INSTEAD and "path" in name]
     if named:

@@ -169,20 +169,12 @@ class SecondReading:
         """What differs. sent: the host of each rank, and what it read of the same samples."""
         readers = [rank for rank, (_, hashes) in enumerate(sent) if hashes]
         one = readers[0]
-<<<<<<< HEAD
-        expected = sent[one][1]
-        differing = []
-        for rank in readers:
-            found = sent[rank][1].items()
-            differing += [(at, rank) for at, value in found if value != expected[at]]
-=======
         usual = sent[one][1]
         differing = []
         for rank in readers:
             for position, found in sent[rank][1].items():
                 if found != usual[position]:
                     differing.append((position, rank))
->>>>>>> h4
         position, other = min(differing)
         [index] = self.loader.indices(position, 1)
         shown = [
