@@ -107,18 +107,20 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
     for name, part in _parts(config):
         facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
     for part, number, prefix in _prefixes(config):
+        name = f"corpus {number} ({part})"
         corpus = IndexedDataset(prefix)
         documents = f"{corpus.num_documents} documents"
         size = f"{documents}, {corpus.num_tokens} tokens"
-        facts[f"corpus {number} ({part})"] = (size, str(prefix))
+        facts[name] = (size, str(prefix))
     # Which indexes a curriculum has, and what else the run records of its data.
     for what, prefix in config.curriculum.index_prefixes():
         paths = corpus_paths(prefix)
         present = filter(Path.exists, paths)
         suffixes = [path.suffix for path in present]
         facts[what] = (suffixes, str(prefix))
-    for name, value in identity["data"].items():
-        facts[f"the identity of the data, {name}"] = (value, "")
+    for key, value in identity["data"].items():
+        name = f"the identity of the data, {key}"
+        facts[name] = (value, "")
     return facts
 
 
