@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from ..errors import MegatronDSError
 
+OPENED = ("/dev/fd/", "/proc/self/fd/")  # paths of what this process has open
 MOST_TEXT = 64 << 20  # bytes of a text that a user names and that is kept in memory
 
 
@@ -23,10 +24,14 @@ def open_regular(
 ) -> BinaryIO:
     """The file, opened to read bytes. Raises `error` for a pipe, socket, device or directory, and OSError.
 
+    A pipe that the shell has opened for this process, as `<(command)` does, is read: its other end has a writer.
     name: of the file in messages, such as "--hostfile PATH"; the path by default
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    is_given = str(path).startswith(OPENED)
+    waiting = 0 if is_given else os.O_NONBLOCK
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | waiting)
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode) and not (is_given and stat.S_ISFIFO(mode)):
         os.close(handle)
         raise error(
             f"{name or path} is not a regular file. A pipe would be waited for, and a device may have no end. Restore "

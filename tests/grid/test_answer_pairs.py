@@ -12,7 +12,7 @@ from megatron_ds.extensions.preference.answer_pairs import (
     PREFERENCE_DATA,
     PairDataset,
 )
-from megatron_ds.extensions.preference.reference_scores import score_pairs
+from megatron_ds.extensions.preference.first_model import score_pairs
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.answer_pairs import write_pairs
 from tests.harness.layout_comparison import (
@@ -77,7 +77,9 @@ def run(job: list[str], layout: str, prefix):
         collate = PREFERENCE_DATA.collator(config, NullTokenizer(VOCAB - 1))
 
         def fill(engine):
-            dataset.reference = score_pairs(engine, dataset, collate)
+            dataset.reference = score_pairs(
+                engine, dataset, np.arange(len(dataset.pairs)), collate
+            )
             scores[rank] = dataset.reference
 
         return train_layout(config, mesh, STEPS, dataset, watch=fill)

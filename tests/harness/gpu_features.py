@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_ds.config import RunConfig, parse
@@ -18,7 +19,7 @@ from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.extensions.preference.answer_pairs import PREFERENCE_DATA
-from megatron_ds.extensions.preference.reference_scores import score_pairs
+from megatron_ds.extensions.preference.first_model import score_pairs
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
@@ -112,7 +113,9 @@ def trained_on_pairs(
     collate = PREFERENCE_DATA.collator(config, NullTokenizer(VOCAB - 1))
 
     def fill(engine: Replica) -> None:
-        pairs.reference = score_pairs(engine, pairs, collate)
+        pairs.reference = score_pairs(
+            engine, pairs, np.arange(len(pairs.pairs)), collate
+        )
 
     with kernel_table.selected("auto"):
         trace = train_layout(config, mesh_of(device), STEPS, pairs, watch=fill)

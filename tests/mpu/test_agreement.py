@@ -239,12 +239,14 @@ def test_compiled_modules_and_the_script_are_compared(monkeypatch, tmp_path):
     # Another script of the same name.
     script = tmp_path / "train.py"
     script.write_text("loss = 1")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     one = compared_values(config, env={})
     assert one != here
     script.write_text("loss = 2")
     other = compared_values(config, env={})
     assert "the hash of the script is" in errors_of([one, other])[0]
     # A program that pip made for this installation.
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{sys.prefix}/bin/run")
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", f"{sys.prefix}/bin/run", raising=False
+    )
     assert compared_values(config, env={})["the hash of the script"] == ("none", "")

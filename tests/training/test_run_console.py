@@ -13,9 +13,11 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from megatron_ds.config import CheckpointConfig
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import open_log
 from megatron_ds.training.step_metrics import stop_reason
@@ -116,8 +118,7 @@ def drawn(shown: str) -> list[str]:
 
 def no_files(tmp_path, **logging):
     config = logging_to(tmp_path, **logging)
-    config.checkpoint.save = None
-    return config
+    return replace(config, checkpoint=CheckpointConfig())
 
 
 def test_a_terminal_has_a_bar_with_log_lines_above_it(tmp_path, terminal):

@@ -315,7 +315,7 @@ def _read_file(name: str, text: str, is_copy: bool) -> SourceReading:
 
 def _read_json(name: str, text: str, is_copy: bool) -> SourceReading:
     """The reading of a JSON whose open values, and names that sed would replace, are "auto". is_copy: the
-    text is not the recipe's own; problems then show no text of its values.
+    text is not the recipe's own; problems and notes then show no text of its values.
     """
     for pattern in OPEN_IN_JSON:
         text = pattern.sub('"auto"', text)
@@ -327,6 +327,10 @@ def _read_json(name: str, text: str, is_copy: bool) -> SourceReading:
             reading.problems = [
                 _without(texts, problem) for problem in reading.problems
             ]
+            reading.without_effect = {
+                _without(texts, name): _without(texts, why)
+                for name, why in reading.without_effect.items()
+            }
         return reading
     except ConfigError as error:
         reading = SourceReading(is_complete=False)
