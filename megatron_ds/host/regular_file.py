@@ -104,6 +104,26 @@ def open_to_append(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
     return open(handle, "ab")
 
 
+def write_text(path: Path | str, text: str, error: type[MegatronDSError]) -> None:
+    """Write a file that a user names. Raises `error` for what is there and is not regular, and OSError.
+
+    A pipe would be waited for, until it has a reader.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    refusal = error(f"{path} is not a regular file. Give the name of another one.")
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as found:
+        if found.errno != errno.ENXIO:
+            raise
+        raise refusal from None
+    with open(handle, "w", encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise refusal
+        file.truncate()
+        file.write(text)
+
+
 def create_again(path: Path | str) -> BinaryIO:
     """A new file to write bytes, in place of what had the name: a link is removed, not followed."""
     Path(path).unlink(missing_ok=True)

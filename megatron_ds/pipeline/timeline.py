@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 from ..errors import DataError
-from ..host.regular_file import read_text
+from ..host.regular_file import read_text, write_text
 from ..mpu.host_reads import wait_until
 from .instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from .simulate import Cost, Simulation
@@ -77,7 +77,7 @@ class Timeline:
 
 
 def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> None:
-    """Write the timelines of pipeline ranks into one file."""
+    """Write the timelines of pipeline ranks into one file. Raises DataError if it is not regular, and OSError."""
     events: list[dict] = []
     for rank, entries in sorted(timelines.items()):
         events.append(
@@ -100,9 +100,8 @@ def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> N
             for tid, name in enumerate(THREADS)
         )
         events += (_event(rank, *entry) for entry in entries)
-    Path(path).write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
-    )
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    write_text(path, text, DataError)
 
 
 def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:

@@ -16,7 +16,7 @@ import torch
 
 from ..batch.batch import Batch
 from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
-from ..errors import MegatronDSError
+from ..errors import DataError, MegatronDSError
 from ..host import places
 from ..mpu.host_reads import read_numbers
 from ..pipeline.timeline import Timeline, write_trace
@@ -327,12 +327,12 @@ class Tracer:
         try:
             with places.phase(places.EXPORTING):
                 write_trace(path, {rank: self._entries})
-        except OSError as error:
+        except (OSError, DataError) as error:
             logger.warning(
                 "cannot write %s: %s. Training continues; the %d recorded instruction(s) are "
                 "lost, and --trace is switched off.",
                 path,
-                reason_of(error),
+                reason_of(error) if isinstance(error, OSError) else error,
                 len(self._entries),
             )
             self._folder = None
