@@ -85,9 +85,8 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
 def _end_process(code: int) -> NoReturn:
     """End as the interpreter does, but do not take it apart: after an error torch's store may abort the process
     meanwhile, with another exit code."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # Waits for threads, and ends those of pools, which would be waited for without it.
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

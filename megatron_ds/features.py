@@ -15,6 +15,7 @@ missing. Modules are never imported because a checkpoint names them.
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,12 @@ T = TypeVar("T")
 
 WINGS = ("compat", "extensions")
 ENTRY_POINTS = "megatron_ds.features"
+# Noun of a registry → section and option that name an entry of it, without which a checkpoint cannot be opened.
+NAMED = {
+    "model": ("model", "model"),
+    "tokenizer": ("data", "tokenizer_type"),
+    "optimizer": ("optimizer", "optimizer"),
+}
 FLAG = "--import"
 
 
@@ -104,7 +111,8 @@ class Feature:
     provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
     objective  what the run is trained for in place of the model's own loss
-    layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model
+    layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model. Runs and their
+               plans of memory and traffic have them; counted FLOPs and conversions are those of the model alone
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
     commands   name → `commands.Command`, whose module is an absolute name
@@ -262,9 +270,15 @@ def _load_installed() -> None:
     _load_own()
     # First, since features ask for options and registries, which lead back here.
     _LOADED.has_installed = True
-    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.value):
-        name = _distribution(entry)
-        _load(Origin(entry.module, name), f"the installed distribution {name}")
+    try:
+        for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.value):
+            name = _distribution(entry)
+            if entry.module not in _LOADED.origins:
+                _load(Origin(entry.module, name), f"the installed distribution {name}")
+    except ConfigError:
+        # The next look-up raises it again: none goes on without the feature.
+        _LOADED.has_installed = False
+        raise
 
 
 def _load_own() -> None:
@@ -383,6 +397,7 @@ def _names(found: Sequence[Feature]) -> Iterator[str]:
         yield from (f"command {name}" for name in feature.commands)
         parts = {
             "rules": feature.rules,
+            "objective": feature.objective,
             "layers": feature.layers,
             "sinks": feature.sinks,
             "observers": feature.observers,
@@ -390,45 +405,66 @@ def _names(found: Sequence[Feature]) -> Iterator[str]:
         yield from (f"{part} of {feature.name}" for part, has in parts.items() if has)
 
 
-def missing_features(recorded: Any) -> list[str]:
-    """Return a sentence for each module in a run.json whose features are not loaded.
+def sections_without_features(run: Mapping, where: str) -> set[str]:
+    """Return the sections in a run.json of features that are not loaded, and that the run had no use for.
 
-    recorded: the value `features` of a run.json, from a file that anybody may have written
+    run: its values, from a file that any program may have written; where: the file or folder, for messages. Raises
+    ConfigError, with the remedy, if the run needs a feature that is not loaded.
     """
+    recorded = run.get("features")
+    entries = recorded if isinstance(recorded, list) else []
+    missing = [entry for entry in entries if isinstance(entry, Mapping)]
+    missing = [entry for entry in missing if not _is_loaded(entry)]
+    needed = [entry for entry in missing if _is_needed(entry, run.get("config"))]
+    if needed:
+        raise ConfigError(f"{where}: {' '.join(map(_sentence, needed))}")
+    return {section for entry in missing for section in _sections(entry)}
+
+
+def _is_loaded(entry: Mapping) -> bool:
+    """Return whether a module is loaded, or another one, such as the script that runs, supplies the same."""
     loaded = {origin.module for origin in origins()}
     here = {name for _, name in _registered()}
-    entries = recorded if isinstance(recorded, list) else []
-    return [
-        _sentence(entry)
-        for entry in entries
-        if isinstance(entry, Mapping)
-        and entry.get("module") not in loaded
-        and not _is_here(entry.get("supplies"), here)
-    ]
+    supplies = set(_supplies(entry))
+    return str(entry.get("module")) in loaded or bool(supplies) and supplies <= here
 
 
-def require_features(recorded: Any, where: str) -> None:
-    """Raise ConfigError, with the remedy, if features of a run are not loaded.
-
-    recorded: the value `features` of its run.json; where: the file or folder, for the message
-    """
-    if missing := missing_features(recorded):
-        raise ConfigError(f"{where}: {' '.join(missing)}")
-
-
-def _is_here(supplies: Any, here: set[str]) -> bool:
-    """Whether another module, such as the script that runs, has registered the same names."""
+def _is_needed(entry: Mapping, config: Any) -> bool:
+    """Return whether the run that wrote `config` has a model, a tokenizer, an optimizer or an option of a module."""
+    sections = config if isinstance(config, Mapping) else {}
+    named = {
+        f"{noun} {_value(sections, section, option)}"
+        for noun, (section, option) in NAMED.items()
+    }
+    sources = sections.get("sources")
+    given = {str(path).partition(".")[0] for path in sources or ()}
+    supplies = _supplies(entry)
+    changes_layers = any(word.startswith("layers of ") for word in supplies)
+    own = _sections(entry)
     return (
-        isinstance(supplies, list)
-        and bool(supplies)
-        and set(map(str, supplies)) <= here
+        bool(named & set(supplies)) or bool(own & given) or changes_layers and not own
     )
+
+
+def _value(sections: Mapping, section: str, option: str) -> Any:
+    found = sections.get(section)
+    return found.get(option) if isinstance(found, Mapping) else None
+
+
+def _supplies(entry: Mapping) -> list[str]:
+    supplies = entry.get("supplies")
+    return list(map(str, supplies)) if isinstance(supplies, list) else []
+
+
+def _sections(entry: Mapping) -> set[str]:
+    """Return the sections of options that a module has."""
+    found = (re.fullmatch(r"options of \[(\w+)\]", word) for word in _supplies(entry))
+    return {match[1] for match in found if match}
 
 
 def _sentence(entry: Mapping) -> str:
     module = entry.get("module")
-    supplies = entry.get("supplies")
-    what = ", ".join(map(str, supplies)) if isinstance(supplies, list) else ""
+    what = ", ".join(_supplies(entry))
     distribution = entry.get("distribution")
     remedy = f"name it with {FLAG} {module}"
     if distribution:

@@ -153,9 +153,9 @@ class SaveLock:
             self._remove(owner)
         # The lock is ours: renew it in the background until it is released. What an earlier holder was writing is
         # removed before the look: behind it nothing appears that this one does not know.
+        self._thread.start()
         folders.clear(self.folder)
         self.saves.look(self.folder)
-        self._thread.start()
         return None
 
     def check(self) -> None:

@@ -181,7 +181,7 @@ class Saving:
         """Rank 0: delete old checkpoints, if the folder is still this job's. Not collective."""
         try:
             self._lock.check()
-        except CheckpointError as error:
+        except Exception as error:  # of a file system, or of a store's own kind
             logger.warning("old checkpoints are kept: %s", error)
             return
         prune(self.folder, self.step, *self._kept)

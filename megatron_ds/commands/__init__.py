@@ -7,7 +7,7 @@ printed at once, also where torch is not installed. Scripts in tools/ of the che
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NoReturn
@@ -180,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command that the first word names, and exit with its code."""
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
-        sys.exit(0 if words else 2)
+        code = main_guard(lambda: print(overview()))
+        sys.exit(code or (0 if words else 2))
     if words[0] == "--version":
         print(__version__)
         sys.exit(0)
@@ -193,31 +193,46 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _of_feature(name: str, argv: Sequence[str]) -> int | None:
     """Run a command of a feature, of an installed one or of one that --import names."""
-    import_features(_imported(argv))
-    found = _added_commands()
-    if name not in found:
-        _unknown(name)
-    command = found[name]
-    words = [*command.before, *argv]
+    modules, words = _imported(argv)
+    import_features(modules)
+    added = _added_commands()
+    if name not in added:
+        _unknown(name, added)
+    command = added[name]
+    words = [*command.before, *words]
     sys.argv = [f"{PROGRAM} {name}", *words]
     function = getattr(import_module(command.module), command.function)
     return function(words, **command.defaults)
 
 
 def _added_commands() -> dict[str, Command]:
+    """Return the commands of features. Raises ConfigError for a name that the package has."""
     found: dict[str, Command] = {}
     for feature in features():
-        found |= feature.commands
+        for name, command in feature.commands.items():
+            if name in COMMANDS:
+                raise ConfigError(
+                    f"the feature {feature.name} has a command {name!r}, as the package has. Rename it."
+                )
+            found[name] = command
     return found
 
 
-def _imported(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the modules that follow --import, one each time."""
-    for word, following in zip(argv, [*argv[1:], ""]):
-        if word == FLAG:
-            yield following
-        elif word.startswith(f"{FLAG}="):
-            yield word.removeprefix(f"{FLAG}=")
+def _imported(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the modules that follow --import, one each time, and the other words. Raises ConfigError."""
+    modules = []
+    others = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag != FLAG:
+            others.append(word)
+            continue
+        module = value if equals else next(words, "")
+        if not module:
+            raise ConfigError(f"{FLAG} needs the name of a module after it.")
+        modules.append(module)
+    return modules, others
 
 
 def run(
@@ -266,7 +281,7 @@ def overview() -> str:
     return "\n".join([*lines, "", EXAMPLES])
 
 
-def _unknown(name: str) -> NoReturn:
+def _unknown(name: str, added: Mapping[str, Command]) -> NoReturn:
     """Raise ConfigError with the nearest command. Names of files in tools/ are known, too."""
     tool = name.removeprefix("tools/").removesuffix(".py").replace("-", "_")
     modules = {
@@ -276,9 +291,9 @@ def _unknown(name: str) -> NoReturn:
     hint = (
         f"; it is {modules[tool]!r} here."
         if tool in modules
-        else did_you_mean(name, [*COMMANDS, "--help", "--version"])
+        else did_you_mean(name, [*COMMANDS, *added, "--help", "--version"])
         or did_you_mean(tool, [*modules])
     )
     raise ConfigError(
-        f"unknown command {name!r}{hint or '.'} Commands: {', '.join(COMMANDS)}."
+        f"unknown command {name!r}{hint or '.'} Commands: {', '.join([*COMMANDS, *added])}."
     )

@@ -15,6 +15,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+from ..features import origins
 from ..version import __version__
 from .options.option import Option
 from .run import RunConfig, all_options
@@ -64,12 +65,24 @@ def _versions() -> dict[str, tuple[str, str]]:
         "the hash of megatron_ds's source files": (_hash_of_source(package), ""),
         "the compiled modules of megatron_ds": (_compiled_modules(package), ""),
         "the hash of the script": (_hash_of_script(), ""),
+        "the features of other packages": (_features(), ""),
     }
     for name in PACKAGES:
         try:
             found[f"the version of {name}"] = (version_of(name), "")
         except PackageNotFoundError:
             found[f"the version of {name}"] = ("unknown", "")
+    return found
+
+
+def _features() -> list[str]:
+    """The modules with features, with the hash of the file of each."""
+    found = []
+    for origin in origins():
+        file = getattr(sys.modules.get(origin.module), "__file__", None)
+        content = Path(file).read_bytes() if file else b""
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        found.append(f"{origin.module} {origin.distribution} {digest}")
     return found
 
 

@@ -156,8 +156,8 @@ class RunConfig:
         )
 
     def section(self, name: str) -> Any:
-        """Return a section by its name."""
-        return dict(self.more)[name] if name in _added() else getattr(self, name)
+        """Return a section by its name. Raises ConfigError as `of` does."""
+        return self.of(_added()[name]) if name in _added() else getattr(self, name)
 
     def of(self, options: type[S]) -> S:
         """Return the section of a feature by its dataclass.
@@ -259,10 +259,7 @@ def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @per_features
 def all_options() -> Mapping[str, Option]:
-    """Return the option of each path, in the order of declaration.
-
-    Raises ConfigError if a feature declares a field that another section has.
-    """
+    """Return the option of each path, in the order of declaration."""
     found: dict[str, Option] = {}
     for section, cls in sections().items():
         found |= {option.path: option for option in options_of(section, cls)}

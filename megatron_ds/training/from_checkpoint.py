@@ -14,7 +14,7 @@ from ..config.sources.flags import read_flags
 from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
-from ..features import require_features
+from ..features import sections_without_features
 from .foreign_checkpoints import folder_of_model
 
 WANTED = "checkpoint.use_checkpoint_args"
@@ -156,6 +156,5 @@ def saved_config(run: Mapping, folder: str | None) -> RunConfig:
             f"--load {folder}: the checkpoint has no options of a training run, because an "
             "engine saved it. Give the options as flags."
         )
-    require_features(run, folder)
-    require_features(run.get("features"), f"--load {folder}")
-    return from_dict(run["config"])
+    left_out = sections_without_features(run, f"--load {folder}")
+    return from_dict(run["config"], left_out)

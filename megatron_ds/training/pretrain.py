@@ -367,13 +367,18 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
 
 
 def _log_changes(engine: Replica, opened: Opened, progress: Progress) -> None:
-    """Log on rank 0 what this start changes of the schedules of the run that it continues."""
+    """Log on rank 0 what this start changes of the schedules of the run that it continues. Collective."""
     run = opened.start.run
-    if engine.mesh.rank or not progress.step or "converted_from" in run:
+    if not progress.step or "converted_from" in run:
         return
-    before = saved_config(run, opened.config.checkpoint.load)
-    for text in changes(before, opened.config, progress):
-        logger.warning("%s", text)
+
+    def texts() -> list[str]:
+        before = saved_config(run, opened.config.checkpoint.load)
+        return list(changes(before, opened.config, progress))
+
+    for text in on_one_rank(engine.mesh.group("world"), texts):
+        if engine.mesh.rank == 0:
+            logger.warning("%s", text)
 
 
 def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:

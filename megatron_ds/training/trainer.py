@@ -124,7 +124,8 @@ class Trainer:
         self.tasks = tasks
         objective = config.objective
         self._is_of_tokens = objective is None or objective.is_of_tokens
-        self.observers = (*measurements(config), *observers_of(config))
+        # Those of features first, so that measurements around a step are free of them.
+        self.observers = (*observers_of(config), *measurements(config))
         # What happened when.
         self._validated_step = -1
         self._tasks_step = -1
@@ -169,9 +170,10 @@ class Trainer:
         finally:
             if (watched := places.writer()) is not None:
                 watched.phase(places.ENDING)
-            for observer in begun:
-                observer.closed()
-            self.log.close()
+            with ExitStack() as closing:
+                closing.callback(self.log.close)
+                for observer in begun:
+                    closing.callback(observer.closed)
         total = timedelta(seconds=round(time.monotonic() - self.started))
         steps = self.progress.step - first
         return f"{reason}; {steps} step{'s' if steps != 1 else ''}, total time {total}"
@@ -276,10 +278,10 @@ class Trainer:
 
     def _step(self) -> StepOutcome:
         # Read
-        begin = time.perf_counter()
         before = self.progress
         for observer in self.observers:
             observer.step_began(before.step + 1)
+        begin = time.perf_counter()
         size = self.batch_size(before)
         with places.phase(places.READING):
             batch = self.engine.batches.training(self.loaders.train, before, size)
@@ -373,9 +375,9 @@ class Trainer:
         """Train on the batch, under the profilers of this step. Collective over the world."""
         before = self.progress
         with ExitStack() as around:
-            around.enter_context(self.tracer.step())
             for observer in self.observers:
                 around.enter_context(observer.around(before.step + 1))
+            around.enter_context(self.tracer.step())
             rates = {name: rate(before) for name, rate in self.learning_rates.items()}
             outcome = train_step(
                 self.engine,

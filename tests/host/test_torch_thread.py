@@ -63,3 +63,15 @@ def test_a_thread_that_does_not_stop_is_waited_for_a_while_only():
     over.set()
     end_threads(longest=60)
     assert not thread.is_alive()
+
+
+def test_a_command_that_fails_ends_with_its_code_though_threads_of_pools_wait_for_work():
+    """Those of a loader are there until the end, since errors keep what refers to them."""
+    program = (
+        "import sys; from concurrent.futures import ThreadPoolExecutor; from megatron_ds import cli; "
+        "pool = ThreadPoolExecutor(2); pool.submit(int).result(); print('printed'); cli._end_process(2)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "printed\n")

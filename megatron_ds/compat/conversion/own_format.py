@@ -42,7 +42,7 @@ from ...config.options.model_options import ModelConfig
 from ...config.sources.config_text import from_dict, to_dict
 from ...data.tokenizers import build_tokenizer
 from ...errors import CheckpointError, ConfigError, DataError
-from ...features import require_features
+from ...features import sections_without_features
 from ...models.model_identity import model_identity
 from ...models.model_specs import specs_of
 from ...mpu.group import solo
@@ -104,8 +104,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
             "not known. Export its tensors with megatron-ds export."
         )
     require(run, folder, "config", "identity.model.vocab_size", "progress")
-    require_features(run.get("features"), str(folder))
-    config = from_dict(run["config"])
+    left_out = sections_without_features(run, str(folder))
+    config = from_dict(run["config"], left_out)
     model = replace(config.model, vocab_size=run["identity"]["model"]["vocab_size"])
     # The index lists the kinds of tensors that were saved.
     index = read_index(find_checkpoint(folder, step))

@@ -254,7 +254,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups):
             group.update(copy.deepcopy(saved))
         self.zero.load_extra_state(state_dict["numbers"])
-        self.restore_steps(state_dict["missed_updates"])
+        self.restore_steps(state_dict.get("missed_updates", {}))
         self.zero.after_load()
 
 

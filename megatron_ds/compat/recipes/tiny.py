@@ -33,6 +33,7 @@ ROUNDS = 8  # of leaving out what does not fit
 SOURCE = Source("yaml", "the tiny run")
 # Sections and options that have their defaults in a tiny run.
 LEFT_SECTIONS = (
+    "services",
     "checkpoint",
     "curriculum",
     "random_ltd",

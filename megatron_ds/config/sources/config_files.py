@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...features import missing_features, missing_wings, per_features
+from ...features import missing_wings, per_features, sections_without_features
 from ...host.regular_file import read_text
 from ..messages import value_text
 from ..options.option import Option, coerce
@@ -36,6 +36,7 @@ RECORDS = (
     "sources",
 )
 IMPORT = "import"  # the key of modules with features
+VERSION = "format_version"  # a key of every run.json
 
 
 def read_yaml(path: str) -> SourceReading:
@@ -53,12 +54,16 @@ def read_yaml(path: str) -> SourceReading:
 
 
 def imports_in(path: str) -> list[str]:
-    """Return the modules that a file names at its top, as `import: package.module`. [] for one that cannot be read."""
+    """Return the modules that a file names at its top, as `import: package.module`.
+
+    [] for one that cannot be read, and for a run.json: nothing is imported because a checkpoint names it.
+    """
     try:
         root = _compose(path)
     except ConfigError:
         return []
-    value = _by_key(root).get(IMPORT) if getattr(root, "id", "") == "mapping" else None
+    keys = _by_key(root) if getattr(root, "id", "") == "mapping" else {}
+    value = None if VERSION in keys else keys.get(IMPORT)
     if value is None:
         return []
     items = value.value if value.id == "sequence" else [value]
@@ -110,26 +115,35 @@ def _top(path: str, root: Any, reading: SourceReading) -> None:
         return
     # A run.json has the configuration inside.
     config = _by_key(root).get("config")
-    is_run = (
-        "format_version" in _by_key(root) and getattr(config, "id", "") == "mapping"
-    )
+    is_run = VERSION in _by_key(root) and getattr(config, "id", "") == "mapping"
     kind = RUN if is_run else "yaml"
+    left_out: set[str] = set()
     if is_run:
-        for sentence in missing_features(_plain(_by_key(root).get("features"))):
-            reading.refuse(f"{path}: {sentence}")
+        left_out = _left_out(path, root, reading)
         root = config
     # Sections, and options outside of one.
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
         name = RENAMED.get(name, name)
-        if name == IMPORT:
-            continue  # imported before the flags were read
+        if name in left_out or name == IMPORT and not is_run:
+            continue  # what it names was imported before the flags were read
         if name in sections() and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, reading):
                 entry = FileEntry(path, inner_line, field, inner_value, name, kind)
                 _read(entry, reading)
         elif name not in ignored:
             _read(FileEntry(path, line, name, value, kind=kind), reading)
+
+
+def _left_out(path: str, root: Any, reading: SourceReading) -> set[str]:
+    """Return the sections of a run.json whose features are not loaded, or refuse it."""
+    inner = _by_key(root)
+    values = {name: _plain(inner.get(name)) for name in ("features", "config")}
+    try:
+        return sections_without_features(values, path)
+    except ConfigError as error:
+        reading.refuse(error)
+        return set()
 
 
 def _plain(node: Any) -> Any:
@@ -266,10 +280,13 @@ class FileEntry:
 @per_features
 def names() -> Mapping[str, Option]:
     """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
-    table = {option.name: option for option in all_options().values()}
-    assert len(table) == len(all_options()), (
-        "two sections have a field of the same name"
-    )
+    table: dict[str, Option] = {}
+    for option in all_options().values():
+        if option.name in table:
+            raise ConfigError(
+                f"{table[option.name].path} and {option.path} have the same name. Rename the option of the feature."
+            )
+        table[option.name] = option
     for option in all_options().values():
         for flag in (option.flag, *option.flags):
             table.setdefault(flag[2:].replace("-", "_"), option)

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -341,9 +341,17 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def from_dict(saved: Mapping[str, Any]) -> RunConfig:
-    """The config that `to_dict` of this or an older version wrote. Raises ConfigError for unknown fields."""
+def from_dict(saved: Mapping[str, Any], left_out: Collection[str] = ()) -> RunConfig:
+    """The config that `to_dict` of this or an older version wrote, without the sections `left_out`.
+
+    Raises ConfigError for other sections and fields that are unknown.
+    """
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
+    for name in saved.keys() - {*sections(), *left_out, "world_size", "sources"}:
+        raise ConfigError(
+            f"the saved configuration has a section {name}, which does not exist in this version. It was written by "
+            f"another version, or with a feature that is not loaded.{missing_wings()}"
+        )
     given: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for section in sections():
         for name, value in saved.get(section, {}).items():

@@ -69,9 +69,11 @@ def spellings() -> Mapping[str, Spelling]:
     table: dict[str, Spelling] = {}
 
     def add(flag: str, spelling: Spelling) -> None:
-        assert flag not in table, (
-            f"{table[flag].option.path} and {spelling.option.path} both declare {flag}"
-        )
+        if flag in table:
+            raise ConfigError(
+                f"{table[flag].option.path} and {spelling.option.path} both declare {flag}. Rename the option of the "
+                "feature."
+            )
         table[flag] = spelling
 
     for option in all_options().values():

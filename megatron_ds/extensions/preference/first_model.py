@@ -32,7 +32,9 @@ from .pair_loss import AnswerScores, Logits, answer_scores, sizes_of
 
 FIRST = Source("derived", "the first step of this run")
 PROBES = 8  # stored pairs that are scored again
-ALIKE = 0.02  # relative: a run may continue in another number format
+# Relative difference of scores of the same weights, in the number format of the first step and in another one.
+ALIKE = 1e-3
+ALIKE_IN_ANOTHER_FORMAT = 0.02
 
 
 def origin_of(config: RunConfig, start: Start) -> dict[str, Any]:
@@ -56,6 +58,7 @@ class FirstModel:
     engine  the model of the run
     origin  what `origin_of` gave at the first start; None for a run of an earlier version
     is_new  this is the first start
+    alike   the largest relative difference of two scores of the same weights
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class FirstModel:
         tokenizer: Tokenizer,
         origin: dict[str, Any] | None,
         is_new: bool,
+        alike: float = ALIKE,
     ):
+        self.alike = alike
         self.engine = engine
         self.tokenizer = tokenizer
         self.origin = origin
@@ -91,7 +96,7 @@ class FirstModel:
         chosen = np.concatenate([probes, numbers])
         found = score_pairs(self._again, dataset, chosen, collate)
         again = found[: len(probes)]
-        if not np.allclose(again, scores[probes], rtol=ALIKE, atol=ALIKE):
+        if not np.allclose(again, scores[probes], rtol=self.alike, atol=self.alike):
             raise CheckpointError(
                 self._lost(f"{self._folder} has other weights now", len(numbers))
             )

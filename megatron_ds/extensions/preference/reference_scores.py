@@ -35,7 +35,7 @@ from ...training.objective import Prepare
 from ...training.run_checkpoint import Start
 from ...training.trainer import Loaders
 from .answer_pairs import PairDataset
-from .first_model import FirstModel, origin_of
+from .first_model import ALIKE, ALIKE_IN_ANOTHER_FORMAT, FirstModel, origin_of
 
 logger = logging.getLogger(__name__)
 TITLE = "PreferenceReference"
@@ -73,7 +73,10 @@ def fill_references(
         origin = origin_of(engine.config, start)
     else:
         origin = start.run.get(ORIGIN)
-    model = FirstModel(engine, tokenizer, origin, is_new)
+    own = engine.config.optimizer.params_dtype
+    is_own = weights is not None and weights.get(FORMAT, own) == own
+    alike = ALIKE if is_own else ALIKE_IN_ANOTHER_FORMAT
+    model = FirstModel(engine, tokenizer, origin, is_new, alike)
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is None:
             continue
@@ -141,8 +144,10 @@ def _stored_or_scored(
     world = engine.mesh.group("world")
     look = lambda: _read(_entries(engine, dataset, weights, model.is_new))
     entry, scores = on_one_rank(world, look)
-    if scores is None and not model.is_new:
-        raise CheckpointError(_not_stored(entry, dataset))
+    if scores is None and not model.is_new and len(numbers):
+        error = CheckpointError(_not_stored(entry, dataset))
+        error.on_all_ranks = True
+        raise error
     if scores is None:
         scores = np.full_like(dataset.reference, np.nan)
     is_missing = np.isnan(scores[numbers]).any(axis=1)
@@ -163,7 +168,9 @@ def _stored_or_scored(
             len(numbers),
             len(scores),
         )
-        _write(entry, scores)
+        # An entry has scores of one number format.
+        if model.alike == ALIKE:
+            _write(entry, scores)
     return scores
 
 
@@ -211,7 +218,8 @@ def _not_stored(entry: CacheEntry, dataset: PairDataset) -> str:
     return (
         f"{entry.directory} has no log-probabilities of the reference for {dataset.corpus.prefix}. They were computed "
         "with the weights of the first step, which later checkpoints do not have. Copy that folder from where the run "
-        "began, or name it with --data-cache-path; or begin another run from a checkpoint, with --finetune."
+        "began, or name it with --data-cache-path. Scores of a corpus whose tokens or masks have changed since do not "
+        "count: restore its files; or begin another run from a checkpoint, with --finetune."
     )
 
 

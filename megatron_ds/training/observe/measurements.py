@@ -70,13 +70,10 @@ class SlowRanks(Observer):
         self._stragglers = Stragglers(interval, start.replica.mesh)
         self._own: float | None = None
 
-    def step_began(self, step: int) -> None:
-        """Share what was measured in the last step with the reduction of this one."""
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        """Measure the step, if a report is due. Its reduction shares what was measured in the last one."""
         self._own = self._stragglers.take()
         self._replica.metrics.share(self._own)
-
-    def around(self, step: int) -> AbstractContextManager[Any]:
-        """Measure the step, if a report is due."""
         return self._stragglers.measured(step, self._replica.executor)
 
     def step_ended(self, end: StepEnd) -> None:
@@ -183,7 +180,8 @@ class StateNumbers(Observer):
         return Numbers(fields, tags)
 
 
-# Observer → whether a configuration asks for it, in the order in which they are called.
+# Observer → whether a configuration asks for it, in the order in which they are called. What is measured around a
+# step is measured innermost by the last of them.
 MEASUREMENTS: dict[type[Observer], Callable[[RunConfig], Any]] = {
     MemoryOfSteps: lambda config: config.profiler.record_memory_history,
     ProfiledKernels: lambda config: config.profiler.profile,
