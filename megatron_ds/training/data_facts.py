@@ -5,6 +5,7 @@ Each machine may have its own copy of a corpus, at a path of its own. So ranks c
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ..data.loading.blend import PARTS, DataPath, parse_blend, read_sources
 from ..data.text.indexed import IndexedDataset, corpus_paths
 from ..data.text.mask_file import mask_path
 from ..data.tokenizers import Tokenizer
-from ..mpu.agree import on_all_ranks
+from ..mpu.agree import gather_from_all_ranks, on_all_ranks
 from ..mpu.agreement import require_agreement
 from ..mpu.group import Group
 from ..planning.run_model import data_kind
@@ -22,6 +23,7 @@ from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
 from .second_reading import hash_of_sample
 from .trainer import Loaders
 
+logger = logging.getLogger(__name__)
 # name → (value, where it is from), of `mpu.agreement`
 Facts = dict[str, tuple[Any, str]]
 PROBLEM = "the ranks of this job have different data"
@@ -46,13 +48,14 @@ def require_same_data(
     files = on_all_ranks(world, lambda: data_files(config))
     copies = copies_of(files, world)
     are_copies = len(set(copies)) > 1
+    blocks = _hashes_of_copies(files, copies, world) if are_copies else {}
 
     def facts() -> Facts:
         found = data_facts(config, identity)
         # A file beside the vocabulary names this token.
         found["the id of the end of a document"] = (tokenizer.eod, "the tokenizer")
         found |= _samples(loaders)
-        return found | hashes_of_blocks(files) if are_copies else found
+        return found | blocks
 
     require_agreement(world, facts, PROBLEM, ADVICE)
     return copies if are_copies and not are_read_in_full(files) else None
@@ -75,6 +78,18 @@ def _samples(loaders: Loaders) -> Facts:
         name = f"{len(hashes)} samples of the {part} data, evenly spaced"
         facts[name] = (f"hash {whole}", "")
     return facts
+
+
+def _hashes_of_copies(files: dict[str, Path], copies: list[str], world: Group) -> Facts:
+    """Hashes of the copy of this rank, which the first rank with that copy computes. Collective over the world."""
+    if world.rank == 0:
+        logger.info(
+            "ranks have %d different copies of the data: their contents are compared",
+            len(set(copies)),
+        )
+    first = copies.index(copies[world.rank])
+    read = lambda: hashes_of_blocks(files) if first == world.rank else {}
+    return gather_from_all_ranks(world, read)[first]
 
 
 def data_files(config: RunConfig) -> dict[str, Path]:

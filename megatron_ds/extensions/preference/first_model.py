@@ -4,6 +4,7 @@ At the first start it is the model of the run. Later its weights are read again 
 --pretrained-checkpoint, from --load with --finetune, or, without either, from the seed.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -97,9 +98,7 @@ class FirstModel:
         found = score_pairs(self._again, dataset, chosen, collate)
         again = found[: len(probes)]
         if not np.allclose(again, scores[probes], rtol=self.alike, atol=self.alike):
-            raise CheckpointError(
-                self._lost(f"{self._folder} has other weights now", len(numbers))
-            )
+            raise self._lost(f"{self._folder} has other weights now", len(numbers))
         return found[len(probes) :]
 
     @property
@@ -111,9 +110,7 @@ class FirstModel:
         """The model of the first step, built again with weights alone. Collective over the world."""
         origin = self.origin
         if origin is None:
-            raise CheckpointError(
-                self._lost("the run does not record where it began", None)
-            )
+            raise self._lost("the run does not record where it began", None)
         values = {
             "checkpoint.load": origin["load"],
             "checkpoint.load_format": origin["format"],
@@ -125,7 +122,7 @@ class FirstModel:
             start = on_one_rank(mesh.group("world"), lambda: self._start(config))
             return built_and_loaded(config, self.tokenizer, start, mesh).engine
         except (CheckpointError, ConfigError) as error:
-            raise CheckpointError(self._lost(str(error), None)) from None
+            raise self._lost(str(error), None) from None
 
     def _start(self, config: RunConfig) -> Start:
         """The checkpoint that the run began with. Raises CheckpointError for another one."""
@@ -142,15 +139,25 @@ class FirstModel:
             )
         return start
 
-    def _lost(self, reason: str, count: int | None) -> str:
-        """The error of a run that continues to pairs without scores."""
+    def release(self) -> None:
+        """Free the model of the first step, if it was built again."""
+        if self.__dict__.pop("_again", None) is not None:
+            # Its objects refer to one another.
+            gc.collect()
+            if self.engine.mesh.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _lost(self, reason: str, count: int | None) -> CheckpointError:
+        """The error of a run that continues to pairs without scores, on all ranks."""
         steps = self.engine.config.train.train_iters
         pairs = "pairs" if count is None else f"{count:,} pairs"
-        return (
+        error = CheckpointError(
             f"this run reaches {pairs} that its first start did not, and the reference cannot score them: {reason}. "
             f"Restore what the run began with; or give --train-iters (now {steps}), --eval-iters and --eval-interval "
             "of the first start; or begin another run from this checkpoint, with --finetune."
         )
+        error.on_all_ranks = True
+        return error
 
 
 def score_pairs(

@@ -85,6 +85,7 @@ def fill_references(
             dataset.reference = _stored_or_scored(
                 model, dataset, reached, loader.collate, weights
             )
+    model.release()
     return {TITLE: weights, ORIGIN: origin}
 
 
