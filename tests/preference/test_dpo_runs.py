@@ -263,16 +263,3 @@ def test_dropout_of_adapters_is_warned_of_too(words, largest, caplog):
     reference_scores._warn_of_dropout(engine)
     found = [record.getMessage() for record in caplog.records]
     assert [f"(up to {largest})" in text for text in found] == [True] * len(words[:1])
-
-
-def test_a_corpus_of_which_a_run_takes_no_pair_needs_no_scores(folder, tmp_path):
-    for suffix in (".bin", ".idx", ".mask.bin"):
-        shutil.copy(folder / f"pairs{suffix}", tmp_path)
-    ids = np.memmap(tmp_path / "pairs.bin", np.uint16, "r+")
-    ids[:] = (ids + 1) % (VOCAB - 1)
-    ids.flush()
-    blend = ["0.999", folder / "pairs", "0.001", tmp_path / "pairs"]
-    words = ["--data-path", *blend, "--data-cache-path", tmp_path / "cache"]
-    save = tmp_path / "run"
-    train(1, job(folder, 1, *words, "--save", save))
-    train(1, job(folder, 2, *words, "--load", save))
