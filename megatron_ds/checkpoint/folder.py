@@ -186,7 +186,7 @@ def write_durably(path: Path, text: str) -> None:
     The temporary file has a random name and is created exclusively, so a planted link is not followed.
     """
     beside = path.with_name(f".{path.name}.{_mark()}")
-    _write_new(beside, text)
+    _write_new(beside, text, path)
     try:
         os.replace(beside, path)
     except BaseException:
@@ -292,11 +292,11 @@ def _next_tracker(writing: Path) -> Path:
     return writing.with_name(f".{TRACKER}.{mark}")
 
 
-def _write_new(path: Path, text: str) -> None:
-    """Create a file with the text, and sync it. Nothing is left if that fails."""
+def _write_new(path: Path, text: str, named: Path | None = None) -> None:
+    """Create a file with the text, and sync it. Nothing is left if that fails. named: the path in an error"""
     handle = regular_file.create_new(path)
     try:
-        with naming(path), open(handle, "w") as file:
+        with naming(named or path), open(handle, "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..batch.batch import Batch
 from ..data.kind import Collator, Dataset, Sample
 from ..data.loading.loader import Loader
@@ -91,7 +93,7 @@ def hash_of_sample(sample: Sample) -> str:
     """A hash of the arrays of a sample."""
     digest = hashlib.sha256()
     for name in sorted(sample):
-        digest.update(sample[name].tobytes())
+        digest.update(np.asarray(sample[name]).tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,7 +179,7 @@ def test_a_gpu_copies_what_the_model_has_written_and_the_thread_reads_what_is_co
         seen.extend(piece.tensor.sum().item() for piece in pieces)
 
     monkeypatch.setattr(Saving, "write", write)
-    monkeypatch.setattr(background_save, "threading", SimpleNamespace(Thread=AtOnce))
+    monkeypatch.setattr(background_save, "torch_thread", AtOnce)
     if left_out != "nothing":
         monkeypatch.setattr(*LEFT_OUT[left_out])
     with fake_cuda(), FakeGpu() as gpu:

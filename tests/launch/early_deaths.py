@@ -64,7 +64,9 @@ SAVE_POINTS = {
     "the index": _in_first_save(2),
     "run.json": lambda: die_in_call(saves, "write_run_file"),
     "before the rename": lambda: die_in_call(folders, "publish"),
-    "between rename and tracker": lambda: die_in_call(folders, "write_durably"),
+    "between rename and tracker": lambda: _when_called(
+        folders, "publish", lambda: die_in_call(folders, "sync_directory", 2)
+    ),
     "behind the tracker": lambda: die_in_call(saves, "prune"),
 }
 TRAINING_POINTS = {

@@ -13,6 +13,8 @@ eight and 1:30 as ninety. A checkpoint's run.json is such a file too: its `confi
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,8 @@ def _compose(path: str) -> Any:
 def text_of(path: str, flag: str) -> str:
     """The text of a file that a flag gave. Raises ConfigError."""
     try:
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         # The text may begin with a byte-order mark.
         return read_text(
             path,
