@@ -73,7 +73,8 @@ def _samples(loaders: Loaders) -> Facts:
         hashes = [hash_of_sample(loader.dataset[place]) for place in places]
         # One value for all of them.
         joined = "".join(hashes)
-        digest = hashlib.sha256(joined.encode())
+        text = joined.encode()
+        digest = hashlib.sha256(text)
         whole = digest.hexdigest()[:16]
         name = f"{len(hashes)} samples of the {part} data, evenly spaced"
         facts[name] = (f"hash {whole}", "")

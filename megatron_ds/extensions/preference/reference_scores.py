@@ -73,10 +73,12 @@ def fill_references(
         origin = origin_of(engine.config, start)
     else:
         origin = start.run.get(ORIGIN)
+    # Scores of the same weights differ more in another number format than that of the first step.
     own = engine.config.optimizer.params_dtype
     is_own = weights is not None and weights.get(FORMAT, own) == own
     alike = ALIKE if is_own else ALIKE_IN_ANOTHER_FORMAT
     model = FirstModel(engine, tokenizer, origin, is_new, alike)
+    # The pairs of all parts of the data.
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is None:
             continue
