@@ -57,7 +57,15 @@ _SUBMODULES = (
 _OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")
 
 
+_OF_VERSION = ("__version_major__", "__version_minor__", "__version_patch__")
+_OF_GIT = {"__git_hash__": "git_hash", "__git_branch__": "git_branch"}
+
+
 def __getattr__(name: str):
+    if name in _OF_VERSION:
+        return int(__version__.split(".")[_OF_VERSION.index(name)])
+    if name in _OF_GIT:
+        return getattr(foreign_name(__name__, "git_version_info"), _OF_GIT[name])
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     if name == "init_distributed":

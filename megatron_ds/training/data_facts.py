@@ -77,7 +77,8 @@ def _samples(loaders: Loaders) -> Facts:
         digest = hashlib.sha256(text)
         whole = digest.hexdigest()[:16]
         name = f"{len(hashes)} samples of the {part} data, evenly spaced"
-        facts[name] = (f"hash {whole}", "")
+        value = f"hash {whole}"
+        facts[name] = (value, "")
     return facts
 
 

@@ -578,3 +578,10 @@ def test_the_monitor_takes_the_config_of_a_deepspeed_config(tmp_path):
     monitor.write_events([("loss", 0.5, 3)])
     [file] = (tmp_path / "run").glob("*.csv")
     assert "3,0.5" in file.read_text().replace(" ", "")
+
+
+def test_numbers_of_the_version_are_attributes():
+    names = ("__version_major__", "__version_minor__", "__version_patch__")
+    numbers = [str(getattr(megatron_ds, name)) for name in names]
+    assert ".".join(numbers) == megatron_ds.__version__
+    assert megatron_ds.__git_hash__ and megatron_ds.__git_branch__

@@ -8,7 +8,7 @@ from logging import getLogger
 GB = 2**30
 FIRST = 32 * GB  # the first amount that is logged; then each doubling
 UNITS = ((GB, "GB", 2), (2**20, "MB", 2), (2**10, "KB", 1))
-logger = getLogger(__name__)
+logger = getLogger("DeepSpeed")  # where programs look for it
 
 
 class _Tracker:
