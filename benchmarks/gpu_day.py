@@ -211,7 +211,7 @@ def exit_code(
 
 
 def clocks() -> str:
-    """Clocks, power and temperature of the first GPU; "" where its driver has no program that tells them."""
+    """Clocks, power and temperature of the first GPU; "" where its driver has no program that prints them."""
     if not shutil.which("nvidia-smi"):
         return ""
     words = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader", "-i", "0"]

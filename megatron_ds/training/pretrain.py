@@ -269,13 +269,10 @@ def train(
             given = recorded.checkpoint
             description |= _prepare_saves(engine, progress, lock, stop, given)
         # Train, then make sure that the folder was ours to the end.
-        logs: list[Log] = []
-        open_here = lambda: logs.append(open_log(config, progress, opened.start.run_id))
-        on_one_rank(world, open_here)
         trainer = Trainer(
             engine,
             opened.loaders,
-            logs[0] if logs else Log(),
+            _open_log(config, progress, opened, mesh),
             progress,
             description,
             started,
@@ -292,6 +289,14 @@ def train(
         and not config.train.skip_train
     )
     return _nothing_to_do(config, progress) if was_complete else reason
+
+
+def _open_log(config: RunConfig, progress: Progress, opened: Opened, mesh: Mesh) -> Log:
+    """Open the log of rank 0; others have one that writes nothing. Collective over the world."""
+    logs: list[Log] = []
+    open_here = lambda: logs.append(open_log(config, progress, opened.start.run_id))
+    on_one_rank(mesh.group("world"), open_here)
+    return logs[0] if logs else Log()
 
 
 def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:

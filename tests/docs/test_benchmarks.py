@@ -38,7 +38,7 @@ MISSING = object()
 @pytest.mark.processes
 @pytest.mark.parts(2, together=True)
 def test_every_benchmark_starts():
-    """As a program, with --help: it imports what it needs, and its flags are declared."""
+    """Each is started as a program with --help: it imports what it needs, and its flags are declared."""
     python = warm_python()
 
     def start(path: Path) -> str:

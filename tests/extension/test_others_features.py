@@ -74,7 +74,7 @@ def trained(installed, tmp_path_factory):
 
 
 def commands(folder):
-    """Command → (its words, what it prints where the feature is installed)."""
+    """Return the arguments of each command, and a part of its output where the feature is installed."""
     text = folder / "text.txt"
     text.write_text("1 2 3 4 5 6 7 8\n")
     load = ["--load", folder / "saved"]

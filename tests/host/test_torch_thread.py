@@ -66,7 +66,7 @@ def test_a_thread_that_does_not_stop_is_waited_for_a_while_only():
 
 
 def test_a_command_that_fails_ends_with_its_code_though_threads_of_pools_wait_for_work():
-    """Those of a loader are there until the end, since errors keep what refers to them."""
+    """Threads of a loader live until the end, since errors keep references to it."""
     program = (
         "import sys; from concurrent.futures import ThreadPoolExecutor; from megatron_ds import cli; "
         "pool = ThreadPoolExecutor(2); pool.submit(int).result(); print('printed'); cli._end_process(2)"

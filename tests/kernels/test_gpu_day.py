@@ -95,7 +95,7 @@ def test_tensors_that_an_operation_changes_are_copied_for_each_contestant():
     ],
 )  # dy, the gradient of the sum, the sum; one result
 def test_bytes_are_the_least_that_an_operation_moves(name, dtype, per_number):
-    """Of the kernels for GPUs, in the emulator."""
+    """The kernels for GPUs run in the emulator."""
     rows, width = (4, 4096) if "norm" in name else (64, 256)
     operation, dtype = kernels.load_operations()[name], kernels.DTYPES[dtype]
     kernel = next(

@@ -295,7 +295,7 @@ def test_two_launchers_of_one_machine_do_not_meet(folder):
 
 
 def test_the_reader_of_a_page_of_help_may_end_early(folder):
-    """As `head` does."""
+    """`head` closes the pipe after its lines."""
     command = [sys.executable, "-m", "megatron_ds", "--help"]
     for words in (command, [*command[:3], "launch", "--help"]):
         reader, writer = os.pipe()

@@ -212,7 +212,7 @@ class TestStalls:
         assert "rank 1 on n1 is behind" in stalls.hang().text
 
     def test_all_hosts_wait_for_devices(self, stalls):
-        """As when a collective of NCCL does not end: the host that came first is as innocent as the others."""
+        """A collective of NCCL that does not end is no fault of the host that came first."""
         idle = [69.91, 69.93, 69.97, 69.92, 69.90, 69.95, 69.94, 69.96]
         ranks = [at_device(r, "n1" if r < 4 else "n2") for r in range(8)]
         ranks[5] = at_device(5, "n2", done=3, instruction="F", microbatch=1)

@@ -144,7 +144,7 @@ def test_tokenizers_are_compared(tmp_path):
 
 
 def test_samples_in_another_order_are_named(tmp_path):
-    """As by index maps in the cache of one host."""
+    """Index maps in the cache of one host may have another order."""
     one = corpus(tmp_path / "node1" / "text")
     text = errors_of(one, one, samples={1: range(199, -1, -1)})[0]
     assert "64 samples of the train data, evenly spaced is hash" in text
