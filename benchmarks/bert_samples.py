@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.extensions.bert.bert_data import BertDataset, BertOptions
-from megatron_ds.extensions.bert.bert_maps import build_mapping
+from megatron_ds.extensions.bert.data import BertDataset, BertOptions
+from megatron_ds.extensions.bert.maps import build_mapping
 from megatron_ds.extensions.bert.masking import Masking, WordPieces
 
 PAD = 0

@@ -381,7 +381,7 @@ def cost(out: Path, contestant: Contestant) -> float | None:
     """
     from megatron_ds.config import parse
     from megatron_ds.config.training_schedule import make_token_drop
-    from megatron_ds.extensions.data_efficiency.data_efficiency_options import (
+    from megatron_ds.extensions.data_efficiency.options import (
         length_difficulty,
     )
 

@@ -19,11 +19,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_ds.config.options.data_options import DataConfig
+from megatron_ds.config.options.data import DataConfig
 from megatron_ds.data.loading import blend, index_maps
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import DTYPES, IndexedDataset, IndexedWriter
-from megatron_ds.extensions.bert import bert_maps
+from megatron_ds.extensions.bert import maps
 
 
 def main():
@@ -265,7 +265,7 @@ def check_index_maps(cases, compiled):
 
     rng = np.random.default_rng(compiled)
     extension = index_maps.extension
-    for module in (index_maps, blend, bert_maps):
+    for module in (index_maps, blend, maps):
         module.extension = extension if compiled else lambda: None
     for _ in range(cases):
         check_sample_index(rng, peer)
@@ -348,7 +348,7 @@ def check_sentences(rng, peer):
         num_epochs=epochs, max_num_samples=most, max_seq_length=longest, seed=seed
     )
     assert same(
-        bert_maps.build_mapping(
+        maps.build_mapping(
             bounds, sizes, **limits, short_seq_prob=short, min_num_sent=least
         ),
         peer.build_mapping(
@@ -356,7 +356,7 @@ def check_sentences(rng, peer):
         ),
     )
     assert same(
-        bert_maps.build_blocks_mapping(
+        maps.build_blocks_mapping(
             bounds, sizes, titles, **limits, use_one_sent_blocks=one
         ),
         peer.build_blocks_mapping(

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.data.loading import blend, index_maps
-from megatron_ds.extensions.bert import bert_maps
+from megatron_ds.extensions.bert import maps
 
 ITEMS = 10_000_000
 
@@ -97,7 +97,7 @@ def sentences(items, longest):
         lambda peer: peer.build_mapping(
             bounds, sizes, 1, 2**62, longest, 0.1, 1234, False, 2
         ),
-        lambda: bert_maps.build_mapping(
+        lambda: maps.build_mapping(
             bounds,
             sizes,
             num_epochs=1,

@@ -114,7 +114,7 @@ def fill(pairs) -> None:
 
 # ----------------------------------------------------------------------------------------------------- ours
 def our_config(shape: Shape, **changes):
-    from megatron_ds.config.options.model_options import ModelConfig
+    from megatron_ds.config.options.model import ModelConfig
 
     return ModelConfig(
         **dict(

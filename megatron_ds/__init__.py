@@ -9,8 +9,9 @@ Importing the package imports no submodule: `megatron_ds.mpu`, `megatron_ds.conf
 first used.
 
 DeepSpeed's names that are no names of this package (`megatron_ds.runtime.utils.see_memory_usage`) are
-those of compat/deepspeed/deepspeed_names.py; `install_as_deepspeed()` gives all of them the name `deepspeed`,
-too. Modules under an older path (`megatron_ds.comm`) are those of compat/moved_modules.py.
+those of compat/deepspeed/names.py; `install_as_deepspeed()` gives all of them the name `deepspeed`,
+too. Its modules that are files elsewhere (`megatron_ds.comm`) are
+those of compat/deepspeed/aliases.py.
 """
 
 import sys
@@ -44,7 +45,6 @@ _SUBMODULES = (
     "ops",
     "optim",
     "pipeline",
-    "ramps",
     "registry",
     "tensor_parallel",
     "training",
@@ -84,7 +84,7 @@ def install_as_deepspeed() -> None:
 
     Call it before they are imported. Raises ConfigError if DeepSpeed itself has been imported.
     """
-    import_module(".compat.deepspeed.deepspeed_installation", __name__).install()
+    import_module(".compat.deepspeed.installation", __name__).install()
 
 
 def foreign_name(module: str, name: str) -> Any:
@@ -98,7 +98,7 @@ def foreign_name(module: str, name: str) -> Any:
 
 
 class _ForeignModules:
-    """Finds modules that are no files of this package: DeepSpeed's, and those under an older path.
+    """Finds modules of DeepSpeed's that are no files of this package.
 
     It is asked last, for missing ones.
     """
@@ -108,12 +108,9 @@ class _ForeignModules:
         wings = (f"{__name__}.compat", f"{__name__}.extensions")
         if not name.startswith(f"{__name__}.") or name.startswith(wings):
             return None
-        find = import_module(".features", __name__).find_provided
-        for kind in ("moved modules", "foreign modules"):
-            finder = find(kind)
-            if finder is not None and (spec := finder.find_spec(name)) is not None:
-                return spec
-        return None
+        features = import_module(".features", __name__)
+        finder = features.find_provided("foreign modules")
+        return None if finder is None else finder.find_spec(name)
 
 
 sys.meta_path.append(_ForeignModules)

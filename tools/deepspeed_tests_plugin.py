@@ -97,7 +97,7 @@ def _torch_info() -> dict[str, Any]:
 def make_alias() -> None:
     """Make `import deepspeed` import this package."""
     import megatron_ds
-    from megatron_ds.compat.deepspeed import deepspeed_modules as modules
+    from megatron_ds.compat.deepspeed import modules
 
     megatron_ds.install_as_deepspeed()
     sys.meta_path.append(Stubs)

@@ -86,11 +86,11 @@ COMMANDS: dict[str, Command] = {
         "run_tool",
     ),
     "check": Command(
-        "compat.recipes.check_recipe",
+        "compat.recipes.check",
         "list what a recipe of Megatron or DeepSpeed would do here",
     ),
     "engine-check": Command(
-        "compat.recipes.check_recipe",
+        "compat.recipes.check",
         "the same for the JSON of a program that calls initialize()",
         before=("--for", "engine"),
     ),
@@ -149,7 +149,7 @@ COMMANDS: dict[str, Command] = {
         "draw a pipeline schedule, planned or measured",
     ),
     "report": Command(
-        "extensions.report.report_command",
+        "extensions.report.command",
         "write a page about runs: curves, goodput, settings",
     ),
     "watch": Command(

@@ -3,11 +3,11 @@
 config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
 """
 
-from .options.data_options import BertConfig, DataConfig
-from .options.logging_options import LoggingConfig
-from .options.model_options import ModelConfig
-from .options.parallel_options import ParallelConfig, ZeroConfig
-from .options.training_options import CheckpointConfig, OptimizerConfig, TrainConfig
+from .options.data import BertConfig, DataConfig
+from .options.logging import LoggingConfig
+from .options.model import ModelConfig
+from .options.parallel import ParallelConfig, ZeroConfig
+from .options.training import CheckpointConfig, OptimizerConfig, TrainConfig
 from .parse import parse
 from .run import RunConfig, Source
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..features import Provided
-from .options.training_options import OptimizerConfig
+from .options.training import OptimizerConfig
 
 OPTIMIZER_FACTS: Provided[Any] = Provided("optimizer facts")
 

@@ -19,12 +19,12 @@ from ..features import features
 from ..launch_env import problems_of_local_rank, rank_in
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
-from .rules.attention_rules import ATTENTION_RULES
-from .rules.data_rules import DATA_RULES
-from .rules.layout_rules import LAYOUT_RULES
-from .rules.moe_rules import MOE_RULES
-from .rules.need_rules import NEED_RULES
-from .rules.training_rules import TRAINING_RULES
+from .rules.attention import ATTENTION_RULES
+from .rules.data import DATA_RULES
+from .rules.layout import LAYOUT_RULES
+from .rules.moe import MOE_RULES
+from .rules.need import NEED_RULES
+from .rules.training import TRAINING_RULES
 from .run import RunConfig, Source, all_options
 from .sources.combine import combined, contradictions
 from .sources.config_files import names, read_yaml

@@ -13,15 +13,15 @@ from ..errors import ConfigError
 from ..features import Objective, features, objectives, per_features
 from ..mpu.grid import Grid
 from .options.adapter_choice import Adapters
-from .options.cycle_options import CycleConfig
-from .options.data_options import BertConfig, DataConfig
-from .options.logging_options import LoggingConfig
-from .options.model_options import ModelConfig
+from .options.cycle import CycleConfig
+from .options.data import BertConfig, DataConfig
+from .options.logging import LoggingConfig
+from .options.model import ModelConfig
 from .options.option import Option, options_of, plugged_options
-from .options.parallel_options import ParallelConfig, ZeroConfig
-from .options.profiler_options import ProfilerConfig
+from .options.parallel import ParallelConfig, ZeroConfig
+from .options.profiler import ProfilerConfig
 from .options.sample_choice import Curriculum, TokenDropping
-from .options.training_options import (
+from .options.training import (
     CheckpointConfig,
     OptimizerConfig,
     PlanConfig,

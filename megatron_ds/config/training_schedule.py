@@ -14,8 +14,8 @@ from ..progress.ramps import (
     scheduled_samples,
 )
 from ..progress.token_drop import TokenDrop
-from .options.cycle_options import ONE_CYCLE, RANGE_TEST
-from .options.training_options import (
+from .options.cycle import ONE_CYCLE, RANGE_TEST
+from .options.training import (
     DECOUPLED_RATE,
     DEEPSPEED_STYLES,
     MAIN_RATE,

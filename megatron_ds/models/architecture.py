@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..data.kind import DataKind
 from ..data.samples.gpt_data import GPT_DATA
 from ..mpu.context import ParallelContext

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.alibi import Alibi, alibi_slopes

@@ -5,7 +5,7 @@ The layouts are those of extensions/sparse_layouts. Without it, attention has no
 
 from typing import Any
 
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..features import Provided
 from ..ops.block_layout import BlockLayout
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..errors import ConfigError
 from ..features import Provided
 from ..moe.mixture import MixtureOfExperts

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..context_parallel.block_exchange import BlockExchange, Gather, Ring
 from ..context_parallel.head_exchange import (
     ToTokens,

@@ -7,7 +7,7 @@ biases. Each choice is a field of the config, so all mixtures exist too.
 
 from functools import partial
 
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, language_model
 from .attention import make_rotary

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu.collectives import all_gather
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
 from ..ops.norms import NORMS, LayerNorm, UnbiasedLayerNorm
 from .layer import pick

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec

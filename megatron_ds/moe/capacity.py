@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..host.device_copies import on_device
 from ..mpu.context import ParallelContext
 from ..mpu.sequence_ranks import SequenceRanks

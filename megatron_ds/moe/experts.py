@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.activation import ACTIVATIONS

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from ..batch.ledger import Ledger
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from .totals import Totals
 
 AUX = "load balancing loss"

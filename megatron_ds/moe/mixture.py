@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..mpu.rows import Waiting

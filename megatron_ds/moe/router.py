@@ -36,7 +36,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..batch.batch import Batch
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec

@@ -29,8 +29,8 @@ from typing import Any, Protocol
 import torch
 
 from ..config import OptimizerConfig
-from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
-from ..config.rules.group_rules import GroupRule, group_rules
+from ..config.options.training import DECOUPLED_RATE, MAIN_RATE
+from ..config.rules.group import GroupRule, group_rules
 from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..registry import Registry

@@ -17,7 +17,7 @@ import torch
 
 from ..config import RunConfig
 from ..config.options.adapter_choice import Adapters
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..config.training_schedule import make_batch_size
 from ..models import Layer
 from ..mpu.context import ParallelContext

@@ -10,7 +10,7 @@ import torch
 from ..batch.batch import Batch
 from ..config import RunConfig
 from ..config.options.adapter_choice import Adapters
-from ..config.options.model_options import ModelConfig
+from ..config.options.model import ModelConfig
 from ..config.training_schedule import make_token_drop
 from ..data.kind import DataKind
 from ..features import Provided, features

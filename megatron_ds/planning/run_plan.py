@@ -12,7 +12,7 @@ import torch
 
 from ..config import RunConfig
 from ..config.messages import either, problems_of
-from ..config.rules.group_rules import group_rules, pattern_problems
+from ..config.rules.group import group_rules, pattern_problems
 from ..config.training_schedule import make_batch_size
 from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer
@@ -277,7 +277,7 @@ def cut_problems(config: RunConfig) -> list[str]:
 
 
 def _more_stages_than_layers(config: RunConfig) -> Iterator[str]:
-    """`layout_rules.pipeline`, with the number of stages on each rank that the schedule sets."""
+    """`rules.layout.pipeline`, with the number of stages on each rank that the schedule sets."""
     shape = pipeline_shape(config)
     layers = config.model.num_layers
     if layers < shape.num_stages and config.parallel.pipeline_layout is None:

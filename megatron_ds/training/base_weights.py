@@ -15,7 +15,7 @@ from ..checkpoint.load import load
 from ..checkpoint.pieces import WEIGHT
 from ..checkpoint.place import absolute
 from ..config import RunConfig, Source
-from ..config.options.training_options import CheckpointConfig
+from ..config.options.training import CheckpointConfig
 from ..errors import CheckpointError, MismatchError
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.group import Group

@@ -13,7 +13,7 @@ from functools import cache, partial
 from torch import nn
 
 from ..config import RunConfig
-from ..config.rules.group_rules import GroupRule, group_rules
+from ..config.rules.group import GroupRule, group_rules
 from ..models import build_stages, count_uses
 from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks

@@ -10,7 +10,7 @@ from ..checkpoint.load import latest
 from ..checkpoint.pieces import Piece
 from ..checkpoint.place import place_of
 from ..config import RunConfig
-from ..config.options.training_options import CheckpointConfig
+from ..config.options.training import CheckpointConfig
 from ..features import Provided
 from ..progress.ramps import Progress
 from .build import Replica

@@ -28,7 +28,7 @@ from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
-from ..config.options.training_options import CheckpointConfig
+from ..config.options.training import CheckpointConfig
 from ..config.sources.combine import MOCK_INSTEAD
 from ..config.sources.flags import read_flags
 from ..config.sources.named_features import import_named

@@ -11,7 +11,7 @@ from ..checkpoint.load import latest, read_run
 from ..checkpoint.place import place_of
 from ..checkpoint.save_folder import run_id_of, saved_run_in
 from ..config import RunConfig, Source
-from ..config.options.training_options import CheckpointConfig
+from ..config.options.training import CheckpointConfig
 from ..errors import CheckpointError
 from ..launch_env import restarts_in, run_in
 from ..mpu.agree import gather_from_all_ranks, on_one_rank

@@ -34,7 +34,7 @@ from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
-from ..config.options.training_options import CheckpointConfig
+from ..config.options.training import CheckpointConfig
 from ..config.sources.config_text import to_dict
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
@@ -42,7 +42,7 @@ from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError, MismatchError
 from ..features import record
 from ..launch_env import run_in
-from ..models.model_identity import (
+from ..models.identity import (
     MOE_FIELDS,
     model_identity,
     why_positions_differ,

@@ -14,7 +14,7 @@ import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.options.data_options import DataConfig
+from ..config.options.data import DataConfig
 from ..data.kind import Collator, Dataset
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader

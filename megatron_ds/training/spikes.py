@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.options.training_options import TrainConfig
+from ..config.options.training import TrainConfig
 from ..errors import MegatronDSError
 
 

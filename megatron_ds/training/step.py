@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..batch.batch import Batch
-from ..config.options.training_options import DECOUPLED_RATE, MAIN_RATE
+from ..config.options.training import DECOUPLED_RATE, MAIN_RATE
 from ..errors import DataError, MegatronDSError
 from ..host import places
 from ..mpu.host_reads import read_numbers

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..config.options.training_options import TrainConfig
+from ..config.options.training import TrainConfig
 
 
 def exit_file(train: TrainConfig) -> str | None:

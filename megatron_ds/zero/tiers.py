@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ..config.options.parallel_options import ZeroConfig
+from ..config.options.parallel import ZeroConfig
 from ..host.async_io import ALIGNMENT, AsyncIO, Then, aligned_empty, make_io
 from ..host.memory_maps import huge_page_zeros, round_up
 from ..host.page_locked import PageLockedPool, page_locked

@@ -15,7 +15,7 @@ from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.save_folder import move_aside
 from megatron_ds.config import parse
-from megatron_ds.config.options.training_options import CheckpointConfig
+from megatron_ds.config.options.training import CheckpointConfig
 from megatron_ds.errors import CheckpointError, MismatchError
 from megatron_ds.mpu.group import solo
 from megatron_ds.training.base_weights import started_from_pretrained

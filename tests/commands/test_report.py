@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.extensions.report.report_command import main
+from megatron_ds.extensions.report.command import main
 from tests.harness.pretraining import MOCK, run_pretrain
 
 pytestmark = pytest.mark.threads

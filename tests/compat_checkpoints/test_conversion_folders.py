@@ -10,7 +10,7 @@ from megatron_ds.compat.conversion.foreign_start import (
     foreign_format as format_of_run,
 )
 from megatron_ds.compat.conversion.formats import detected
-from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+from megatron_ds.compat.conversion.huggingface.format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS

@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from megatron_ds.compat.conversion.convert_checkpoint import run_tool
-from megatron_ds.compat.conversion.deepspeed import deepspeed_format
-from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import (
+from megatron_ds.compat.conversion.deepspeed import format as deepspeed_format
+from megatron_ds.compat.conversion.deepspeed.checkpoint import (
     read_engine_folder,
 )
 from megatron_ds.compat.conversion.filling import fill, plan_filling

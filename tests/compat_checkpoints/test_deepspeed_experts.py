@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import (
+from megatron_ds.compat.conversion.deepspeed.checkpoint import (
     read_engine_folder,
 )
 from megatron_ds.errors import CheckpointError

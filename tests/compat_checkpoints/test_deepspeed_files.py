@@ -5,23 +5,23 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_ds.compat.conversion.deepspeed import deepspeed_format
-from megatron_ds.compat.conversion.deepspeed.deepspeed_checkpoint import (
+from megatron_ds.compat.conversion.deepspeed import format as deepspeed_format
+from megatron_ds.compat.conversion.deepspeed.checkpoint import (
     read_engine_folder,
 )
-from megatron_ds.compat.conversion.deepspeed.deepspeed_folder import (
+from megatron_ds.compat.conversion.deepspeed.folder import (
     buffer_names,
     files_of,
     tag_folder,
 )
-from megatron_ds.compat.conversion.deepspeed.deepspeed_optimizer_files import (
-    scaler_numbers,
-)
-from megatron_ds.compat.conversion.deepspeed.deepspeed_stage0 import stage0_state
 from megatron_ds.compat.conversion.deepspeed.foreign_names import (
     save_with_names,
     scaler_object,
 )
+from megatron_ds.compat.conversion.deepspeed.optimizer_files import (
+    scaler_numbers,
+)
+from megatron_ds.compat.conversion.deepspeed.stage0 import stage0_state
 from megatron_ds.compat.conversion.deepspeed.universal_folder import (
     _tensor,
     write_universal,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.compat.conversion.family import model_of
 from megatron_ds.compat.conversion.formats import Wishes, detected
-from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
-from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+from megatron_ds.compat.conversion.huggingface.families import FAMILIES
+from megatron_ds.compat.conversion.huggingface.format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.logits_proof import (
@@ -23,7 +23,7 @@ from megatron_ds.compat.conversion.logits_proof import (
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
 from megatron_ds.errors import CheckpointError
 from megatron_ds.extensions.corpora.vocabulary_training import train_byte_level_bpe
-from megatron_ds.models.model_specs import specs_of
+from megatron_ds.models.specs import specs_of
 from tests.harness.huggingface_models import MODELS, WINDOW, saved
 from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import difference, next_step
@@ -355,7 +355,7 @@ def test_a_token_that_a_tokenizer_lacks_is_none_in_place_of_gpt2s(tmp_path):
 
     from transformers import AutoConfig
 
-    from megatron_ds.compat.conversion.huggingface.huggingface_format import token_ids
+    from megatron_ds.compat.conversion.huggingface.format import token_ids
     from tests.harness.byte_tokenizer import END, save_tokenizer
 
     save_tokenizer(tmp_path)

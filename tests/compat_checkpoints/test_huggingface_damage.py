@@ -14,8 +14,8 @@ from megatron_ds.compat.conversion.convert_checkpoint import run_tool
 from megatron_ds.compat.conversion.family import entries_of, model_of
 from megatron_ds.compat.conversion.files.stored_tensor import StoredProgress
 from megatron_ds.compat.conversion.formats import Wishes, detected, format_of
-from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
-from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+from megatron_ds.compat.conversion.huggingface.families import FAMILIES
+from megatron_ds.compat.conversion.huggingface.format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
@@ -622,7 +622,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     convert(written(tmp_path / "in"), tmp_path / "ours")
     ours = OURS.read(tmp_path / "ours", Wishes())
     monkeypatch.setattr(
-        "megatron_ds.compat.conversion.huggingface.huggingface_format._write_tokenizer",
+        "megatron_ds.compat.conversion.huggingface.format._write_tokenizer",
         fail,
     )
     with pytest.raises(CheckpointError, match="No space left"):

@@ -7,15 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_ds.compat.conversion.huggingface.huggingface_rotary import (
+from megatron_ds.compat.conversion.huggingface.rotary import (
     rotary_options,
     rotary_settings,
 )
-from megatron_ds.compat.conversion.huggingface.huggingface_settings import DEFAULTS
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.compat.conversion.huggingface.settings import DEFAULTS
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.models.attention import rotary_scalings, scaled_rotary_base
-from megatron_ds.models.model_identity import model_identity
+from megatron_ds.models.identity import model_identity
 
 pytestmark = pytest.mark.plan
 

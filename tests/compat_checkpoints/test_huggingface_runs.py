@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.compat.conversion.formats import Wishes
-from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+from megatron_ds.compat.conversion.huggingface.format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ds.compat.conversion.family import model_of
 from megatron_ds.compat.conversion.formats import Wishes
-from megatron_ds.compat.conversion.huggingface.huggingface_format import (
+from megatron_ds.compat.conversion.huggingface.format import (
     FORMAT as HUGGING_FACE,
 )
 from megatron_ds.compat.conversion.logits_proof import (

@@ -10,8 +10,8 @@ import torch
 from megatron_ds.compat.conversion.files.stored_tensor import WEIGHT
 from megatron_ds.compat.conversion.formats import Wishes, detected
 from megatron_ds.compat.conversion.megatron import (
-    megatron_torch_dist_format,
-    megatron_torch_format,
+    torch_dist_format,
+    torch_format,
 )
 from megatron_ds.errors import CheckpointError
 from tests.harness import megatron_core
@@ -48,7 +48,7 @@ OPTIONS = dict(
     adam_beta2=0.95,
     adam_eps=EPS,
 )
-READERS = {"torch_dist": megatron_torch_dist_format, "torch": megatron_torch_format}
+READERS = {"torch_dist": torch_dist_format, "torch": torch_format}
 ALL_ROWS = Wishes(vocab_size=ROWS)
 
 
@@ -194,7 +194,7 @@ def test_the_next_step_of_a_model_with_experts_is_that_of_megatron_core(
 def test_a_model_with_experts_trains_on_in_megatron_core(ep, core, experts, tmp_path):
     folder, ranks = experts[0] / "plain", experts[1]["plain"]
     found = read(folder / "torch_dist")
-    lines = megatron_torch_dist_format.write(
+    lines = torch_dist_format.write(
         found, tmp_path / "ours", Wishes(expert_parallel=ep)
     )
     assert any("--expert-model-parallel-size" in line for line in lines)
@@ -368,7 +368,7 @@ def test_a_bert_of_ours_is_read_by_megatron_core(core, bert, tmp_path):
     found = read(folder / "torch")
     assert found.model["model"] == "bert" and found.optimizer == "adam"
     assert same(found, read(folder / "torch_dist"))
-    megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes())
+    torch_dist_format.write(found, tmp_path / "ours", Wishes())
     assert same(found, read(tmp_path / "ours"))
     assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
     after = core.run(
@@ -406,7 +406,7 @@ def test_pipeline_stages_of_a_bert_are_merged(core):
 def test_ours_trains_on_in_megatron_core(core, llama, tmp_path):
     folder, ranks = llama
     found = read(folder / "torch_dist")
-    lines = megatron_torch_dist_format.write(found, tmp_path / "ours", Wishes())
+    lines = torch_dist_format.write(found, tmp_path / "ours", Wishes())
     assert any("--use-checkpoint-args" in line for line in lines)
     assert keys_of(folder / "torch_dist") <= keys_of(tmp_path / "ours")
     after = core.run(
@@ -432,9 +432,7 @@ def test_ours_trains_on_in_megatron_core(core, llama, tmp_path):
 def test_what_is_written_is_what_was_read(gpt2, tmp_path):
     found = read(gpt2[0] / "torch", Wishes(vocab_size=100))
     assert found.model["vocab_size"] == 100
-    megatron_torch_dist_format.write(
-        found, tmp_path / "ours", Wishes(shard_bytes=10_000)
-    )
+    torch_dist_format.write(found, tmp_path / "ours", Wishes(shard_bytes=10_000))
     again = read(tmp_path / "ours", Wishes())
     assert same(found, again)
     assert again.model == found.model

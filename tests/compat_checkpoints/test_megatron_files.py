@@ -16,20 +16,20 @@ from megatron_ds.compat.conversion.files.torch_dist_folder import Sharded
 from megatron_ds.compat.conversion.foreign_start import foreign_defaults, read_foreign
 from megatron_ds.compat.conversion.formats import Wishes, detected
 from megatron_ds.compat.conversion.megatron import (
-    megatron_torch_dist_format,
-    megatron_torch_format,
+    torch_dist_format,
+    torch_format,
 )
-from megatron_ds.compat.conversion.megatron.flat_buffers import (
-    LocalParameter,
-    places_of,
-)
-from megatron_ds.compat.conversion.megatron.megatron_args import (
+from megatron_ds.compat.conversion.megatron.args import (
     OF_CAPACITY,
     arguments_of,
     capacity_of,
     model_options,
 )
-from megatron_ds.compat.conversion.megatron.megatron_names import (
+from megatron_ds.compat.conversion.megatron.flat_buffers import (
+    LocalParameter,
+    places_of,
+)
+from megatron_ds.compat.conversion.megatron.names import (
     EMBEDDING,
     TensorPart,
     part_of,
@@ -55,7 +55,7 @@ def test_every_packing_of_qkv_is_read(version, spelling, tmp_path):
     tensors = logical_gpt()
     write_legacy(tmp_path, tensors, tp=2, pp=1, version=version, spelling=spelling)
     assert detected(tmp_path).name == "megatron_torch"
-    check_equal(megatron_torch_format.read(tmp_path, KEEP), tensors)
+    check_equal(torch_format.read(tmp_path, KEEP), tensors)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_every_packing_of_qkv_is_read(version, spelling, tmp_path):
 def test_every_layout_is_merged(tp, pp, chunks, tmp_path):
     tensors = logical_gpt()
     write_legacy(tmp_path, tensors, tp=tp, pp=pp, chunks=chunks)
-    found = megatron_torch_format.read(tmp_path, Wishes(vocab_size=19))
+    found = torch_format.read(tmp_path, Wishes(vocab_size=19))
     check_equal(found, tensors, rows=19)
     assert found.model["vocab_size"] == 19
     assert (found.progress.iteration, found.progress.samples) == (5, 40)
@@ -74,7 +74,7 @@ def test_every_layout_is_merged(tp, pp, chunks, tmp_path):
 def test_a_release_has_weights_and_no_progress(tmp_path):
     tensors = logical_gpt()
     write_legacy(tmp_path, tensors, tp=1, pp=2, release=True)
-    found = megatron_torch_format.read(tmp_path, KEEP)
+    found = torch_format.read(tmp_path, KEEP)
     check_equal(found, tensors)
     assert found.progress.iteration is None
 
@@ -82,9 +82,9 @@ def test_a_release_has_weights_and_no_progress(tmp_path):
 def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_path):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)
     with pytest.raises(CheckpointError, match="24 rows with padding.*--vocab-size N"):
-        megatron_torch_format.read(tmp_path, Wishes())
+        torch_format.read(tmp_path, Wishes())
     with pytest.raises(CheckpointError, match="fewer than the 25"):
-        megatron_torch_format.read(tmp_path, Wishes(vocab_size=25))
+        torch_format.read(tmp_path, Wishes(vocab_size=25))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_model_that_is_not_computed_or_not_in_the_files_is_refused(
 ):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1, **option)
     with pytest.raises(CheckpointError, match=words):
-        megatron_torch_format.read(tmp_path, KEEP)
+        torch_format.read(tmp_path, KEEP)
 
 
 def test_the_null_tokenizer_has_one_row_more_than_its_argument(tmp_path):
@@ -150,11 +150,8 @@ def test_the_null_tokenizer_has_one_row_more_than_its_argument(tmp_path):
         tokenizer_type="NullTokenizer",
         vocab_size=22,
     )
-    assert megatron_torch_format.read(tmp_path, Wishes()).model["vocab_size"] == 23
-    assert (
-        megatron_torch_format.read(tmp_path, Wishes(vocab_size=22)).model["vocab_size"]
-        == 22
-    )
+    assert torch_format.read(tmp_path, Wishes()).model["vocab_size"] == 23
+    assert torch_format.read(tmp_path, Wishes(vocab_size=22)).model["vocab_size"] == 22
 
 
 def test_the_example_trains_as_many_rows_as_its_variable_states(tmp_path):
@@ -230,19 +227,16 @@ def test_the_capacity_of_experts_is_written_as_it_is_read(factor):
 def test_files_into_which_the_converter_wrote_the_same_rank_are_merged(tmp_path):
     tensors = logical_gpt()
     write_legacy(tmp_path, tensors, tp=2, pp=2, release=True, rank=0)
-    check_equal(megatron_torch_format.read(tmp_path, KEEP), tensors)
+    check_equal(torch_format.read(tmp_path, KEEP), tensors)
 
 
 def test_another_iteration_than_that_of_the_folder_is_refused(tmp_path):
     path = write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)
-    assert (
-        megatron_torch_format.read(path, replace(KEEP, iteration=5)).progress.iteration
-        == 5
-    )
+    assert torch_format.read(path, replace(KEEP, iteration=5)).progress.iteration == 5
     with pytest.raises(
         CheckpointError, match="is the folder of iter_0000005, and --iteration 6"
     ):
-        megatron_torch_format.read(path, replace(KEEP, iteration=6))
+        torch_format.read(path, replace(KEEP, iteration=6))
 
 
 @pytest.mark.parametrize("text", ["²", "9" * 5000, "-1"])
@@ -250,7 +244,7 @@ def test_a_tracker_that_names_no_iteration_is_refused(text, tmp_path):
     write_legacy(tmp_path, logical_gpt(), tp=1, pp=1)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(CheckpointError, match="has no .*It has iter_0000005"):
-        megatron_torch_format.read(tmp_path, KEEP)
+        torch_format.read(tmp_path, KEEP)
 
 
 def test_optimizer_state_of_joined_experts_is_refused(tmp_path):
@@ -266,9 +260,9 @@ def test_optimizer_state_of_joined_experts_is_refused(tmp_path):
         CheckpointError,
         match="experts.weight1, in which all experts are one .*--no-optim",
     ):
-        megatron_torch_format.read(tmp_path, KEEP)
+        torch_format.read(tmp_path, KEEP)
     with pytest.raises(CheckpointError, match="tensors are missing"):
-        megatron_torch_format.read(tmp_path, replace(KEEP, weights_only=True))
+        torch_format.read(tmp_path, replace(KEEP, weights_only=True))
 
 
 # ---- Files that are broken or mixed up.
@@ -286,7 +280,7 @@ def swap(one, other):
 
 
 def read_all(folder):
-    found = megatron_torch_format.read(folder, KEEP)
+    found = torch_format.read(folder, KEEP)
     return [
         tensor.read()
         for tensors in found.tensors.values()
@@ -478,7 +472,7 @@ def test_shards_that_are_stored_flat_become_the_weight():
     tensor = Sharded(
         "key", (2, 2, 1, 12), torch.float32, (StoredBox((0, 0, 0, 0), box),)
     )
-    found = megatron_torch_dist_format.unflattened(tensor, (2, 4, 6))
+    found = torch_dist_format.unflattened(tensor, (2, 4, 6))
     assert torch.equal(found.whole().read(), whole)
     assert [
         torch.equal(row.read(), whole[i]) for i, row in enumerate(found.rows())

@@ -14,11 +14,11 @@ from megatron_ds.compat.conversion.files.stored_tensor import (
 from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.megatron import (
-    megatron_torch_dist_format,
-    megatron_torch_format,
+    torch_dist_format,
+    torch_format,
 )
 from megatron_ds.errors import CheckpointError
-from megatron_ds.models.model_specs import specs_of
+from megatron_ds.models.specs import specs_of
 from tests.harness.legacy_megatron import (
     KEEP,
     Code,
@@ -34,27 +34,25 @@ def test_a_state_that_this_package_wrote_for_megatron_is_refused_when_it_is_dama
     tmp_path,
 ):
     source = write_legacy(tmp_path / "a", logical_gpt(), tp=1, pp=1).parent
-    found = megatron_torch_format.read(source, KEEP)
-    megatron_torch_dist_format.write(found, tmp_path / "b", Wishes())
+    found = torch_format.read(source, KEEP)
+    torch_dist_format.write(found, tmp_path / "b", Wishes())
     step = tmp_path / "b" / "iter_0000005"
-    check_equal(
-        megatron_torch_dist_format.read(tmp_path / "b", Wishes()), logical_gpt()
-    )
+    check_equal(torch_dist_format.read(tmp_path / "b", Wishes()), logical_gpt())
     file = step / "__0_0.distcp"
     whole = file.read_bytes()
     for damaged, words in ((whole[:-50], "truncated"), (b"", "truncated")):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=words):
-            megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+            torch_dist_format.read(tmp_path / "b", Wishes())
     file.write_bytes(whole[1:] + b"\0")
-    damaged = megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+    damaged = torch_dist_format.read(tmp_path / "b", Wishes())
     with pytest.raises(CheckpointError, match="refused or damaged|no archive"):
         damaged.tensors[WEIGHT]["decoder.final_layernorm.bias"].read()
     file.unlink()
     with pytest.raises(
         CheckpointError, match="All ranks' files belong into one folder"
     ):
-        megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+        torch_dist_format.read(tmp_path / "b", Wishes())
 
 
 QWEN = dict(
@@ -94,12 +92,12 @@ def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):
         },
     )
     counted, place = [], tmp_path / "b"
-    lines = megatron_torch_dist_format.write(
+    lines = torch_dist_format.write(
         ours, place, Wishes(done=counted.append, dtype="bfloat16")
     )
     assert any("--override-opt_param-scheduler" in line for line in lines)
     assert sum(counted) == 3 * sum(tensor.nbytes for tensor in stored.values())
-    again = megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+    again = torch_dist_format.read(tmp_path / "b", Wishes())
     assert (
         again.model["add_qkv_bias"] and again.tensors[WEIGHT].keys() == tensors.keys()
     )
@@ -109,9 +107,7 @@ def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):
         group["bias_correction"]
         for group in common["optimizer"]["optimizer"]["param_groups"]
     ] == [False, False]
-    lines = megatron_torch_dist_format.write(
-        ours, tmp_path / "c", Wishes(weights_only=True)
-    )
+    lines = torch_dist_format.write(ours, tmp_path / "c", Wishes(weights_only=True))
     assert not any("--override-opt_param-scheduler" in line for line in lines)
 
 
@@ -119,24 +115,22 @@ def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):
 def test_a_release_that_is_written_is_what_was_read(tp, pp, tmp_path):
     tensors = logical_gpt()
     source = write_legacy(tmp_path / "a", tensors, tp=2, pp=1).parent
-    found = megatron_torch_format.read(source, Wishes(vocab_size=21))
+    found = torch_format.read(source, Wishes(vocab_size=21))
     wishes = Wishes(tensor_parallel=tp, pipeline_parallel=pp)
-    megatron_torch_format.write(found, tmp_path / "b", wishes)
+    torch_format.write(found, tmp_path / "b", wishes)
     assert len(list((tmp_path / "b/release").iterdir())) == tp * pp
-    again = megatron_torch_format.read(tmp_path / "b", Wishes())
+    again = torch_format.read(tmp_path / "b", Wishes())
     check_equal(again, tensors, rows=21)
     assert model_of(again.model, "").ffn_size == model_of(found.model, "").ffn_size
     assert again.model.items() >= found.model.items()
     with pytest.raises(CheckpointError, match="do not divide over 3 ranks"):
-        megatron_torch_format.write(found, tmp_path / "c", Wishes(tensor_parallel=3))
+        torch_format.write(found, tmp_path / "c", Wishes(tensor_parallel=3))
     assert not (tmp_path / "c").exists()
 
 
 def test_an_index_whose_parts_share_bytes_is_refused(tmp_path):
     source = write_legacy(tmp_path / "a", logical_gpt(), tp=1, pp=1).parent
-    megatron_torch_dist_format.write(
-        megatron_torch_format.read(source, KEEP), tmp_path / "b", Wishes()
-    )
+    torch_dist_format.write(torch_format.read(source, KEEP), tmp_path / "b", Wishes())
     path = tmp_path / "b/iter_0000005/.metadata"
     index = pickle.loads(path.read_bytes())
     one, other, *_ = (
@@ -147,19 +141,17 @@ def test_an_index_whose_parts_share_bytes_is_refused(tmp_path):
     other.offset = one.offset
     path.write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match=f"two parts share byte {one.offset}"):
-        megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+        torch_dist_format.read(tmp_path / "b", Wishes())
 
 
 def test_common_values_with_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = write_legacy(tmp_path / "a", logical_gpt(), tp=1, pp=1).parent
-    megatron_torch_dist_format.write(
-        megatron_torch_format.read(source, KEEP), tmp_path / "b", Wishes()
-    )
+    torch_dist_format.write(torch_format.read(source, KEEP), tmp_path / "b", Wishes())
     common = tmp_path / "b/iter_0000005/common.pt"
     torch.save({"args": Code()}, common)
     with pytest.raises(CheckpointError, match="would run code"):
         read_torch_file(common)
     with pytest.raises(CheckpointError, match="would run code"):
-        megatron_torch_dist_format.read(tmp_path / "b", Wishes())
+        torch_dist_format.read(tmp_path / "b", Wishes())
     assert not (tmp_path / "executed").exists()

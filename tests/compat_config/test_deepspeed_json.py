@@ -429,7 +429,7 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
         16,
         2.0,
     )
-    from megatron_ds.extensions.data_efficiency.data_efficiency_options import (
+    from megatron_ds.extensions.data_efficiency.options import (
         length_difficulty,
     )
 

@@ -14,7 +14,7 @@ from megatron_ds.compat.config.neox_names import (
     WITHOUT_EFFECT,
 )
 from megatron_ds.compat.config.neox_yaml import READ, is_neox, read_neox, read_yamls
-from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.file import read_recipe
 from megatron_ds.compat.recipes.verdict import assess
 from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megatron_ds.commands import COMMANDS
-from megatron_ds.compat.deepspeed.deepspeed_advice import ADVICE, NOT_HERE
-from megatron_ds.compat.deepspeed.deepspeed_names import HERE
+from megatron_ds.compat.deepspeed.advice import ADVICE, NOT_HERE
+from megatron_ds.compat.deepspeed.names import HERE
 from megatron_ds.compat.deepspeed.pipe_schedule import (
     BackwardPass,
     ForwardPass,

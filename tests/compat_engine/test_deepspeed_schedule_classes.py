@@ -4,7 +4,7 @@ tests."""
 import pytest
 import torch
 
-from megatron_ds.compat.deepspeed import deepspeed_schedules as ours
+from megatron_ds.compat.deepspeed import schedules as ours
 from megatron_ds.errors import ConfigError
 
 pytestmark = pytest.mark.plan

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.compat.deepspeed import deepspeed_advice, deepspeed_modules
-from megatron_ds.compat.deepspeed.deepspeed_names import HERE, SAME
+from megatron_ds.compat.deepspeed import advice
+from megatron_ds.compat.deepspeed import modules as deepspeed_modules
+from megatron_ds.compat.deepspeed.names import HERE, SAME
 from megatron_ds.errors import ConfigError
 from tests.harness.warm import warm_environment
 
@@ -81,10 +82,10 @@ def test_every_module_with_the_names_of_another_is_importable(module):
         assert getattr(at, name) is getattr(other, name)
 
 
-@pytest.mark.parametrize("module", deepspeed_advice.ADVICE)
+@pytest.mark.parametrize("module", advice.ADVICE)
 def test_every_name_that_is_not_available_raises_its_advice_when_it_is_called(module):
     at = importlib.import_module(f"megatron_ds.{module}".rstrip("."))
-    for names, sentence in deepspeed_advice.ADVICE[module].items():
+    for names, sentence in advice.ADVICE[module].items():
         for name in names.split():
             found = getattr(at, name)
             with pytest.raises(ConfigError) as error:
@@ -122,9 +123,7 @@ def test_a_name_that_is_not_known_is_named_in_full():
 
 def test_the_page_lists_each_package_and_name_that_gives_advice():
     page = (ROOT / "docs/use/engine.md").read_text(encoding="utf-8")
-    missing = [
-        package for package in deepspeed_advice.NOT_HERE if f"`{package}`" not in page
-    ]
+    missing = [package for package in advice.NOT_HERE if f"`{package}`" not in page]
     missing += [
         name
         for name in (
@@ -269,8 +268,8 @@ def test_leaf_modules_are_gathered_as_one_layer():
 COLLISIONS = """
 import importlib
 import megatron_ds.utils
-from megatron_ds.compat.deepspeed.deepspeed_modules import canonical, load
-from megatron_ds.compat.deepspeed.deepspeed_names import HERE
+from megatron_ds.compat.deepspeed.modules import canonical, load
+from megatron_ds.compat.deepspeed.names import HERE
 
 def package(path):
     return importlib.import_module(f"{NAME}.{path}".rstrip("."))

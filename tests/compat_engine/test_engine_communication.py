@@ -8,7 +8,7 @@ from torch import nn
 
 import megatron_ds
 from megatron_ds.compat.config.targets import reading_for
-from megatron_ds.compat.deepspeed import deepspeed_functions
+from megatron_ds.compat.deepspeed import functions
 from megatron_ds.compat.engine import communication
 from megatron_ds.mpu.communication_log import CommunicationLog
 from tests.harness.engine_runs import on_ranks
@@ -56,7 +56,7 @@ def summaries(monkeypatch, block, has_waits=False):
     shown = []
     monkeypatch.setattr(communication, "show", shown.append)
     once = lambda text, ranks: shown.append(text)
-    monkeypatch.setattr(deepspeed_functions, "log_dist_once", once)
+    monkeypatch.setattr(functions, "log_dist_once", once)
 
     def main(engine, rank):
         engine.backward(engine(torch.ones(2, 4)).sum())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ds.compat.deepspeed import deepspeed_schedules as schedules
+from megatron_ds.compat.deepspeed import schedules as schedules
 from tests.harness.engine_runs import Stack, config_of, make, on_ranks
 
 pytestmark = pytest.mark.threads

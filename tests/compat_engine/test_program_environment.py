@@ -10,7 +10,7 @@ from importlib.metadata import PathDistribution
 
 import pytest
 
-from megatron_ds.compat.deepspeed.deepspeed_installation import DISTRIBUTION, VERSION
+from megatron_ds.compat.deepspeed.installation import DISTRIBUTION, VERSION
 from megatron_ds.compat.deepspeed.program_environment import (
     FOLDER,
     environment_with_name,

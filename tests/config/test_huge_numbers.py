@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ds.compat.conversion.deepspeed.deepspeed_folder import files_of
+from megatron_ds.compat.conversion.deepspeed.folder import files_of
 from megatron_ds.config.messages import divisors, either
 from megatron_ds.config.parse import parse
 from megatron_ds.config.run import all_options

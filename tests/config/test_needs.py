@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ds.config.messages import needed, problems_of
 from megatron_ds.config.options.need import OFF, holds, need
-from megatron_ds.config.rules.need_rules import needs
+from megatron_ds.config.rules.need import needs
 from megatron_ds.config.run import RunConfig, Source, all_options
 from megatron_ds.config.sources.config_text import explanation
 

@@ -11,8 +11,8 @@ from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.extensions.bert import bert_data
-from megatron_ds.extensions.bert.bert_data import (
+from megatron_ds.extensions.bert import data
+from megatron_ds.extensions.bert.data import (
     BERT_DATA,
     BertDataset,
     BertOptions,
@@ -242,7 +242,7 @@ def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(
         for i in range(40)
     )
     monkeypatch.setattr(
-        bert_data, "build_mapping", lambda *a, **k: pytest.fail("built again")
+        data, "build_mapping", lambda *a, **k: pytest.fail("built again")
     )
     again = open_dataset(corpus, samples=40, documents=range(1, 4))
     assert np.array_equal(again.mapping, samples.mapping)

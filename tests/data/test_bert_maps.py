@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.errors import DataError
-from megatron_ds.extensions.bert.bert_maps import (
+from megatron_ds.extensions.bert.maps import (
     build_blocks_mapping,
     build_mapping,
     mt19937_64,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.config.options.data_options import DataConfig
+from megatron_ds.config.options.data import DataConfig
 from megatron_ds.data.loading.blend import (
     Blend,
     CorpusSlice,

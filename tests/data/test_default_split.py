@@ -10,7 +10,7 @@ from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.errors import DataError
-from megatron_ds.extensions.bert.bert_data import BERT_DATA
+from megatron_ds.extensions.bert.data import BERT_DATA
 from megatron_ds.training.run_checkpoint import describe_run
 from megatron_ds.training.samples import wanted_samples
 

@@ -15,7 +15,7 @@ from megatron_ds.data.loading.index_maps import (
     build_sample_index,
     plain_sample_index,
 )
-from megatron_ds.extensions.bert import bert_maps
+from megatron_ds.extensions.bert import maps
 
 pytestmark = [
     pytest.mark.plan,
@@ -193,11 +193,11 @@ def test_bert_rows_equal_the_plain_ones():
             index_maps.extension(),
             (bounds, sizes, epochs, most, longest, ratio, seed, least),
         )
-        plain = bert_maps.plain_mapping(*arguments)
+        plain = maps.plain_mapping(*arguments)
         assert equal(native.mapping_uint32(*arguments), plain)
         assert equal(native.mapping_uint64(*arguments), plain.astype(np.uint64))
         arguments = (bounds, sizes, titles, epochs, most, longest, seed, 1 + least % 2)
-        plain = bert_maps.plain_blocks_mapping(*arguments)
+        plain = maps.plain_blocks_mapping(*arguments)
         assert equal(native.blocks_mapping_uint32(*arguments), plain)
         assert equal(native.blocks_mapping_uint64(*arguments), plain.astype(np.uint64))
 

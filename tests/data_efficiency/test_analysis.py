@@ -17,7 +17,7 @@ from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.extensions.bert.bert_data import BERT_DATA
+from megatron_ds.extensions.bert.data import BERT_DATA
 from megatron_ds.extensions.data_efficiency.analyze_data import main
 from megatron_ds.extensions.data_efficiency.difficulty_analysis import (
     map_shard,

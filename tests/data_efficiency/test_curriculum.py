@@ -20,8 +20,8 @@ from megatron_ds.extensions.data_efficiency.curriculum_order import (
     order_by_difficulty,
     shuffled,
 )
-from megatron_ds.extensions.data_efficiency.data_efficiency_options import read_metric
 from megatron_ds.extensions.data_efficiency.difficulty_metrics import write_metric
+from megatron_ds.extensions.data_efficiency.options import read_metric
 from megatron_ds.progress.ramps import BatchSize
 
 pytestmark = pytest.mark.plan

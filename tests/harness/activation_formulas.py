@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.extensions.kernels.cpu import (
     compiled_attention,
     compiled_norms,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ds.extensions.bert.bert_data import BertOptions, MockBertDataset
+from megatron_ds.extensions.bert.data import BertOptions, MockBertDataset
 from megatron_ds.extensions.bert.masking import Masking
 
 SEQUENCE, ROWS = 16, 128

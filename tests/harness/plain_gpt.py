@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ds.config.options.attention_options import AttentionOptions
-from megatron_ds.config.options.block_options import BlockOptions
-from megatron_ds.config.options.model_options import GATED
-from megatron_ds.config.options.moe_options import MoEOptions
+from megatron_ds.config.options.attention import AttentionOptions
+from megatron_ds.config.options.block import BlockOptions
+from megatron_ds.config.options.model import GATED
+from megatron_ds.config.options.moe import MoEOptions
 from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
 
 from .plain_rotation import rotated

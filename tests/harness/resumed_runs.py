@@ -7,7 +7,7 @@ import torch
 from megatron_ds.checkpoint.load import read_run
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
-from megatron_ds.models.model_identity import model_identity
+from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_engine

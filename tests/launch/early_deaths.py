@@ -19,7 +19,7 @@ from torch import nn
 import megatron_ds
 from megatron_ds.checkpoint import folder as folders
 from megatron_ds.checkpoint import save as saves
-from megatron_ds.compat.engine import Engine, engine_checkpoint
+from megatron_ds.compat.engine import Engine, checkpoint
 from megatron_ds.training import pretrain, trainer
 from tests.harness.deaths import die_at_change, die_in_call, forked, survived
 from tests.harness.pretraining import TINY, losses, same_bits, saved_state
@@ -85,7 +85,7 @@ ENGINE_POINTS = {
     "first step": lambda: die_in_call(EngineProgram, "step"),
     "second step": lambda: die_in_call(EngineProgram, "step", 2),
     **SAVE_POINTS,
-    "before latest": lambda: die_in_call(engine_checkpoint, "write_durably"),
+    "before latest": lambda: die_in_call(checkpoint, "write_durably"),
 }
 
 

@@ -13,7 +13,7 @@ from megatron_ds.compat.conversion.family import entries_of
 from megatron_ds.compat.conversion.filling import fill, plan_filling
 from megatron_ds.compat.conversion.foreign_start import load_foreign, read_foreign
 from megatron_ds.compat.conversion.formats import Wishes, format_of
-from megatron_ds.compat.conversion.huggingface.huggingface_families import FAMILIES
+from megatron_ds.compat.conversion.huggingface.families import FAMILIES
 from megatron_ds.compat.conversion.huggingface.peft_adapter import (
     PREFIX,
     check_config,

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
-from megatron_ds.extensions.bert.bert_data import bert_batch
+from megatron_ds.extensions.bert.data import bert_batch
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import initialize

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.batch.ledger import Ledger
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.mpu.group import solo
 from tests.harness.bert_runs import random_bert_batch

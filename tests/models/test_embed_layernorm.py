@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ds.batch.batch import Batch
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.models import MODELS
 from megatron_ds.models.embedding import rounded
 from megatron_ds.mpu.context import ParallelContext

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.mpu.group import solo
 from megatron_ds.ops.alibi import alibi_bias, alibi_slopes

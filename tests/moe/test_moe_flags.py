@@ -12,7 +12,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.messages import divisors, problems_of
 from megatron_ds.config.moe_notes import OF_DEEPSPEED, moe_notes
 from megatron_ds.config.parse import read
-from megatron_ds.config.rules.moe_rules import MOE_RULES
+from megatron_ds.config.rules.moe import MOE_RULES
 from megatron_ds.config.sources.flags import spellings
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.training.run_checkpoint import describe_run

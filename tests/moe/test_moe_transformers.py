@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ds.batch.ledger import DISCARDING
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.models.block import transformer_block
 from megatron_ds.mpu.group import solo

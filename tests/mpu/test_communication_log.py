@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_ds.config.options.profiler_options import COMMUNICATION
+from megatron_ds.config.options.profiler import COMMUNICATION
 from megatron_ds.mpu import collectives, communication_log
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.communication_log import (

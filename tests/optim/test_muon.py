@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_ds.config import OptimizerConfig
-from megatron_ds.config.options.muon_options import COEFFICIENT_SETS, SCALE_MODES
+from megatron_ds.config.options.muon import COEFFICIENT_SETS, SCALE_MODES
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import (

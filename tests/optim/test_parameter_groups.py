@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.options.training_options import DECOUPLED_RATE
-from megatron_ds.config.rules.group_rules import GroupRule, group_rule
+from megatron_ds.config.options.training import DECOUPLED_RATE
+from megatron_ds.config.rules.group import GroupRule, group_rule
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.param_spec import Init, Matrices, ParamSpec
 from megatron_ds.optim import OPTIMIZERS, group_of, param_groups_of

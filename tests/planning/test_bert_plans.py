@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.models import MODELS
 from megatron_ds.planning.flops import model_flops
 from megatron_ds.planning.layer_costs import time_layers

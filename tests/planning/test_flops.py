@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utilization
 
 pytestmark = pytest.mark.plan

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.compat.recipes.check_recipe import main
-from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.check import main
+from megatron_ds.compat.recipes.file import read_recipe
 from megatron_ds.compat.recipes.verdict import Kind, assess
 from megatron_ds.errors import ConfigError
 from tests.harness.limits import bounded
@@ -281,7 +281,7 @@ def test_the_checker_ends_with_one_code_for_what_it_cannot_read(
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "latin.sh").write_bytes(b"\xff\xfe\x00")
     for name in [*FILES, "pipe.sh", "pipe.json", "latin.sh", "none.sh"]:
-        monkeypatch.setattr("sys.argv", ["check_recipe.py", str(tmp_path / name)])
+        monkeypatch.setattr("sys.argv", ["recipes/check.py", str(tmp_path / name)])
         with bounded():
             code = main()
         assert code == 2, name

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.compat.recipes import check_recipe
-from megatron_ds.compat.recipes.recipe_file import kind_of, read_recipe
+from megatron_ds.compat.recipes import check
+from megatron_ds.compat.recipes.file import kind_of, read_recipe
 from megatron_ds.compat.recipes.shell_script import included_devices, read_script
 from megatron_ds.compat.recipes.shell_values import shown
 from megatron_ds.compat.recipes.verdict import Kind, assess, config_of
@@ -154,7 +154,7 @@ def test_check_recipe_judges_a_json_for_its_reader(tmp_path, capsys):
     )
     found = {}
     for reader in ("train", "engine"):
-        code = check_recipe.main(["--for", reader, str(tmp_path / "ds")])
+        code = check.main(["--for", reader, str(tmp_path / "ds")])
         found[reader] = code, capsys.readouterr().out
     assert found["engine"] == (
         0,
@@ -180,7 +180,7 @@ def test_a_json_for_an_engine_is_checked_with_values_for_auto(tmp_path, capsys):
     found = []
     for more in ({}, {"zero_optimization": {"stage": 4}}, {"optimizer": "auto"}):
         path.write_text(json.dumps(block | more))
-        code = check_recipe.main(["--for", "engine", "--world-size", "4", str(path)])
+        code = check.main(["--for", "engine", "--world-size", "4", str(path)])
         found.append((code, capsys.readouterr().out))
     assert [code for code, _ in found] == [0, 1, 1]
     assert "initialize: accepted; the program fills" in found[0][1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.file import read_recipe
 from megatron_ds.compat.recipes.shell_script import read_script
 from megatron_ds.compat.recipes.shell_values import shown
 from megatron_ds.compat.recipes.verdict import Kind, assess

@@ -1,4 +1,4 @@
-"""`check_recipe.py --run-tiny` trains a recipe shrunk; --skip-train; extra checkpoints; trigger files."""
+"""`recipes/check.py --run-tiny` trains a recipe shrunk; --skip-train; extra checkpoints; trigger files."""
 
 import sys
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.compat.recipes.recipe_file import read_recipe
+from megatron_ds.compat.recipes.file import read_recipe
 from megatron_ds.compat.recipes.tiny import shrunk
 from megatron_ds.compat.recipes.tiny_run import losses_of
 from megatron_ds.compat.recipes.verdict import assess, config_of

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config import parse
-from megatron_ds.config.rules.training_rules import TRAINING_RULES
+from megatron_ds.config.rules.training import TRAINING_RULES
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.context import ParallelContext

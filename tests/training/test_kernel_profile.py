@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.config.options.profiler_options import ProfilerConfig
+from megatron_ds.config.options.profiler import ProfilerConfig
 from megatron_ds.errors import ConfigError
 from megatron_ds.host import places
 from megatron_ds.host.places import PlaceWriter, read_places

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.config.options.profiler_options import ProfilerConfig
+from megatron_ds.config.options.profiler import ProfilerConfig
 from megatron_ds.training.observe import memory_history
 from megatron_ds.training.observe.memory_history import MemoryHistory
 from megatron_ds.training.observe.run_facts import MemoryRecord

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.rules.training_rules import TRAINING_RULES
+from megatron_ds.config.rules.training import TRAINING_RULES
 from megatron_ds.errors import ConfigError
 from megatron_ds.training.observe.noise_scale import (
     KEPT,

@@ -8,7 +8,7 @@ import pytest
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.save import save
-from megatron_ds.config.options.model_options import ModelConfig
+from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from megatron_ds.training.run_checkpoint import model_identity
@@ -168,7 +168,7 @@ DESCRIPTION = {"identity": IDENTITY, "config": {"optimizer": {"optimizer": "adam
 def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(
     missing, tmp_path
 ):
-    from megatron_ds.config.options.training_options import CheckpointConfig
+    from megatron_ds.config.options.training import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
 
     saved = json.loads(
@@ -184,7 +184,7 @@ def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(
 
 
 def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
-    from megatron_ds.config.options.training_options import CheckpointConfig
+    from megatron_ds.config.options.training import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
 
     with pytest.raises(
@@ -282,7 +282,7 @@ def run_of(**options):
     ids=str,
 )
 def test_a_model_is_lengthened_with_finetune_alone(before, after, tmp_path):
-    from megatron_ds.config.options.training_options import CheckpointConfig
+    from megatron_ds.config.options.training import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
 
     wanted = CheckpointConfig(load=str(tmp_path))
@@ -314,7 +314,7 @@ def test_a_model_is_lengthened_with_finetune_alone(before, after, tmp_path):
     ],
 )
 def test_learned_positions_are_not_lengthened(after, says, tmp_path):
-    from megatron_ds.config.options.training_options import CheckpointConfig
+    from megatron_ds.config.options.training import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
 
     for finetune in (True, False):

@@ -10,8 +10,8 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.services.options import ServiceOptions
 from megatron_ds.extensions.services.otel_log import OtelLog
-from megatron_ds.extensions.services.services_options import ServiceOptions
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import check_log, open_log
 from megatron_ds.training.observe.tensorboard import scalars_of

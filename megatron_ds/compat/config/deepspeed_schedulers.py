@@ -1,11 +1,11 @@
 """The block "scheduler" of a DeepSpeed JSON → settings. Parameters that are options by themselves, those of
-OneCycle and LRRangeTest, are declared in `cycle_options.py`.
+OneCycle and LRRangeTest, are declared in `options/cycle.py`.
 """
 
 from collections.abc import Mapping
 from functools import partial
 
-from ...config.options.cycle_options import ONE_CYCLE, RANGE_TEST, CycleConfig
+from ...config.options.cycle import ONE_CYCLE, RANGE_TEST, CycleConfig
 from ...config.options.option import Option, json_key
 from ...config.options.option import options_of as options_in_class
 from ...config.sources.config_files import JsonDocument, paths_of

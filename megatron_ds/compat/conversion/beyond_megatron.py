@@ -1,6 +1,6 @@
 """Options that neither Megatron-LM nor Megatron-DeepSpeed has: their checkpoints cannot hold such models."""
 
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
 
 # Options → what a value beside the default means.

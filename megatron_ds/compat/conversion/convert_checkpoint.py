@@ -319,7 +319,7 @@ def verify(
     """Print the largest difference of the outputs. Raises CheckpointError if it is above the tolerance."""
     # Only --verify needs these modules.
     from megatron_ds.compat.conversion.family import model_of
-    from megatron_ds.compat.conversion.huggingface.huggingface_format import detect
+    from megatron_ds.compat.conversion.huggingface.format import detect
     from megatron_ds.compat.conversion.logits_proof import (
         largest_difference,
         outputs_of,

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...config.options.option import coerce
 from ...config.run import options_in
 from ...errors import CheckpointError
-from ...models.model_specs import specs_of
+from ...models.specs import specs_of
 from ...mpu.param_spec import ParamSpec
 from ...tensor_parallel.init import initialize_interval
 from .files.stored_tensor import StoredTensor

@@ -20,12 +20,12 @@ from ...checkpoint.load import differences
 from ...checkpoint.pieces import WEIGHT, Piece
 from ...checkpoint.tokenizer_files import FIELDS
 from ...config import RunConfig
-from ...config.options.model_options import ModelConfig
-from ...config.options.training_options import CheckpointConfig
+from ...config.options.model import ModelConfig
+from ...config.options.training import CheckpointConfig
 from ...config.sources.flags import read_flags
 from ...errors import CheckpointError
 from ...host.content_hash import content_hash
-from ...models.model_identity import (
+from ...models.identity import (
     model_identity,
     why_positions_differ,
     with_positions_of,

@@ -78,11 +78,11 @@ class Format:
 FORMATS: dict[str, str] = {
     "megatron_ds": "own_format.FORMAT",
     "peft": "huggingface.peft_format.FORMAT",
-    "huggingface": "huggingface.huggingface_format.FORMAT",
-    "deepspeed-universal": "deepspeed.deepspeed_format.UNIVERSAL_FORMAT",
-    "deepspeed": "deepspeed.deepspeed_format.FORMAT",
-    "megatron_torch_dist": "megatron.megatron_torch_dist_format.FORMAT",
-    "megatron_torch": "megatron.megatron_torch_format.FORMAT",
+    "huggingface": "huggingface.format.FORMAT",
+    "deepspeed-universal": "deepspeed.format.UNIVERSAL_FORMAT",
+    "deepspeed": "deepspeed.format.FORMAT",
+    "megatron_torch_dist": "megatron.torch_dist_format.FORMAT",
+    "megatron_torch": "megatron.torch_format.FORMAT",
 }
 ALIASES = {
     "hf": "huggingface",

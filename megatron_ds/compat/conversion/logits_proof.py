@@ -11,7 +11,7 @@ import torch
 
 from ...batch.batch import Batch
 from ...batch.ledger import DISCARDING
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
 from ...models import MODELS, build_stage
 from ...models.stage_modules import run_layers
@@ -22,7 +22,7 @@ from ...mpu.parameter_piece import ParameterPiece
 from .family import model_of
 from .files.stored_tensor import WEIGHT, LogicalCheckpoint
 from .filling import fill, plan_filling
-from .huggingface.huggingface_format import FORMAT as HUGGING_FACE
+from .huggingface.format import FORMAT as HUGGING_FACE
 
 SEED = 1234
 SAMPLES = 2

@@ -38,13 +38,13 @@ from ...checkpoint.tokenizer_files import (
 )
 from ...checkpoint.whole_tensors import StoredTensors
 from ...config import CheckpointConfig, RunConfig, Source
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...config.sources.config_text import from_dict, to_dict
 from ...data.tokenizers import build_tokenizer
 from ...errors import CheckpointError, ConfigError, DataError
 from ...features import sections_without_features
-from ...models.model_identity import model_identity
-from ...models.model_specs import specs_of
+from ...models.identity import model_identity
+from ...models.specs import specs_of
 from ...mpu.group import solo
 from ...mpu.param_spec import Init, ParamSpec
 from .adapter_tensors import with_adapters

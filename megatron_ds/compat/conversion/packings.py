@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...host.reused_pages import uninitialized
 
 Parts = Sequence[torch.Tensor]

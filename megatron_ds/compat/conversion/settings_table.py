@@ -4,7 +4,7 @@
     Key("hidden_act", "activation", values={"silu": "swiglu"})
     Only("scale_attn_weights", (True,))                     a setting that is computed for some values only
     Fixed("normalization", "RMSNorm")                       an option that has no setting
-    Window(…)                                               settings of windows, huggingface_windows.py
+    Window(…)                                               settings of windows, huggingface/windows.py
 
 `options_of` and `settings_of` apply a table in its two directions.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
 
 REQUIRED = object()

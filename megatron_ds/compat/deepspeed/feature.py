@@ -13,9 +13,8 @@ FEATURES = [
             "elastic check": own(".elasticity:compute_elastic_config"),
             "elastic enabled": own(".elasticity:elasticity_enabled"),
             "deepspeed environment": own(".program_environment:environment_with_name"),
-            "foreign names": own(".deepspeed_modules:find"),
-            "foreign modules": own(".deepspeed_modules:Finder"),
-            "moved modules": own("..moved_modules:MovedFinder"),
+            "foreign names": own(".modules:find"),
+            "foreign modules": own(".modules:Finder"),
         },
     )
 ]

@@ -2,7 +2,7 @@
 
 import torch
 
-from .deepspeed_installation import VERSION
+from .installation import VERSION
 
 version = VERSION
 git_hash = git_branch = "[none]"

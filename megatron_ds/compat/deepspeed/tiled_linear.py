@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from .deepspeed_functions import partition_uniform
+from .functions import partition_uniform
 
 
 class TilingError(ConfigError, RuntimeError):

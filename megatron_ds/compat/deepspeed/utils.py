@@ -17,7 +17,7 @@ from ..engine.leaf_modules import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from .deepspeed_modules import NamesFirst
+from .modules import NamesFirst
 from .tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

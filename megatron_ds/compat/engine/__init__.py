@@ -6,9 +6,9 @@
 
 from ...checkpoint.safetensors_folder import from_safetensors
 from .engine import Engine
-from .engine_loader import RepeatingLoader
 from .initialization import initialize
 from .json_settings import add_config_arguments
+from .loader import RepeatingLoader
 
 __all__ = [
     "Engine",

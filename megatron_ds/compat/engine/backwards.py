@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ...errors import MegatronDSError
-from .engine_parts import EngineParts
 from .module_specs import tensors_in
+from .parts import EngineParts
 
 _RUNS: set[int] = set()  # autograd's runs that an engine's `backward` began
 _DIRECT: dict[

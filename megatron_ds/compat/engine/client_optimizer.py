@@ -26,7 +26,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...optim.part_optimizer import parameters_of
-from .engine_optimizer import Group, InnerOptimizers
+from .optimizer import Group, InnerOptimizers
 
 # of the trial
 SHAPE = (3, 4)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ...config.options.profiler_options import ProfilerConfig
+from ...config.options.profiler import ProfilerConfig
 from ...mpu.communication_log import CommunicationLog, LoggedMessage
 from ...mpu.external_groups import DataParallelWorld
 from ...mpu.group import Group

@@ -17,17 +17,17 @@ from ...errors import CheckpointError
 from ...mpu.agree import on_all_ranks
 from ...mpu.collectives import all_gather_object
 from ...progress.ramps import Progress
-from ..conversion.deepspeed.deepspeed_checkpoint import (
+from ..conversion.deepspeed.checkpoint import (
     BUFFER,
     read_engine_folder,
     without_state,
 )
-from ..conversion.deepspeed.deepspeed_folder import LATEST, is_engine_folder, tag_folder
+from ..conversion.deepspeed.folder import LATEST, is_engine_folder, tag_folder
 from ..conversion.deepspeed.universal_folder import POINTER, ZERO, read_universal
 from ..conversion.files.stored_tensor import RawCheckpoint, Tensors
 from ..conversion.filling import fill, plan_filling
 from .checkpoint_places import step_in_directory
-from .engine_status import EngineStatus
+from .status import EngineStatus
 
 
 def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | None:

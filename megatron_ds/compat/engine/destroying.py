@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from . import watched
-from .engine_status import EngineStatus
 from .gradients import EngineParameter
+from .status import EngineStatus
 
 # Attributes of the parameters of an engine (zero/buckets.py, initialization.py).
 ADDED = (

@@ -28,19 +28,19 @@ import torch
 
 from ...errors import CallError, ConfigError, MegatronDSError
 from . import (
+    checkpoint,
     data_efficiency,
     destroying,
     dropped_tokens,
-    engine_checkpoint,
     module_values,
 )
 from .calls import collective
 from .curriculum_loader import CurriculumLoader, curriculum_loader
-from .engine_loader import EngineLoader
-from .engine_optimizer import check_step
-from .engine_status import EngineStatus
 from .json_settings import drops_last
+from .loader import EngineLoader
 from .module_specs import name_of
+from .optimizer import check_step
+from .status import EngineStatus
 from .step_clock import BACKWARD, EVERY, FORWARD, STEP
 
 logger = logging.getLogger(__name__)
@@ -314,8 +314,8 @@ class Engine(EngineStatus):
         return self
 
     # ------------------------------------------------------------------ checkpoints and whole values
-    save_checkpoint = collective(engine_checkpoint.save_checkpoint)
-    load_checkpoint = collective(engine_checkpoint.load_checkpoint)
+    save_checkpoint = collective(checkpoint.save_checkpoint)
+    load_checkpoint = collective(checkpoint.load_checkpoint)
     destroy = collective(destroying.destroy)
     gathered_parameters = module_values.gathered_parameters
     full_state_dict = collective(module_values.full_state_dict)

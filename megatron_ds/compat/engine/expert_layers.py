@@ -16,7 +16,7 @@ from ...mpu.external_groups import DataParallelWorld
 from ...mpu.grid import divisors
 from ...mpu.group import Group, solo
 from ..deepspeed.moe_layer import MoE, RoutingPlace
-from .engine_status import EngineStatus
+from .status import EngineStatus
 
 
 def expert_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:

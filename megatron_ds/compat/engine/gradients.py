@@ -36,8 +36,8 @@ from ...zero.buckets import GradBuckets, GradientStore
 from ...zero.layout import SlotPiece
 from ...zero.parameter_set import ParameterSet
 from ...zero.shard_optimizer import Leaf
-from .engine_parts import EngineParts
 from .module_specs import COMPILED
+from .parts import EngineParts
 from .sharded_names import ShardedNames
 
 Part = tuple[SlotPiece, torch.Tensor]

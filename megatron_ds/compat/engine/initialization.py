@@ -40,18 +40,6 @@ from .data_efficiency import (
     require_same_data_efficiency,
 )
 from .engine import Engine, show
-from .engine_loader import EngineLoader
-from .engine_monitor import Monitor
-from .engine_optimizer import (
-    Decays,
-    EngineOptimizer,
-    InnerOptimizers,
-    SchedulerMaker,
-    check_owned,
-    freeze_others,
-    make_groups,
-    make_scheduler,
-)
 from .expert_layers import connect_layers, connect_routers, with_expert_ranks
 from .gradients import EngineParameter
 from .json_settings import (
@@ -63,13 +51,25 @@ from .json_settings import (
     unused_rule,
 )
 from .leaf_modules import mark_leaves_of
+from .loader import EngineLoader
 from .log_level import log_level_of, set_log_level
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
 from .module_values import DrawByName, agree, prepare
+from .monitor import Monitor
 from .number_formats import BLOCK, formats_of
+from .optimizer import (
+    Decays,
+    EngineOptimizer,
+    InnerOptimizers,
+    SchedulerMaker,
+    check_owned,
+    freeze_others,
+    make_groups,
+    make_scheduler,
+)
 from .parameter_offload import ParameterOffload
-from .pipeline_engine import PipelineEngine
+from .pipeline import PipelineEngine
 from .pipeline_module import PipelineModule
 from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers

@@ -30,10 +30,10 @@ from torch import nn
 
 from ...config import RunConfig, Source
 from ...config.messages import problems_of
-from ...config.rules.layout_rules import LAYOUT_RULES
-from ...config.rules.need_rules import NEED_RULES
-from ...config.rules.optimizer_rules import optimizer_options
-from ...config.rules.training_rules import batch, learning_rate, number_format
+from ...config.rules.layout import LAYOUT_RULES
+from ...config.rules.need import NEED_RULES
+from ...config.rules.optimizer import optimizer_options
+from ...config.rules.training import batch, learning_rate, number_format
 from ...config.run import all_options
 from ...config.sources.combine import merge
 from ...config.sources.reading import Setting, reject

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, MegatronDSError
-from .engine_parts import EngineParts
 from .gradients import WEIGHT, Part
+from .parts import EngineParts
 
 
 def local_gradient(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor | None:

@@ -32,9 +32,9 @@ from ...mpu.group import Group
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.tiers import DEVICE
 from ...zero.unused import PathCheck
-from .engine_parts import EngineParts
 from .gradients import EngineParameter, Gradients
 from .module_specs import name_of
+from .parts import EngineParts
 
 MOST_NAMED = 8
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from ...mpu.group import Group
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from ...mpu.stuck_ranks import doing
-from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names, is_expert, name_of
 from .number_formats import NumberFormats
+from .status import EngineStatus
 
 DrawByName = Callable[[str, int, torch.Tensor], None]
 """draw(name, start, out): fill flat `out` with elements [start, start + len(out)) of the tensor `name`."""

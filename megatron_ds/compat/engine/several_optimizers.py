@@ -17,13 +17,13 @@ from torch import nn
 
 from ...config import OptimizerConfig
 from ...config.optimizer_facts import FACTS, MATRIX, facts_of
-from ...config.rules.group_rules import GroupRule, group_rules, pattern_problems
+from ...config.rules.group import GroupRule, group_rules, pattern_problems
 from ...config.sources.reading import reject
 from ...errors import ConfigError
 from ...optim import OPTIMIZERS, ParamGroup, default_groups
-from .engine_optimizer import LR_FACTOR, Group, InnerOptimizers, registered_optimizer
 from .json_settings import in_words_of_json
 from .module_specs import has_matrix, named_parameters
+from .optimizer import LR_FACTOR, Group, InnerOptimizers, registered_optimizer
 
 
 class SeveralOptimizers:

@@ -2,15 +2,15 @@
 
     engine = megatron_ds.init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16)
 
-inference_settings.py   the keys of the config
+inference/settings.py   the keys of the config
 split_plan.py           which linear layers of a model are divided over the ranks, and how
 split_layers.py         the division of a layer
 split_proof.py          the comparison of the divided model with the whole one
 stored_weights.py       weights in 8 or 4 bits
 whole_checkpoint.py     weights from files
-inference_engine.py     the engine
+inference/engine.py     the engine
 """
 
-from .inference_engine import InferenceEngine, init_inference
+from .engine import InferenceEngine, init_inference
 
 __all__ = ["InferenceEngine", "init_inference"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...ops.quantize import dequantize, quantize
-from .inference_settings import NEIGHBOURS, StoredFormat
+from .settings import NEIGHBOURS, StoredFormat
 from .split_plan import is_linear
 
 

@@ -40,7 +40,7 @@ from ..config.dialects import FORK_READERS
 from ..config.neox_yaml import is_neox, read_neox
 from ..config.unsupported import answer_to_flag
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
-from .recipe_file import Training
+from .file import Training
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"

@@ -2,7 +2,7 @@
 
     yarn_beta_fast: float = option(32.0, needs=need("model.position_embedding_type", "yarn"), help="…")
 
-One rule checks all of them (rules/need_rules.py), and docs/reference/flags.md has them in a column.
+One rule checks all of them (rules/need.py), and docs/reference/flags.md has them in a column.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...progress.sequence_lengths import SequenceLengths
 from ...progress.token_drop import TokenDrop
-from .model_options import ModelConfig
+from .model import ModelConfig
 
 
 @dataclass(frozen=True)

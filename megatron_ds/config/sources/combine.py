@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...features import features
-from ..options.moe_options import MOE_PATHS
+from ..options.moe import MOE_PATHS
 from ..rules.uneven_stages import uneven_layout
 from ..run import RUN, RunConfig, Source, all_options
 from ..training_schedule import parse_batch_steps
@@ -344,7 +344,7 @@ def _with_rows(config: RunConfig, files: Sequence[Setting]) -> RunConfig:
 def _with_experts(config: RunConfig) -> RunConfig:
     """One expert is a dense model, as in Megatron-DeepSpeed, whose dense recipes have such options too."""
     model = config.model
-    if model.num_experts is None:  # `moe_rules` lists the other options
+    if model.num_experts is None:  # `rules.moe` lists the other options
         return config
     if model.num_experts == (1,):
         return without(config, MOE_PATHS, "one expert is a dense model")

@@ -10,7 +10,7 @@ from functools import partial
 import torch.nn.functional as F
 
 from ...batch.batch import Batch
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...models.architecture import MODELS, Architecture, Loss, gpt_loss
 from ...models.attention import make_rotary
 from ...models.block import block_layers
@@ -19,7 +19,7 @@ from ...models.heads import BertHeads, BertOutput, FinalNorm, bert_head_flops
 from ...models.layer import Layer
 from ...mpu.context import ParallelContext
 from ...mpu.group import Group
-from .bert_data import BERT_DATA
+from .data import BERT_DATA
 
 SEGMENTS = 2
 

@@ -1,6 +1,6 @@
 """DeepSpeed's data efficiency: short sequences or easy samples first, and blocks that see some of the tokens.
 
-data_efficiency_options, _rules          flags, contradictions
+options, rules                           flags, contradictions
 difficulty                               integers that grow during training
 seqlen_curriculum                        batches of shorter sequences
 difficulty_metrics, difficulty_analysis  the difficulty of each sample of a corpus

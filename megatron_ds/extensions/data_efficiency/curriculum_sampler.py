@@ -21,8 +21,8 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from .curriculum_order import MetricIndex
-from .data_efficiency_options import METRIC_KEYS, Metric, read_metric
 from .difficulty import Custom, make_difficulty
+from .options import METRIC_KEYS, Metric, read_metric
 
 SINGLE = "single_cluster"
 Schedule = Callable[[int], int]

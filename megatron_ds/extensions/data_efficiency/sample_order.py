@@ -8,8 +8,8 @@ from ...data.loading.cache import default_cache
 from ...models import MODELS
 from ...planning.training_length import planned_steps
 from .curriculum_order import CurriculumOrder, order_by_difficulty
-from .data_efficiency_options import read_metric
 from .difficulty_analysis import identity
+from .options import read_metric
 
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:

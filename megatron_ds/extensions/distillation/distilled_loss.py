@@ -18,8 +18,8 @@ from ...mpu.mesh import Mesh
 from ...ops.logits import row_parts
 from ...tensor_parallel.logits_in_chunks import LogitsInChunks
 from ...tensor_parallel.token_loss import TokenLoss
-from .distillation_options import DistillationConfig
 from .divergence import Columns, DistilledTokens
+from .options import DistillationConfig
 
 Logits = torch.Tensor | LogitsInChunks
 

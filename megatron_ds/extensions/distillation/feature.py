@@ -3,7 +3,7 @@
 from functools import partial
 
 from ...features import Feature, Later, Objective
-from .distillation_options import DistillationConfig
+from .options import DistillationConfig
 
 own = partial(Later, __package__)
 
@@ -12,7 +12,7 @@ FEATURES = [
         "distillation",
         title="Distillation",
         options=DistillationConfig,
-        rules=(own(".distillation_rules:distillation"),),
+        rules=(own(".rules:distillation"),),
         objective=Objective(
             is_on=lambda config: config.of(DistillationConfig).is_on,
             data=own(".teacher_data:with_blank_teacher"),

@@ -27,10 +27,10 @@ from ...training.objective import Prepare
 from ...training.run_checkpoint import Start, find_start
 from ...training.trainer import Loaders
 from ..evaluation.checkpoint_model import built_and_loaded
-from .distillation_options import DistillationConfig
 from .distilled_loss import Logits
 from .divergence import Columns, TeacherTokens
 from .likeliest_tokens import LikeliestTokens, likeliest_tokens
+from .options import DistillationConfig
 from .teacher_config import check_tokens, of_teacher, teacher_config
 from .whole_teacher import WholeTeacher
 

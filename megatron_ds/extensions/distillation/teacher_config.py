@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...config import RunConfig, Source
-from ...config.options.model_options import ModelConfig
-from ...config.options.parallel_options import ParallelConfig, ZeroConfig
-from ...config.options.training_options import (
+from ...config.options.model import ModelConfig
+from ...config.options.parallel import ParallelConfig, ZeroConfig
+from ...config.options.training import (
     CheckpointConfig,
     OptimizerConfig,
     TrainConfig,
@@ -19,7 +19,7 @@ from ...mpu.launch import Launch
 from ...planning.run_plan import RULES, pipeline_shape
 from ...training.run_tokenizer import with_tokenizer
 from ..evaluation.checkpoint_model import evaluation_config
-from .distillation_options import DistillationConfig
+from .options import DistillationConfig
 
 logger = logging.getLogger(__name__)
 TEACHER = Source("script", "the checkpoint of --distill-from")

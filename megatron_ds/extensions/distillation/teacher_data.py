@@ -8,9 +8,9 @@ import torch
 from ...batch.batch import Batch
 from ...data.kind import DataKind
 from ...planning.run_model import DTYPES, sequence_slice
-from .distillation_options import DistillationConfig
 from .divergence import TeacherTokens
 from .likeliest_tokens import LikeliestTokens
+from .options import DistillationConfig
 from .teacher_config import teacher_config
 from .whole_teacher import WholeTeacher
 

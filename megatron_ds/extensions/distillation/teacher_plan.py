@@ -27,7 +27,7 @@ from ...planning.run_plan import RunPlan, plan_run, plan_schedule
 from ...zero.prediction import ElementBytes, predict_sets
 from ...zero.set_plan import ParameterUse, plan_parameters
 from ...zero.settings import ZeroSettings
-from .distillation_options import DistillationConfig
+from .options import DistillationConfig
 from .teacher import keeper
 from .teacher_config import teacher_config
 from .teacher_data import blank_tokens

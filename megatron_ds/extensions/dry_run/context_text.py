@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ...config import RunConfig, Source
-from ...config.rules.layout_rules import context_parallel
+from ...config.rules.layout import context_parallel
 from ...config.training_schedule import make_token_drop
 from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
 from ...moe.mixture import MixtureOfExperts
@@ -16,8 +16,8 @@ from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm
 from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
 from .dora import DoraExperts, DoraLinear
-from .lora_options import LoraConfig
-from .lora_targets import TARGETS
+from .options import LoraConfig
+from .targets import TARGETS
 
 # A layer of a block, or of its experts: (module that has it, name in that module, the layer).
 Place = tuple[nn.Module, str, nn.Module]

@@ -29,7 +29,7 @@ from ...tensor_parallel.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from .lora_targets import PackedRows
+from .targets import PackedRows
 
 Linear = ColumnParallelLinear | RowParallelLinear
 Drop = Callable[..., torch.Tensor]

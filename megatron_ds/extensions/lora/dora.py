@@ -28,7 +28,7 @@ from ...mpu.param_spec import Init, ParamSpec, Split
 from ...ops.grouped import RowRuns, sums_of_runs
 from ...tensor_parallel.linear import RowParallelLinear, new_shard
 from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
-from .lora_targets import PackedRows
+from .targets import PackedRows
 
 
 class DoraLinear(AdaptedLinear):

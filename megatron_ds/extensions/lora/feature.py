@@ -10,16 +10,16 @@ FEATURES = [
     Feature(
         "lora",
         rules=(
-            own(".lora_rules:targets"),
-            own(".lora_rules:dropout"),
-            own(".lora_rules:frozen_weights"),
+            own(".rules:targets"),
+            own(".rules:dropout"),
+            own(".rules:frozen_weights"),
         ),
         provides={
             "adapted layers": own(".adapted_layers:with_adapters"),
             "adapter merge": own(".merging:merged"),
             "adapter norms": own(".merging:row_norms"),
-            "adapter options": own(".lora_options:LoraConfig"),
-            "adapter targets": own(".lora_targets:TARGETS"),
+            "adapter options": own(".options:LoraConfig"),
+            "adapter targets": own(".targets:TARGETS"),
         },
     )
 ]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from ...mpu.param_spec import ParamSpec
-from .lora_targets import PackedRows
+from .targets import PackedRows
 
 
 def merged(

@@ -1,9 +1,9 @@
 """1-bit Adam, 0/1 Adam and 1-bit LAMB: optimizers whose data-parallel ranks exchange one bit for each element.
 
-onebit_options, onebit_facts, onebit_rules    flags, names and numbers, contradictions
-phases                                        what is exchanged in each step
-onebit_rule                                   what `ZeroSettings` and the planner ask (`zero.update_rule`)
-onebit_adam, onebit_lamb, zero_one_adam       the updates, each a `CompressedOptimizer`
+options, facts, rules          flags, names and numbers, contradictions
+phases                         what is exchanged in each step
+update_rule                    what `ZeroSettings` and the planner ask (`zero.update_rule`)
+adam, lamb, zero_one_adam      the updates, each a `CompressedOptimizer`
 compressed_update                             the exchanges of a step (`zero.update_hook`)
 compressed_mean, signs, units                 one compressed mean over ranks
 compressed_set                                state of a set of parameters, its pieces of checkpoints

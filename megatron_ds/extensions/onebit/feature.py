@@ -10,10 +10,10 @@ FEATURES = [
     Feature(
         "onebit",
         registers={"optimizer": f"{__package__}.registered"},
-        rules=(own(".onebit_rules:one_bit"),),
+        rules=(own(".rules:one_bit"),),
         provides={
-            "optimizer options": own(".onebit_options:OneBitOptions"),
-            "optimizer facts": own(".onebit_facts:FACTS"),
+            "optimizer options": own(".options:OneBitOptions"),
+            "optimizer facts": own(".facts:FACTS"),
         },
     )
 ]

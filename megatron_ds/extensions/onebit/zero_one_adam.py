@@ -20,10 +20,10 @@ import torch
 
 from ...config import OptimizerConfig
 from ...optim.optimizers import OPTIMIZERS
+from .adam import NUMBERS, descend
 from .compressed_optimizer import CompressedOptimizer
-from .onebit_adam import NUMBERS, descend
-from .onebit_rule import OneBitRule
 from .phases import Exchange, Phases, ZeroOnePhases
+from .update_rule import OneBitRule
 
 RATES = "sum_of_rates"
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from ...features import Feature, Later, Objective
-from .preference_options import PreferenceConfig
+from .options import PreferenceConfig
 
 own = partial(Later, __package__)
 
@@ -28,7 +28,7 @@ FEATURES = [
         title="Preferences (DPO)",
         options=PreferenceConfig,
         implies=_implied,
-        rules=(own(".preference_rules:pairs"),),
+        rules=(own(".rules:pairs"),),
         objective=Objective(
             is_on=lambda config: config.of(PreferenceConfig).is_on,
             data=own(".answer_pairs:pairs_of_answers"),

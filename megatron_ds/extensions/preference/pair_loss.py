@@ -22,7 +22,7 @@ from ...mpu.group import Group
 from ...mpu.mesh import Mesh
 from ...mpu.regions import reduce_from_region
 from ...tensor_parallel.logits_in_chunks import LogitsInChunks
-from .preference_options import PreferenceConfig
+from .options import PreferenceConfig
 
 Logits = torch.Tensor | LogitsInChunks
 

@@ -27,7 +27,7 @@ from ...data.loading.cache import CacheEntry, DamagedEntry, default_cache, locke
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError
 from ...host.content_hash import content_hash
-from ...models.model_identity import model_identity
+from ...models.identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...progress.ramps import Progress
 from ...training.build import Replica

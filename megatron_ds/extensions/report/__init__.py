@@ -5,5 +5,5 @@ goodput         records → how the wall time was spent
 reduction       records → the numbers of a run; settings that differ between runs
 drawing         curves as SVG
 page            all of it as HTML
-report_command  the flags
+command         the flags
 """

@@ -3,7 +3,7 @@
 from functools import partial
 
 from ...features import Feature, Later, MetricSink
-from .services_options import ServiceOptions
+from .options import ServiceOptions
 
 own = partial(Later, __package__)
 

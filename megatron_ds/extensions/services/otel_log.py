@@ -14,7 +14,7 @@ from importlib import import_module
 from ...config import RunConfig
 from ...training.observe.records import EvalRecord, Record, TrainRecord
 from ...training.observe.tensorboard import scalars_of
-from .services_options import ServiceOptions
+from .options import ServiceOptions
 
 NAME = "megatron_ds"
 SECOND = 10**9  # in ns, the unit of spans

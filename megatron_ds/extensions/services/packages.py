@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...config import RunConfig
 from ...training.observe.sink import check_folder, check_package
-from .services_options import ServiceOptions
+from .options import ServiceOptions
 
 # The flag that switches a service on, its package, and the extra that installs it.
 require_wandb = partial(check_package, "--wandb-project", "wandb", "wandb")

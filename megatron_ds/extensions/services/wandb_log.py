@@ -8,7 +8,7 @@ from ...config.sources.config_text import to_dict
 from ...errors import ConfigError
 from ...training.observe.records import Record
 from ...training.observe.tensorboard import scalars_of
-from .services_options import ServiceOptions
+from .options import ServiceOptions
 
 
 class WandbPoints:

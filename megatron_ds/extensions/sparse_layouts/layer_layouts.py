@@ -1,6 +1,6 @@
 """`SparseLayouts`: the `AttentionLayouts` of the mode that `--sparse-attention` names."""
 
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...models.attention_layouts import AttentionLayouts
 from ...ops.block_layout import BlockLayout
 from .sparse_layouts import block_layout, has_random_blocks

@@ -46,13 +46,13 @@ from megatron_ds.checkpoint.tokenizer_files import named_copies
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, Source, parse
-from megatron_ds.config.options.moe_options import MoEOptions
+from megatron_ds.config.options.moe import MoEOptions
 from megatron_ds.config.run import options_in
 from megatron_ds.config.sources.config_text import explanation, invocation, to_dict
 from megatron_ds.config.sources.flags import CONFIG_FLAG
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.extensions.upcycling.upcycling import Upcycling, counted, is_exact
-from megatron_ds.models.model_identity import MOE_FIELDS, model_identity
+from megatron_ds.models.identity import MOE_FIELDS, model_identity
 from megatron_ds.mpu.group import solo
 from megatron_ds.planning.run_plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES

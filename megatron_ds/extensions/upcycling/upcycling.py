@@ -30,9 +30,9 @@ import torch
 
 from ...checkpoint.pieces import MadePiece
 from ...checkpoint.whole_tensors import StoredTensors
-from ...config.options.model_options import ModelConfig
+from ...config.options.model import ModelConfig
 from ...errors import CheckpointError, ConfigError
-from ...models.model_specs import specs_of
+from ...models.specs import specs_of
 from ...mpu.param_spec import ParamSpec
 from ...tensor_parallel.init import initialize_interval
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ...config.options.profiler_options import ProfilerConfig
+from ...config.options.profiler import ProfilerConfig
 from ...errors import ConfigError
 from ...host import places
 from ...pipeline.executor import Executor

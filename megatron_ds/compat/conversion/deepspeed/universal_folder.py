@@ -29,8 +29,8 @@ from ..files.torch_file import read_torch_file
 from ..malformed import refuses_malformed
 from ..published import published
 from ..run_values import updates_in
-from .deepspeed_checkpoint import BUFFER, OWN_KEYS, READ, plain_settings
-from .deepspeed_folder import (
+from .checkpoint import BUFFER, OWN_KEYS, READ, plain_settings
+from .folder import (
     buffer_names,
     count,
     entry,
@@ -39,8 +39,8 @@ from .deepspeed_folder import (
     shapes_in,
     tag_folder,
 )
-from .deepspeed_optimizer_files import optimizer_steps, scaler_numbers
 from .foreign_names import save_with_names, scaler_object
+from .optimizer_files import optimizer_steps, scaler_numbers
 from .zero_shards import merged_fragments
 
 POINTER = "latest_universal"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ....config.options.model_options import ModelConfig
+from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from ....features import Provided
 from ..adapter_tensors import NAME

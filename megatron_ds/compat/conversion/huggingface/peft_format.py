@@ -28,7 +28,7 @@ from ..files.stored_tensor import (
 from ..files.torch_file import read_torch_file
 from ..formats import Format, Wishes, detected
 from ..published import published
-from .huggingface_format import family_for
+from .format import family_for
 from .peft_adapter import (
     CONFIG,
     PICKLED,

@@ -9,7 +9,7 @@ rank     of tensor and pipeline parallelism, the tensor-parallel one first; for 
 chunk    of the model, with virtual pipeline stages
 
 The layout in a bucket is replayed as in `flat_buffers.py`, and compared with the sizes and with the places
-where chunks begin. Matrices of two layers may have equal sizes; `megatron_model.py` compares the values of
+where chunks begin. Matrices of two layers may have equal sizes; `megatron/model.py` compares the values of
 masters and weights.
 """
 
@@ -32,8 +32,8 @@ from .flat_buffers import (
     is_shared,
     places_of,
 )
-from .megatron_names import EMBEDDING, HEAD, TensorPart
-from .megatron_ranks import split_of
+from .names import EMBEDDING, HEAD, TensorPart
+from .ranks import split_of
 
 _KEY = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"

@@ -19,7 +19,7 @@ import torch
 from ....errors import CheckpointError
 from ..files.stored_tensor import MASTER, StoredTensor
 from ..files.tensor_views import interval
-from .megatron_names import EMBEDDING, HEAD, TensorPart
+from .names import EMBEDDING, HEAD, TensorPart
 
 ALIGNMENT = 64
 KINDS = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -15,7 +15,7 @@ from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import MASTER, StoredTensor
 from .flat_buffers import KINDS, REMEDY, LocalParameter
-from .megatron_names import TensorPart
+from .names import TensorPart
 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 

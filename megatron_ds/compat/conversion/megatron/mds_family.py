@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ....config.options.model_options import ModelConfig
+from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from ..beyond_megatron import check_known_to_megatron
 from ..family import Family, Row

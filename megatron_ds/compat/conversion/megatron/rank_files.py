@@ -14,8 +14,8 @@ from ....errors import CheckpointError
 from ..files.foreign_pickle import fields_of
 from ..files.stored_tensor import StoredTensor
 from ..files.torch_file import read_torch_file
-from .megatron_args import check_arguments
-from .megatron_names import flattened
+from .args import check_arguments
+from .names import flattened
 
 WEIGHTS_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"

@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 
 from ....checkpoint.folder import TRACKER
-from ....config.options.model_options import ModelConfig
+from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from ..family import model_of
 from ..files.stored_tensor import WEIGHT, LogicalCheckpoint, in_dtype
 from ..formats import Wishes
 from ..published import published
-from .megatron_args import arguments_of
-from .megatron_folder import RELEASE
-from .megatron_names import EMBEDDING, HEAD, VOCABULARY, in_layer, layer_of
-from .megatron_ranks import split_of
+from .args import arguments_of
+from .folder import RELEASE
+from .names import EMBEDDING, HEAD, VOCABULARY, in_layer, layer_of
 from .rank_files import WEIGHTS_FILES
+from .ranks import split_of
 
 
 def write_release(

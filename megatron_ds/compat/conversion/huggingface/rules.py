@@ -1,0 +1,275 @@
+"""Entries of tables of settings (`settings_table.py`) whose options follow from several settings, or from one by
+a formula."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....config.options.model import ModelConfig
+from ....errors import CheckpointError
+from .rotary import THETA, rotary_options, rotary_settings
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """An option that follows from a setting of another meaning, which another entry has.
+
+    value  function(the setting) -> the option
+    """
+
+    theirs: str
+    ours: str
+    value: Callable[[Any], Any]
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """{our option: value}; {} where the setting is no number, which its own entry reports."""
+        given = settings.get(self.theirs)
+        return {self.ours: self.value(given)} if type(given) is int else {}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{}."""
+        return {}
+
+
+@dataclass(frozen=True)
+class EmbeddingDropout:
+    """embd_pdrop: embeddings have the dropout of the residuals here, resid_pdrop.
+
+    default  of both
+    """
+
+    default: float
+    theirs: str = "embd_pdrop"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """{}: the entry of resid_pdrop has the option."""
+        return {}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{embd_pdrop: rate}."""
+        return {self.theirs: model.hidden_dropout}
+
+    def note_of(self, settings: Settings) -> str:
+        """A sentence where the two differ, else nothing."""
+        own, others = (
+            self.default if settings.get(name) is None else settings[name]
+            for name in (self.theirs, "resid_pdrop")
+        )
+        if own == others:
+            return ""
+        return (
+            f"embd_pdrop {own} is not followed: --hidden-dropout, which is resid_pdrop {others} unless it is given, "
+            "is applied to the embeddings too"
+        )
+
+
+@dataclass(frozen=True)
+class RotaryDim:
+    """rotary_dim of GPT-J: the number of channels of each head that are rotated, as neighbouring pairs."""
+
+    theirs: str = "rotary_dim"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Our options of rotary positions. Raises CheckpointError."""
+        dim = settings.get(self.theirs)
+        heads = settings.get("n_head")
+        width = settings.get("n_embd")
+        if not all(type(number) is int and number > 0 for number in (heads, width)):
+            return {}  # other entries of the table report these settings
+        if type(dim) is not int or not 0 < dim <= width // heads or dim % 2:
+            raise CheckpointError(
+                f"rotary_dim is {dim!r}, not an even number of channels up to {width // heads}, "
+                "the width of a head"
+            )
+        return {
+            "position_embedding_type": "rope",
+            "rotary_interleaved": True,
+            "rotary_percent": dim / (width // heads),
+        }
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{rotary_dim: channels}."""
+        return {self.theirs: round(model.rotary_percent * model.head_dim)}
+
+
+@dataclass(frozen=True)
+class FalconBlock:
+    """new_decoder_architecture, multi_query, parallel_attn and num_ln_in_parallel_attn of Falcon.
+
+    new (40B, 180B)         groups of heads; attention and feed-forward at once, with a norm each or one for both
+    multi_query (7B)        one group; at once with one norm for both, or one after the other
+    neither                 a key for each query; the same two
+    """
+
+    theirs: str = "new_decoder_architecture"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Our options of groups, residual and norms. Raises CheckpointError."""
+        is_new = bool(settings.get(self.theirs))
+        is_parallel = bool(settings.get("parallel_attn", True))
+        norms = settings.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
+        if (
+            norms not in (1, 2)
+            or norms == 2
+            and not is_new
+            or is_new
+            and not is_parallel
+        ):
+            raise CheckpointError(
+                f"{self.theirs} is {is_new}, parallel_attn {is_parallel} and num_ln_in_parallel_attn "
+                f"{norms}: Falcon has no such block"
+            )
+        groups = settings.get("num_attention_heads")
+        if is_new:
+            groups = settings.get("num_kv_heads") or groups
+        elif settings.get("multi_query", True):
+            groups = 1
+        return {
+            "num_query_groups": groups,
+            "use_parallel_residual": is_parallel,
+            "shared_block_norm": is_parallel and norms == 1,
+        }
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Their settings."""
+        is_parallel = model.use_parallel_residual
+        is_shared = is_parallel and model.shared_block_norm
+        is_single = model.query_groups == 1
+        is_new = is_parallel and not (is_shared and is_single)
+        return {
+            self.theirs: is_new,
+            "parallel_attn": is_parallel,
+            "multi_query": is_single,
+            "num_kv_heads": model.query_groups,
+            "num_ln_in_parallel_attn": 2 - is_shared if is_new else None,
+        }
+
+
+FALCON_KEYS = frozenset(
+    "parallel_attn multi_query num_kv_heads num_ln_in_parallel_attn".split()
+)
+# Values of attn_config of MPT that are computed; the first is written.
+MPT_ATTENTION = {
+    "attn_type": ("multihead_attention",),
+    "alibi": (True,),
+    "alibi_bias_max": (8,),
+    "clip_qkv": (None,),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+    "attn_uses_sequence_id": (False,),
+}
+
+
+@dataclass(frozen=True)
+class MptAttention:
+    """attn_config of MPT: ALiBi, the scale of scores, and the dropout of all parts of a block."""
+
+    theirs: str = "attn_config"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Our options. Raises CheckpointError for attention that is not computed."""
+        given = settings.get(self.theirs) or {}
+        for name, values in MPT_ATTENTION.items():
+            if (value := given.get(name, values[0])) not in values:
+                raise CheckpointError(
+                    f"{self.theirs} has {name} {value!r}, and this package computes {values[0]!r} only"
+                )
+        heads = settings.get("n_heads")
+        if type(heads) is int and heads & (heads - 1):
+            raise CheckpointError(
+                f"n_heads is {heads}: the slopes of MPT's ALiBi have another order than those of BLOOM, "
+                "which are computed here, unless the heads are a power of two"
+            )
+        dropout = given.get("attn_pdrop", 0.0)
+        scale = given.get("softmax_scale")
+        return {
+            "position_embedding_type": "alibi",
+            **({} if scale is None else {"softmax_scale": scale}),
+            "attention_dropout": dropout,
+            "hidden_dropout": dropout,
+        }
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{attn_config: values}."""
+        fixed = {name: values[0] for name, values in MPT_ATTENTION.items()}
+        own = {
+            "softmax_scale": model.softmax_scale,
+            "attn_pdrop": model.attention_dropout
+            or 0,  # transformers takes a whole number
+        }
+        return {self.theirs: fixed | own}
+
+
+@dataclass(frozen=True)
+class QueryScalar:
+    """query_pre_attn_scalar of Gemma: scores are divided by its root; the usual scale where it is head_dim."""
+
+    theirs: str = "query_pre_attn_scalar"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """{softmax_scale: value}; {} for the usual one. Raises CheckpointError."""
+        scalar = settings.get(self.theirs)
+        if (
+            isinstance(scalar, bool)
+            or not isinstance(scalar, int | float)
+            or scalar <= 0
+        ):
+            raise CheckpointError(f"{self.theirs} is {scalar!r}, not a number above 0")
+        is_usual = scalar == settings.get("head_dim")
+        return {} if is_usual else {"softmax_scale": scalar**-0.5}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """{query_pre_attn_scalar: number}, whole where it is nearly."""
+        scalar = model.head_dim
+        if model.softmax_scale is not None:
+            scalar = model.softmax_scale**-2
+        is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
+        return {self.theirs: round(scalar) if is_whole else scalar}
+
+
+WINDOW_THETA = "rope_local_base_freq"
+BY_WINDOW_KEYS = frozenset((WINDOW_THETA, "sliding_window_pattern"))
+
+
+@dataclass(frozen=True)
+class RotaryByWindow:
+    """Rotary positions of Gemma 3, which have another base in layers with a window.
+
+    transformers 5    rope_parameters {full_attention {…}, sliding_attention {…}}
+    transformers 4    rope_theta, rope_scaling, rope_local_base_freq
+    """
+
+    theirs: str = "rope_parameters"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Our options of both. Raises CheckpointError."""
+        both = settings.get(self.theirs) or {}
+        inside = dict(both.get("sliding_attention") or {})
+        if inside.get("rope_type", "default") != "default":
+            raise CheckpointError(
+                f"rope_type of sliding_attention is {inside['rope_type']!r}, and this package scales "
+                "rotary positions in layers without a window only"
+            )
+        outside = dict(both.get("full_attention") or {})
+        outside |= settings.get("rope_scaling") or {}
+        usual = {THETA: settings.get(THETA, 1e6)}
+        alone = {**settings, self.theirs: usual | outside, "rope_scaling": None}
+        base = inside.get(THETA, settings.get(WINDOW_THETA, 1e4))
+        return {
+            "position_embedding_type": "rope",
+            **rotary_options(alone, {}),
+            "window_rotary_base": float(base),
+        }
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Their settings in both spellings."""
+        found = rotary_settings(model, is_partial=False)
+        base = model.window_rotary_base or model.rotary_base
+        windowed = {"rope_type": "default", THETA: base}
+        both = {
+            "full_attention": found[self.theirs],
+            "sliding_attention": windowed,
+        }
+        return found | {self.theirs: both, WINDOW_THETA: base}

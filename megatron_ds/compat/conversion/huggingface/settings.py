@@ -1,0 +1,228 @@
+"""`config.json` of Hugging Face ↔ options of our models, for each family.
+
+Spellings of transformers 4 and 5 are read, and both are written:
+
+    transformers 5                                    transformers 4
+    dtype                                             torch_dtype
+    rope_parameters {rope_type, rope_theta,           rope_scaling {type or rope_type, factor, …},
+        partial_rotary_factor, factor, …}             rope_theta, rotary_emb_base, rotary_pct
+    num_local_experts                                 num_experts
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....config.options.model import ModelConfig
+from ....errors import CheckpointError
+from ..settings_table import options_of, settings_of
+from .experts import EXPERT_KEYS, expert_options, expert_settings
+from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
+from .rotary import rotary_options, rotary_settings
+from .rules import BY_WINDOW_KEYS, FALCON_KEYS
+from .tables import (
+    FALCON,
+    GEMMA2,
+    GEMMA3,
+    GPT_NEOX,
+    GPT_OSS,
+    GPTJ,
+    MPT,
+    PHI,
+    ROTARY,
+    ROUTED,
+)
+from .windows import FULL, Window
+
+Settings = Mapping[str, Any]
+# Rotary values of settings that are absent, by model_type. Those with a share may rotate a part of each head.
+SHARE = "partial_rotary_factor"
+DEFAULTS = {
+    "gpt_neox": {SHARE: 0.25},
+    "phi": {SHARE: 0.5},
+    "phi3": {SHARE: 1.0},
+    "mixtral": {"rope_theta": 1e6},
+    "gpt_oss": {"rope_theta": 150000.0},
+}
+PARTLY = (GPT_NEOX, PHI)
+# Other names of settings, which transformers renames when it reads them, by model_type.
+ALIASES = {
+    "bloom": {
+        "n_embed": "hidden_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    },
+    "gptj": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "falcon": {"n_embed": "hidden_size"},
+    "mpt": {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+    },
+}
+# Values of settings that are absent, where a table above has those of another model_type.
+ABSENT = {
+    "bloom": {"seq_length": 2048},
+    "gptj": {"rotary_dim": 64, "n_positions": 2048},
+    "falcon": {"max_position_embeddings": 2048},
+    "mpt": {"max_seq_len": 2048},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window_pattern": 2,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+    },
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+    },
+}
+# Settings that rules of one table read, or that have no effect on its models.
+BESIDE_TABLES = (
+    (GEMMA2, ROTARY_KEYS | WINDOW_KEYS | {"sliding_window_pattern"}),
+    (GEMMA3, ROTARY_KEYS | WINDOW_KEYS | BY_WINDOW_KEYS),
+    (FALCON, FALCON_KEYS | {"apply_residual_connection_post_layernorm"}),
+    (
+        GPT_OSS,
+        {"sliding_window_pattern", "experts_per_token", "initial_context_length"},
+    ),
+    (GPTJ, {"rotary", "scale_attn_weights"}),
+    (MPT, {"resid_pdrop"}),
+)
+
+
+# ---- Their settings → our options.
+
+
+def options(table: tuple, settings: Settings) -> dict[str, Any]:
+    """Our model options, by a table above and by the rules that need more than one setting.
+
+    Raises CheckpointError listing what this package does not compute.
+    """
+    check_keys(settings)
+    settings = with_defaults(settings)
+    found = options_of(table, settings)
+    if ROTARY in table:
+        found |= rotary_options(
+            settings, DEFAULTS.get(settings.get("model_type", ""), {})
+        )
+        if not _has_windows(table):
+            _check_attention(settings)
+    if ROUTED in table:
+        found |= expert_options(settings)
+    if (width := settings.get("word_embed_proj_dim")) not in (
+        None,
+        found["hidden_size"],
+    ):
+        raise CheckpointError(
+            f"word_embed_proj_dim is {width} with hidden_size {found['hidden_size']}: "
+            "projected embeddings, as in OPT-350m, are not computed"
+        )
+    return found
+
+
+def notes(table: tuple, settings: Settings) -> list[str]:
+    """Sentences on the settings that a run does not follow; `options` accepted them."""
+    extra = {"word_embed_proj_dim"}
+    if ROTARY in table:
+        extra |= ROTARY_KEYS | WINDOW_KEYS
+    if ROUTED in table:
+        extra |= EXPERT_KEYS
+    for other, names in BESIDE_TABLES:
+        if table is other:
+            extra |= names
+    return notes_of(table, frozenset(extra), with_defaults(settings))
+
+
+def with_defaults(settings: Settings) -> Settings:
+    """The settings under their own names, with the values of ABSENT for those that are absent."""
+    model_type = settings.get("model_type")
+    names = ALIASES.get(model_type, {})
+    defaults = ABSENT.get(model_type, {})
+    settings = {names.get(name, name): value for name, value in settings.items()}
+    if {"num_experts", "num_local_experts"} & settings.keys():
+        defaults = {
+            name: value
+            for name, value in defaults.items()
+            if not name.endswith("_experts")
+        }
+    # Another table of rotary positions replaces that of the model_type.
+    if settings.get("rope_scaling"):
+        settings = {"rope_parameters": None, **settings}
+    return {**defaults, **settings}
+
+
+def _has_windows(table: tuple) -> bool:
+    return any(isinstance(entry, Window) for entry in table)
+
+
+def _check_attention(settings: Settings) -> None:
+    window = settings.get("sliding_window")
+    uses_it = settings.get("use_sliding_window", window is not None)
+    if uses_it and window and window < settings.get("max_position_embeddings", 0):
+        raise CheckpointError(
+            f"sliding_window is {window}, and models of this model_type have no windows. "
+            "Remove it; a Llama with windows is a mistral"
+        )
+    if odd := sorted({*(settings.get("layer_types") or ())} - {FULL}):
+        raise CheckpointError(
+            f"layer_types has {odd[0]!r}, and models of this model_type have {FULL!r} "
+            "alone"
+        )
+
+
+# ---- Our options → their settings.
+
+
+def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
+    """Settings in the spellings of transformers 4 and 5."""
+    found = settings_of(table, model)
+    if ROTARY in table:
+        is_partial = any(table is other for other in PARTLY)
+        found |= rotary_settings(model, is_partial)
+    if ROUTED in table:
+        found |= expert_settings(model)
+    return found

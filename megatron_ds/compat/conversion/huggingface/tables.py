@@ -1,0 +1,316 @@
+"""Settings of each family in `config.json` of Hugging Face, as tables (`settings_table.py`)."""
+
+from ..settings_table import Fixed, Key, Only
+from .rules import (
+    Derived,
+    EmbeddingDropout,
+    FalconBlock,
+    MptAttention,
+    QueryScalar,
+    RotaryByWindow,
+    RotaryDim,
+)
+from .windows import (
+    Window,
+    layers_by_pattern,
+    layers_from_first,
+    listed_layers,
+)
+
+# tie_word_embeddings → untie_embeddings_and_output_weights.
+TIED = {
+    True: False,
+    False: True,
+}
+GELUS = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+}
+ROTARY = Fixed("position_embedding_type", "rope")
+
+
+def _sizes(
+    layers: str = "num_hidden_layers",
+    hidden: str = "hidden_size",
+    heads: str = "num_attention_heads",
+    positions: str = "max_position_embeddings",
+) -> tuple[Key, ...]:
+    return (
+        Key(layers, "num_layers"),
+        Key(hidden, "hidden_size"),
+        Key(heads, "num_attention_heads"),
+        Key(positions, "positions", option="max_position_embeddings"),
+        Key("vocab_size", "vocab_size"),
+    )
+
+
+def _tied(default: bool) -> Key:
+    return Key(
+        "tie_word_embeddings", "untie_embeddings_and_output_weights", default, TIED
+    )
+
+
+# What all descendants of Llama have.
+GROUPED = (
+    *_sizes(),
+    Fixed("normalization", "RMSNorm"),
+    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    Key("num_key_value_heads", "query_groups", None, option="num_query_groups"),
+    Key("head_dim", "head_dim", None, option="kv_channels"),
+    Key("rms_norm_eps", "norm_epsilon", 1e-6),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+)
+SWIGLU = Key("hidden_act", "activation", "silu", {"silu": "swiglu"})
+LLAMA = (
+    *GROUPED,
+    ROTARY,
+    _tied(False),
+    Fixed("hidden_dropout", 0.0),
+    SWIGLU,
+)
+LLAMA_BIAS = (
+    Key("attention_bias", "add_bias_linear", False),
+    Key("mlp_bias", "add_bias_linear", False),
+)
+NO_BIAS = (Fixed("add_bias_linear", False),)
+QKV_BIAS = (*NO_BIAS, Fixed("add_qkv_bias", True))
+SWITCHED_QKV_BIAS = (*NO_BIAS, Key("qkv_bias", "add_qkv_bias", True))
+QK_NORM = (*NO_BIAS, Fixed("qk_layernorm", True), Only("attention_bias", (False,)))
+QWEN2 = (*LLAMA, *QKV_BIAS, Window(layers=layers_from_first))
+QWEN3 = (*LLAMA, *QK_NORM, Window(layers=layers_from_first))
+MISTRAL = (*LLAMA, *NO_BIAS, Window(has_switch=False))
+ROUTED = Key("num_experts_per_tok", "moe_router_topk")
+MOE = (ROUTED,)
+MIXTRAL = (*LLAMA, *NO_BIAS, *MOE, Window(None, has_switch=False))
+QWEN_MOE = (
+    *LLAMA,
+    *MOE,
+    Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
+    Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}),
+)
+SHARED = (
+    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    Fixed("moe_shared_expert_gate", True),
+)
+QWEN2_MOE = (*QWEN_MOE, *SWITCHED_QKV_BIAS, *SHARED, Window(layers=listed_layers))
+QWEN3_MOE = (*QWEN_MOE, *QK_NORM, Window())
+GPT_OSS = (
+    *GROUPED,
+    ROTARY,
+    _tied(False),
+    *MOE,
+    Fixed("hidden_dropout", 0.0),
+    Fixed("activation", "clamped_swiglu"),
+    Fixed("softmax_type", "learnable"),
+    Fixed("moe_router_linear_bias", True),
+    Key("attention_bias", "add_bias_linear", True),
+    Only("hidden_act", ("silu",)),
+    Only("swiglu_alpha", (1.702,)),
+    Only("swiglu_limit", (7.0,)),
+    Window(128, has_switch=False, layers=layers_by_pattern, hides=False),
+)
+
+GPT2 = (
+    *_sizes("n_layer", "n_embd", "n_head", "n_positions"),
+    _tied(True),
+    Key("n_inner", "ffn_size", None, option="ffn_hidden_size"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key(
+        "activation_function",
+        "activation",
+        "gelu_new",
+        {
+            "gelu_new": "gelu",
+            "gelu_pytorch_tanh": "gelu",
+            "gelu": "gelu_exact",
+            "relu": "relu",
+        },
+    ),
+    Key("resid_pdrop", "hidden_dropout", 0.1),
+    EmbeddingDropout(0.1),
+    Key("attn_pdrop", "attention_dropout", 0.1),
+    Key("initializer_range", "init_method_std", 0.02),
+    Only("scale_attn_weights", (True,)),
+    Only("scale_attn_by_inverse_layer_idx", (False,)),
+    Only("add_cross_attention", (False, None)),
+)
+GPT_NEOX = (
+    *_sizes(),
+    ROTARY,
+    _tied(False),
+    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    Key("layer_norm_eps", "norm_epsilon", 1e-5),
+    Key("hidden_act", "activation", "gelu", GELUS),
+    Key("use_parallel_residual", "use_parallel_residual", True),
+    Only("attention_bias", (True,)),
+    Key("hidden_dropout", "hidden_dropout", 0.0),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+)
+PHI3 = (
+    *GROUPED,
+    ROTARY,
+    _tied(False),
+    SWIGLU,
+    *NO_BIAS,
+    Only("attention_bias", (False,)),
+    Key("resid_pdrop", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0),
+    Window(None, has_switch=False),
+)
+GEMMA_BASE = (
+    *GROUPED,
+    _tied(True),
+    *NO_BIAS,
+    Fixed("hidden_dropout", 0.0),
+    Fixed("apply_layernorm_1p", True),
+    Derived("hidden_size", "embedding_multiplier", lambda width: width**0.5),
+    Only("attention_bias", (False,)),
+    Only("use_bidirectional_attention", (False, None)),
+)
+TANH = "gelu_pytorch_tanh"
+GEMMA = (
+    *GEMMA_BASE,
+    ROTARY,
+    Key("hidden_act", "activation", TANH, {TANH: "geglu", "gelu": "geglu"}),
+    Only("hidden_activation", (TANH, None)),
+)
+GEMMA2 = (
+    *GEMMA_BASE,
+    ROTARY,
+    Fixed("norm_after_sublayer", True),
+    Key("hidden_activation", "activation", TANH, {TANH: "geglu"}),
+    QueryScalar(),
+    Key("attn_logit_softcapping", "attention_logit_softcapping", None),
+    Key("final_logit_softcapping", "final_logit_softcapping", None),
+    Window(has_switch=False, layers=layers_by_pattern, hides=False),
+)
+GEMMA3 = (
+    *GEMMA_BASE,
+    RotaryByWindow(),
+    Fixed("qk_layernorm", True),
+    Fixed("norm_after_sublayer", True),
+    Key("hidden_activation", "activation", TANH, {TANH: "geglu"}),
+    QueryScalar(),
+    Key("final_logit_softcapping", "final_logit_softcapping", None),
+    Only("attn_logit_softcapping", (None,)),
+    Window(has_switch=False, layers=layers_by_pattern, hides=False),
+)
+PARALLEL = (
+    Fixed("use_parallel_residual", True),
+    Fixed("shared_block_norm", True),
+)
+GPTJ = (
+    *_sizes("n_layer", "n_embd", "n_head", "n_positions"),
+    _tied(False),
+    *PARALLEL,
+    RotaryDim(),
+    Fixed("use_bias_in_attn_linear", False),
+    Fixed("output_layer_bias", True),
+    Key("n_inner", "ffn_size", None, option="ffn_hidden_size"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("activation_function", "activation", "gelu_new", GELUS),
+    Key("resid_pdrop", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0),
+    Key("attn_pdrop", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+)
+PHI = (
+    *_sizes(),
+    ROTARY,
+    _tied(False),
+    *PARALLEL,
+    Fixed("output_layer_bias", True),
+    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    Key("num_key_value_heads", "query_groups", None, option="num_query_groups"),
+    Key("layer_norm_eps", "norm_epsilon", 1e-5),
+    Key("hidden_act", "activation", "gelu_new", GELUS),
+    Key("qk_layernorm", "qk_layernorm", False),
+    Key("resid_pdrop", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+)
+FALCON = (
+    *_sizes(),
+    ROTARY,
+    _tied(True),
+    FalconBlock(),
+    Key("bias", "add_bias_linear", False),
+    Key("ffn_hidden_size", "ffn_size", None, option="ffn_hidden_size"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("activation", "activation", "gelu", GELUS),
+    Key("hidden_dropout", "hidden_dropout", 0.0),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+    Only(
+        "alibi", (False,), why="slopes that are divided by the root of a head's width"
+    ),
+)
+MPT = (
+    *_sizes("n_layers", "d_model", "n_heads", "max_seq_len"),
+    _tied(True),
+    MptAttention(),
+    Fixed("add_bias_linear", False),
+    Fixed("use_bias_in_norms", False),
+    Fixed("activation", "gelu_exact"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("initializer_range", "init_method_std", 0.02),
+    Only("no_bias", (True,)),
+    Only("logit_scale", (None,)),
+    Only("expansion_ratio", (4,)),
+)
+BLOOM = (
+    *_sizes("n_layer", "hidden_size", "n_head", "seq_length"),
+    _tied(True),
+    Fixed("position_embedding_type", "alibi"),
+    Fixed("embed_layernorm", True),
+    Fixed("activation", "gelu"),
+    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("hidden_dropout", "hidden_dropout", 0.0),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("initializer_range", "init_method_std", 0.02),
+    Only(
+        "apply_residual_connection_post_layernorm",
+        (False,),
+        why="residuals that are taken after the norms",
+    ),
+)
+OPT = (
+    *_sizes(),
+    _tied(True),
+    Key("ffn_dim", "ffn_size", option="ffn_hidden_size"),
+    Key(
+        "activation_function",
+        "activation",
+        "relu",
+        {"relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu"},
+    ),
+    Fixed("norm_epsilon", 1e-5),
+    Key("enable_bias", "add_bias_linear", True),
+    Key("dropout", "hidden_dropout", 0.1),
+    Key("attention_dropout", "attention_dropout", 0.0),
+    Key("init_std", "init_method_std", 0.02),
+    Only("do_layer_norm_before", (True,), why="norms after the sums as in OPT-350m"),
+    Only("layer_norm_elementwise_affine", (True,)),
+    Only("_remove_final_layer_norm", (False,)),
+)
+MEGATRON_BERT = (
+    *_sizes(),
+    _tied(True),
+    Fixed("model", "bert"),
+    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    Key("layer_norm_eps", "norm_epsilon", 1e-12),
+    Key("hidden_act", "activation", "gelu", GELUS),
+    Key("hidden_dropout_prob", "hidden_dropout", 0.1),
+    Key("attention_probs_dropout_prob", "attention_dropout", 0.1),
+    Key("initializer_range", "init_method_std", 0.02),
+    Only("type_vocab_size", (2,)),
+    Only("is_decoder", (False,)),
+    Only("add_cross_attention", (False,)),
+    Only("position_embedding_type", ("absolute",)),
+)
