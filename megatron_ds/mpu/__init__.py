@@ -1,10 +1,12 @@
-"""Model parallel units: the coordinates of ranks on the grid, their groups, and getters with Megatron's
-names.
+"""Model parallel units: the coordinates of ranks on the grid and their groups.
 
 Names load their module on first use, so the pure parts (`mpu.grid`, `mpu.param_spec`) do not import torch.
+Getters with Megatron's names (`mpu.get_data_parallel_rank`) are those of compat/deepspeed/getters.py.
 """
 
 from importlib import import_module
+
+from .. import foreign_name
 
 _NAMES = {
     "grid": ("Grid",),
@@ -20,42 +22,6 @@ _NAMES = {
     "param_spec": ("Box", "Init", "ParamSpec", "Split"),
     "channels": ("Channels",),
     "launch": ("Launch", "read_launch", "start", "stop"),
-    "getters": (
-        "get_tensor_model_parallel_group",
-        "get_tensor_model_parallel_world_size",
-        "get_tensor_model_parallel_rank",
-        "get_tensor_model_parallel_src_rank",
-        "get_pipeline_model_parallel_group",
-        "get_pipeline_model_parallel_world_size",
-        "get_pipeline_model_parallel_rank",
-        "get_pipeline_model_parallel_first_rank",
-        "get_pipeline_model_parallel_last_rank",
-        "get_pipeline_model_parallel_next_rank",
-        "get_pipeline_model_parallel_prev_rank",
-        "get_virtual_pipeline_model_parallel_world_size",
-        "is_pipeline_first_stage",
-        "is_pipeline_last_stage",
-        "get_data_parallel_group",
-        "get_data_parallel_world_size",
-        "get_data_parallel_rank",
-        "get_data_parallel_src_rank",
-        "get_context_parallel_group",
-        "get_context_parallel_world_size",
-        "get_context_parallel_rank",
-        "get_context_parallel_global_ranks",
-        "get_expert_model_parallel_group",
-        "get_expert_model_parallel_world_size",
-        "get_expert_model_parallel_rank",
-        "get_expert_data_parallel_group",
-        "get_expert_data_parallel_world_size",
-        "get_expert_data_parallel_rank",
-        "get_embedding_group",
-        "is_rank_in_embedding_group",
-        "get_model_parallel_group",
-        "get_model_parallel_world_size",
-        "get_model_parallel_rank",
-        "get_model_parallel_src_rank",
-    ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -64,7 +30,7 @@ __all__ = list(_MODULE_OF)
 
 def __getattr__(name: str):
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return foreign_name(__name__, name)
     return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 

@@ -10,7 +10,7 @@ threads of one process have one each. A thread started later has none: call `set
 Note: order of connecting. Connecting is collective over the world, since torch numbers process groups in the
 order in which they are made. So all ranks must first ask for groups in the same order. This holds wherever
 code asks while a run is being built, as layers and optimizers do: all ranks run the same code, and `connect`
-is called for groups that some ranks alone may ask for later, such as those of the getters in `getters.py`.
+is called for groups that some ranks alone may ask for later, such as those that getters return.
 Asking again is never collective.
 """
 
@@ -212,7 +212,7 @@ def _name_of(axes: Sequence[str]) -> str:
     )
 
 
-# Groups that a getter of `getters.py` may return on some ranks only, so they are connected on all ranks
+# Groups that a getter may return on some ranks only, so they are connected on all ranks
 # before.
 GETTER_GROUPS = (
     ("tp",),

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_ds
+from megatron_ds.compat.deepspeed.external_groups import join_world
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.collectives import all_gather_object
-from megatron_ds.mpu.external_groups import join_world
 from megatron_ds.mpu.launch import transport_over
 from tests.compat_engine import test_engine_experts as experts
 from tests.compat_engine.test_engine import Split

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ds.compat.deepspeed.gates import MORE, Draws, route
 from megatron_ds.compat.deepspeed.moe_layer import RoutingPlace
 from megatron_ds.moe import MoE
 from megatron_ds.moe.capacity import Capacity
-from megatron_ds.moe.gates import MORE, Draws, route
 from megatron_ds.mpu.group import solo
 
 pytestmark = pytest.mark.plan

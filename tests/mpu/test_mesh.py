@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_ds.compat.deepspeed import getters
 from megatron_ds.errors import ConfigError, NotInitializedError
-from megatron_ds.mpu import getters
 from megatron_ds.mpu import mesh as mesh_module
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

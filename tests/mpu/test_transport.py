@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ds.compat.deepspeed import getters
 from megatron_ds.errors import CommunicationError
-from megatron_ds.mpu import collectives, getters
+from megatron_ds.mpu import collectives
 from megatron_ds.mpu import mesh as mesh_module
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.grid import Grid

@@ -18,8 +18,8 @@ from torch.utils import checkpoint as of_torch
 
 from ... import foreign_name
 from ...errors import ConfigError
-from ...host.random_states import NAME, RandomStates
 from ...host.waiting_tensors import WaitingTensor, WaitingTensors
+from .random_states import NAME, RandomStates
 
 # Argument that is not supported → why it is not needed.
 REFUSED = {

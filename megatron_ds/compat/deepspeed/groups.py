@@ -11,9 +11,9 @@ import torch
 
 from ... import mpu
 from ...errors import ConfigError
-from ...mpu.external_groups import adopted_mpu
 from ...mpu.mesh import model_parallel_is_initialized
 from . import comm
+from .external_groups import adopted_mpu
 
 
 def _ask(kind: str, what: str, alone: Callable[[], Any]) -> Any:

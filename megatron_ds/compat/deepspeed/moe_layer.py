@@ -30,9 +30,9 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...moe.dispatch import Dispatch, Groups
-from ...moe.gates import Draws, GateOptions, TopKGate
 from ...mpu.grid import divisors
 from ...mpu.group import Group, solo
+from .gates import Draws, GateOptions, TopKGate
 
 NOISES = (None, "None", "Jitter", "RSample")
 

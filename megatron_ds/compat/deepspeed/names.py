@@ -25,6 +25,7 @@ _ELASTICITY = "compat.deepspeed.elasticity:"
 _ENGINE = "compat.engine:"
 _OPTIMIZER = "compat.engine.optimizer:"
 _LOADER = "compat.engine.loader:"
+_GETTERS = "compat.deepspeed.getters:"
 _INFERENCE = "compat.inference.engine:"
 
 
@@ -139,7 +140,31 @@ LAUNCHED = _each(
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
+# Of Megatron-LM's parallel_state, and the functions that DeepSpeed calls on an mpu.
+GETTERS = _each(
+    _GETTERS,
+    "get_tensor_model_parallel_group get_tensor_model_parallel_world_size "
+    "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+    "get_pipeline_model_parallel_group get_pipeline_model_parallel_world_size "
+    "get_pipeline_model_parallel_rank get_pipeline_model_parallel_first_rank "
+    "get_pipeline_model_parallel_last_rank get_pipeline_model_parallel_next_rank "
+    "get_pipeline_model_parallel_prev_rank "
+    "get_virtual_pipeline_model_parallel_world_size "
+    "is_pipeline_first_stage is_pipeline_last_stage "
+    "get_data_parallel_group get_data_parallel_world_size "
+    "get_data_parallel_rank get_data_parallel_src_rank "
+    "get_context_parallel_group get_context_parallel_world_size "
+    "get_context_parallel_rank get_context_parallel_global_ranks "
+    "get_expert_model_parallel_group get_expert_model_parallel_world_size "
+    "get_expert_model_parallel_rank "
+    "get_expert_data_parallel_group get_expert_data_parallel_world_size "
+    "get_expert_data_parallel_rank "
+    "get_embedding_group is_rank_in_embedding_group "
+    "get_model_parallel_group get_model_parallel_world_size "
+    "get_model_parallel_rank get_model_parallel_src_rank",
+)
 HERE: Mapping[str, Mapping[str, str]] = {
+    "mpu": GETTERS,
     "profiling.flops_profiler": PROFILER,
     "profiling.flops_profiler.profiler": PROFILER,
     "": {

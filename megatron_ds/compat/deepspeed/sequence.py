@@ -12,7 +12,7 @@ from torch import nn
 
 from ...context_parallel.head_exchange import to_heads, to_tokens
 from ...errors import ConfigError
-from ...mpu.external_groups import group_of
+from .external_groups import group_of
 
 
 class DistributedAttention(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any
 
 from ...config.options.profiler import ProfilerConfig
 from ...mpu.communication_log import CommunicationLog, LoggedMessage
-from ...mpu.external_groups import DataParallelWorld
 from ...mpu.group import Group
 from ...training.observe.comms_log import make_log, seconds_of_groups, table_text
+from ..deepspeed.external_groups import DataParallelWorld
 from .engine import show
 
 _log: ContextVar[tuple[CommunicationLog, Group] | None] = ContextVar(

@@ -13,8 +13,8 @@ from typing import Any
 from ...config.options.option import shown
 from ...errors import ConfigError
 from ...mpu.agreement import require_agreement
-from ...mpu.external_groups import DataParallelWorld
 from ...registry import did_you_mean
+from ..deepspeed.external_groups import DataParallelWorld
 from .curriculum_loader import CurriculumLoader
 
 BLOCK = "data_efficiency"

@@ -12,9 +12,9 @@ from ...errors import ConfigError
 from ...mpu.agree import on_all_ranks
 from ...mpu.agreement import require_agreement
 from ...mpu.collectives import all_gather_object, broadcast_
-from ...mpu.external_groups import DataParallelWorld
 from ...mpu.grid import divisors
 from ...mpu.group import Group, solo
+from ..deepspeed.external_groups import DataParallelWorld
 from ..deepspeed.moe_layer import MoE, RoutingPlace
 from .status import EngineStatus
 

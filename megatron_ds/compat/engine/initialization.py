@@ -17,7 +17,6 @@ from ...config.sources.reading import SourceReading
 from ...errors import ArgumentError, ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks
-from ...mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ...mpu.group import solo
 from ...mpu.stuck_ranks import doing
 from ...planning.run_model import DTYPES
@@ -27,6 +26,7 @@ from ...zero.set_plan import ParameterUse
 from ...zero.settings import ZeroSettings
 from ...zero.unused import Rule
 from ..config.targets import autocast_of
+from ..deepspeed.external_groups import DataParallelWorld, has_process_group, join_world
 from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
 from .communication import record_communication

@@ -42,9 +42,9 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, LayoutError
-from ...mpu.external_groups import SEVENTH, DataParallelWorld
 from ...mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ...zero.gathering import LayerGathering, Unit
+from ..deepspeed.external_groups import SEVENTH, DataParallelWorld
 from ..deepspeed.moe_layer import ExpertList
 
 NOT_DRAWN = Init("zeros")  # the values come with the module

@@ -19,11 +19,11 @@ from ...checkpoint.whole_tensors import TensorStream
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_gather_object, broadcast_
-from ...mpu.external_groups import DataParallelWorld
 from ...mpu.group import Group
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from ...mpu.stuck_ranks import doing
+from ..deepspeed.external_groups import DataParallelWorld
 from .module_specs import NOT_DRAWN, global_names, is_expert, name_of
 from .number_formats import NumberFormats
 from .status import EngineStatus

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from ...config import RunConfig
-from ...mpu.external_groups import DataParallelWorld
 from ...zero.optimizer import ZeroOptimizer
+from ..deepspeed.external_groups import DataParallelWorld
 
 
 class EngineParts(Protocol):

@@ -8,7 +8,7 @@ from ...config import RunConfig
 from ...config.compared_values import compared_values
 from ...config.options.option import Option
 from ...mpu.agreement import require_agreement
-from ...mpu.external_groups import DataParallelWorld
+from ..deepspeed.external_groups import DataParallelWorld
 from .json_settings import KEYS
 from .module_specs import is_expert
 

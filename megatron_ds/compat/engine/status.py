@@ -14,10 +14,10 @@ from torch import nn
 from ...config import RunConfig
 from ...errors import ConfigError
 from ...moe.balance import StepState
-from ...mpu.external_groups import DataParallelWorld
 from ...mpu.launch import read_launch
 from ...progress.ramps import Progress
 from ...zero.optimizer import StepResult
+from ..deepspeed.external_groups import DataParallelWorld
 from .answers import EngineAnswers
 from .autotuning_trial import trial_of
 from .backwards import Backwards

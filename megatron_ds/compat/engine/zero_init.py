@@ -28,11 +28,11 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...mpu.collectives import all_gather_into_, broadcast_
-from ...mpu.external_groups import group_of, join_world
 from ...mpu.group import Group
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.param_store import become
 from ..config.deepspeed_json import load_json
+from ..deepspeed.external_groups import group_of, join_world
 from .module_specs import is_expert, named_parameters
 from .number_formats import NumberFormats, has_list
 from .sharded_names import ShardedNames, ShownParameter

@@ -12,11 +12,11 @@ from ...compat.config.deepspeed_json import load_json
 from ...errors import ArgumentError, CallError, ConfigError
 from ...mpu.agree import on_all_ranks
 from ...mpu.collectives import all_gather_object
-from ...mpu.external_groups import group_of, join_world, tensor_parallel_group
 from ...mpu.group import Group, solo
 from ...mpu.host_reads import read_number
 from ...mpu.mesh import default_device
 from ...mpu.stuck_ranks import doing
+from ..deepspeed.external_groups import group_of, join_world, tensor_parallel_group
 from ..engine.engine import show
 from .settings import (
     WITHOUT_EFFECT,

@@ -11,9 +11,9 @@ Each raises NotInitializedError before `initialize_model_parallel`.
 
 from weakref import WeakKeyDictionary
 
-from ..errors import ConfigError
-from .group import Group
-from .mesh import Mesh, get_mesh
+from ...errors import ConfigError
+from ...mpu.group import Group
+from ...mpu.mesh import Mesh, get_mesh
 
 
 def get_tensor_model_parallel_group():
@@ -220,7 +220,7 @@ def _process_group(*axes: str):
 def _lone_group():
     mesh = get_mesh()
     if mesh not in _alone:
-        from .transport import lone_process_group
+        from ...mpu.transport import lone_process_group
 
         _alone[mesh] = lone_process_group(mesh.rank)
     return _alone[mesh]

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops.keyed_random import random_numbers
-from .capacity import Capacity, kept_slots
-from .router import JITTER, Routing, largest, unit_interval
-from .totals import demand_of
+from ...moe.capacity import Capacity, kept_slots
+from ...moe.router import JITTER, Routing, largest, unit_interval
+from ...moe.totals import demand_of
+from ...ops.keyed_random import random_numbers
 
 Noise = torch.Tensor | None
 

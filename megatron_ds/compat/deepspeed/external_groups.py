@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
-from . import launch as launching
-from .collectives import all_gather_object
-from .grid import cut_groups
-from .group import Group, Traffic, solo
-from .mesh import (
+from ...errors import ConfigError
+from ...mpu import launch as launching
+from ...mpu.collectives import all_gather_object
+from ...mpu.grid import cut_groups
+from ...mpu.group import Group, Traffic, solo
+from ...mpu.mesh import (
     Mesh,
     default_device,
     get_mesh,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from .param_spec import DATA_AXES, EXPERT_DATA_AXES
+from ...mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 
 FUNCTIONS = (
     "get_model_parallel_rank",
@@ -67,7 +67,7 @@ class DataParallelWorld:
         """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
         if self.mesh is not None:
             return self.mesh.split_data(size)
-        from .launch import connect_torch
+        from ...mpu.launch import connect_torch
 
         groups = sorted(set(all_gather_object(self.data.ranks, self.world)))
         made = []
@@ -90,7 +90,7 @@ class DataParallelWorld:
         """The ranks of a group with a transport of their own (`Mesh.connect_apart`). Collective over all ranks."""
         if self.mesh is not None:
             return self.mesh.connect_apart(group, purpose)
-        from .launch import connect_torch
+        from ...mpu.launch import connect_torch
 
         lists = sorted(set(all_gather_object(group.ranks, self.world)))
         name = f"{group.axes}-{purpose}"
@@ -109,7 +109,7 @@ class DataParallelWorld:
             return self.ep or solo("ep", self.rank)
         if self.mesh is not None:
             return self.mesh.group("ep")
-        from .launch import connect_torch
+        from ...mpu.launch import connect_torch
 
         given = sorted(
             set(
@@ -319,7 +319,7 @@ def _adopt(axes: str, process_group: Any, size: int, traffic: Traffic) -> Group:
 
     if size == 1:
         return solo(axes, dist.get_rank() if dist.is_initialized() else 0)
-    from .launch import transport_over
+    from ...mpu.launch import transport_over
 
     transport = transport_over(process_group or dist.group.WORLD, axes)
     if transport.size != size:
