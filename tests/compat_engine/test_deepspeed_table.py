@@ -69,6 +69,7 @@ def test_every_name_of_the_table_is_an_object_of_this_package(module):
             "utils",
             "zero",
             "checkpoint",
+            "mpu",
         )
 
 
