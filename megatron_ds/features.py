@@ -109,7 +109,7 @@ class Feature:
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
-    registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
+    registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model. Runs and their
                plans of memory and traffic have them; counted FLOPs and conversions are those of the model alone
@@ -126,7 +126,7 @@ class Feature:
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
     provides: Mapping[str, Later] = field(default_factory=dict)
-    registers: Mapping[str, str] = field(default_factory=dict)
+    registers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
     sinks: Sequence[MetricSink] = ()

@@ -1,13 +1,5 @@
 """Optimizers by name, and the groups of parameters that they update."""
 
-from . import (  # noqa: F401      each registers its optimizer
-    adagrad,
-    adam_choice,
-    lamb,
-    lion,
-    momentum_sgd,
-    muon,
-)
 from .optimizers import (
     OPTIMIZERS,
     MakeOptimizer,
@@ -17,6 +9,16 @@ from .optimizers import (
     group_of,
     param_groups_of,
 )
+
+OPTIMIZERS.declare(f"{__name__}.adam_choice", "adam", aliases={"adamw": "adam"})
+OPTIMIZERS.declare(f"{__name__}.muon", "muon", aliases={"dist_muon": "muon"})
+for _name, _module in {
+    "lamb": "lamb",
+    "lion": "lion",
+    "adagrad": "adagrad",
+    "sgd": "momentum_sgd",
+}.items():
+    OPTIMIZERS.declare(f"{__name__}.{_module}", _name)
 
 __all__ = [
     "OPTIMIZERS",

@@ -5,6 +5,6 @@ from ...features import Feature
 FEATURES = [
     Feature(
         "bert_model",
-        registers={"model": f"{__package__}.bert"},
+        registers={"model": {"bert": f"{__package__}.bert"}},
     )
 ]

@@ -9,7 +9,13 @@ own = partial(Later, __package__)
 FEATURES = [
     Feature(
         "onebit",
-        registers={"optimizer": f"{__package__}.registered"},
+        registers={
+            "optimizer": {
+                "onebit_adam": f"{__package__}.adam",
+                "onebit_lamb": f"{__package__}.lamb",
+                "zero_one_adam": f"{__package__}.zero_one_adam",
+            }
+        },
         rules=(own(".rules:one_bit"),),
         provides={
             "optimizer options": own(".options:OneBitOptions"),
