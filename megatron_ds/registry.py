@@ -54,7 +54,9 @@ class Registry(Generic[T]):
 
         return add
 
-    def declare(self, module: str, *names: str, aliases: Mapping[str, str] | None = None) -> None:
+    def declare(
+        self, module: str, *names: str, aliases: Mapping[str, str] | None = None
+    ) -> None:
         """Name entries that a module registers, which is imported when the first of them is used.
 
         aliases: alias → name

@@ -117,7 +117,8 @@ def _read_all(
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
     foreign = foreign_words()
-    if foreign.read_yamls is not None:
+    # Each file is one of this package where no dialect is installed.
+    if line.yaml_files and foreign.read_yamls is not None:
         yamls = foreign.read_yamls(line.yaml_files)
     else:
         yamls = [read_yaml(path) for path in line.yaml_files]

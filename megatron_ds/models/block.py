@@ -20,14 +20,13 @@ from ..batch.batch import Batch
 from ..config.options.model import ModelConfig
 from ..errors import ConfigError
 from ..features import Provided
-from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
-from .context_attention import make_core
+from .core_choice import make_core
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
@@ -260,7 +259,9 @@ def _with_experts(
     ctx: ParallelContext,
     *,
     output_std: float,
-) -> MixtureOfExperts:
+) -> nn.Module:
+    from ..moe.mixture import MixtureOfExperts
+
     dense = None
     width = config.dense_width
     if width:

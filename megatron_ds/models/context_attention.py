@@ -45,20 +45,6 @@ from .attention import (
 )
 
 
-def make_core(
-    config: ModelConfig,
-    name: str,
-    ctx: ParallelContext,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    comm_type: str = "p2p",
-) -> nn.Module:
-    """The core attention of a layer. name: of its dropout site."""
-    if ctx.cp.size == 1:
-        return CoreAttention(config, name, ctx, pattern=pattern)
-    return COMM_TYPES[comm_type](config, name, ctx, pattern=pattern)
-
-
 class SharedKeysAttention(nn.Module):
     """Attention of the rank's tokens; keys and values of other ranks pass by.
 

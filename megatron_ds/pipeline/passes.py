@@ -48,7 +48,6 @@ from .instruction import (
     Schedule,
     stage_ranks,
 )
-from .simulate import run_clocks
 
 # Order at one time.
 FIRST, SENDING, LAST, COMPUTING = range(4)
@@ -91,6 +90,11 @@ def add_transfers(schedule: Schedule, num_stages: int) -> Schedule:
             f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
             f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule."
         )
+    if len(schedule) == 1:
+        return schedule
+    # The simulator is loaded by runs with several pipeline ranks.
+    from .simulate import run_clocks
+
     starts, ends = run_clocks(schedule)
     timed = [
         [((start, COMPUTING), i) for start, i in zip(its_starts, program)]

@@ -102,7 +102,8 @@ def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights
         whole = description | {"identity": _without_adapters(description["identity"])}
         on_all_ranks(world, lambda: check_same_weights(start.run, whole, checkpoint))
     foreign = on_all_ranks(
-        world, lambda: foreign_checkpoints().read(below, start.foreign)
+        world,
+        lambda: foreign_checkpoints(below.checkpoint.load).read(below, start.foreign),
     )
     return BaseWeights(checkpoint, start, foreign)
 
@@ -129,7 +130,9 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
     pieces = frozen_pieces(engine)
     mesh = engine.mesh
     if base.foreign is not None:
-        foreign_checkpoints().load(engine, base.foreign, pieces, base.checkpoint)
+        foreign_checkpoints(base.checkpoint.load).load(
+            engine, base.foreign, pieces, base.checkpoint
+        )
         return
     begin = time.perf_counter()
     load(

@@ -6,7 +6,7 @@ configuration.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -24,7 +24,6 @@ from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.passes import forward_only
-from ..pipeline.simulate import simulate
 from ..pipeline.stage import LayerHooks, Stage
 from ..planning.replica_plan import ReplicaPlan, plan_replica
 from ..planning.run_model import (
@@ -290,10 +289,18 @@ def _build_executor(
             Op.RELEASE: optimizer.release_gathered,
         },
     )
-    # Simulated for a launcher that watches devices, once for each number of micro-batches.
-    executor.moments = cache(
-        lambda num_microbatches, forward: simulate(
-            (forward_only if forward else tuple)(schedule(num_microbatches))
-        ).starts[pp_rank]
-    )
+    executor.moments = cache(partial(_moments, schedule, pp_rank))
     return executor
+
+
+def _moments(
+    schedule: Callable[[int], Schedule],
+    pp_rank: int,
+    num_microbatches: int,
+    forward: bool,
+) -> Sequence[float]:
+    """Return when each instruction of a rank starts, simulated for a launcher that watches devices."""
+    from ..pipeline.simulate import simulate
+
+    whole = schedule(num_microbatches)
+    return simulate(forward_only(whole) if forward else whole).starts[pp_rank]

@@ -65,7 +65,7 @@ from .continued_schedule import changes
 from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
-from .foreign_checkpoints import foreign_checkpoints
+from .foreign_checkpoints import folder_of_model, foreign_checkpoints
 from .from_checkpoint import (
     options_of_checkpoint,
     saved_config,
@@ -190,7 +190,9 @@ def _configure(
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
     launch = launch or launching.read_launch(env)
     _set_up_logging(launch.rank)
-    of_others = foreign_checkpoints()
+    # Flags alone name a folder whose model gives defaults.
+    flags = {setting.path: setting.value for setting in read_flags(argv).settings}
+    of_others = foreign_checkpoints(folder_of_model(flags))
     foreign = of_others.defaults(argv)
     saved = () if foreign else options_of_checkpoint(argv)
     config = parse(
@@ -307,7 +309,7 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     """
     world = mesh.group("world")
     checkpoint = as_given.checkpoint
-    of_others = foreign_checkpoints()
+    of_others = foreign_checkpoints(checkpoint.load)
     # The data, under the schedule of the saved run.
     start = find_start(checkpoint, world, recorded.checkpoint)
     as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
@@ -347,7 +349,8 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     engine = build_engine(config, mesh, plan_replica(config, mesh))
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source, opened.as_given))
-    prepare_kernels = PREPARED_KERNELS.find()
+    on_gpu = mesh.device.type == "cuda"
+    prepare_kernels = PREPARED_KERNELS.find() if on_gpu else None
     if prepare_kernels and (compiled := prepare_kernels(engine)):
         logger.info("%s", compiled)
     return engine
@@ -362,7 +365,8 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
         progress = load_run(engine, opened.start)
         _log_changes(engine, opened, progress)
     else:
-        progress = foreign_checkpoints().load(
+        of_others = foreign_checkpoints(opened.config.checkpoint.load)
+        progress = of_others.load(
             engine, opened.foreign, all_pieces(engine), opened.config.checkpoint
         )
     found = opened.prepare(

@@ -134,9 +134,8 @@ def _look(checkpoint: CheckpointConfig) -> Start:
     run_id = run_in(os.environ) or secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
-    if foreign := foreign_checkpoints().format_of_folder(
-        checkpoint.load, checkpoint.load_format
-    ):
+    of_others = foreign_checkpoints(checkpoint.load)
+    if foreign := of_others.format_of_folder(checkpoint.load, checkpoint.load_format):
         return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:

@@ -17,8 +17,6 @@ from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
-from ..pipeline.picture import draw
-from ..pipeline.simulate import simulate
 from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
@@ -423,6 +421,10 @@ def _schedule(
     title = f"schedule: {plan.shape.schedule}, {microbatches} {noun} a step"
     if plan.shape.size == 1:
         return title
+    # Loaded by runs with several pipeline ranks.
+    from ..pipeline.picture import draw
+    from ..pipeline.simulate import simulate
+
     # The bubble is that of all micro-batches.
     costs = plan.stage_costs()
     whole = plan_schedule(config, microbatches, keeps_gathered, costs)

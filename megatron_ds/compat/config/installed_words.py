@@ -1,10 +1,12 @@
 """`WORDS`: the dialects of this package, for the readers of flags and files."""
 
+from functools import partial
+
 from ...config.sources.foreign_words import ForeignWords
-from .deepspeed_json import read_deepspeed
+from ...features import Later
 from .dialects import DIALECTS, FORK_NAMES, FORK_PHRASES, FORK_READERS
-from .neox_yaml import read_yamls
-from .unsupported import answer_to_flag
+
+own = partial(Later, __package__)
 
 
 def _projects() -> dict[str, str]:
@@ -20,7 +22,7 @@ WORDS = ForeignWords(
     projects=_projects(),
     phrases=FORK_PHRASES,
     readers=FORK_READERS,
-    answer_to_flag=answer_to_flag,
-    read_yamls=read_yamls,
-    read_deepspeed=read_deepspeed,
+    answer_to_flag=own(".unsupported:answer_to_flag"),
+    read_yamls=own(".neox_yaml:read_yamls"),
+    read_deepspeed=own(".deepspeed_json:read_deepspeed"),
 )

@@ -22,7 +22,6 @@ from ..loading.index_maps import INT32, IndexMaps, build_index_maps, epochs_of
 from ..text.indexed import IndexedDataset
 from ..text.mask_file import LossMasks
 from ..tokenizers import Tokenizer
-from .packing import open_packed_dataset
 
 if TYPE_CHECKING:
     from ...config import RunConfig
@@ -237,12 +236,15 @@ def _open(
     config: "RunConfig",
     tokenizer: Tokenizer,
 ) -> Dataset:
-    open_dataset = (
-        open_packed_dataset if config.data.pack_documents else open_gpt_dataset
-    )
+    open_dataset = open_gpt_dataset
+    if config.data.pack_documents or config.data.sft:
+        # Loaded by runs that pack documents.
+        from .packing import open_packed_dataset
+
+        open_dataset = open_packed_dataset
     if config.data.sft:
         _refuse_pairs(corpus)
-        open_dataset = partial(open_packed_dataset, masks=LossMasks(corpus))
+        open_dataset = partial(open_dataset, masks=LossMasks(corpus))
     return open_dataset(
         corpus,
         documents,

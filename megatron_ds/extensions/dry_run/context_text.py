@@ -17,7 +17,8 @@ from ...config.rules.layout import context_parallel
 from ...config.training_schedule import make_token_drop
 from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again
-from ...models.context_attention import COMM_TYPES, make_core
+from ...models.context_attention import COMM_TYPES
+from ...models.core_choice import make_core
 from ...mpu.fake_group import fake_mesh
 from ...planning.fake_stages import without_memory
 from ...planning.run_model import DTYPES, last_step, parallel_context

@@ -99,7 +99,7 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
         )
     # Options of a checkpoint that cannot be read are an error here.
     has_dtype = any(f"optimizer.{name}" in given for name in DTYPES)
-    foreign = foreign_checkpoints().defaults(argv, with_dtype=not has_dtype)
+    foreign = foreign_checkpoints(folder).defaults(argv, with_dtype=not has_dtype)
     saved = [] if foreign else options_of_checkpoint([*argv, "--use-checkpoint-args"])
     if not foreign and not saved:
         raise CheckpointError(
@@ -176,7 +176,7 @@ def built_and_loaded(
     base = find_base(config, described, world)
     if start.step is not None:
         on_all_ranks(world, lambda: check_same_base(start.run, base))
-    of_others = foreign_checkpoints()
+    of_others = foreign_checkpoints(config.checkpoint.load)
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     # Weights alone: no gradients, no master, no moments.
     engine = build_engine(config, mesh, plan_replica(config, mesh), trains=False)
