@@ -209,12 +209,16 @@ class RunConfig:
         return replace(self, without_effect={**notes, **self.without_effect})
 
 
+def _is_section(factory: object) -> TypeGuard[type]:
+    return isinstance(factory, type) and is_dataclass(factory)
+
+
 # Name of each section of the package → its dataclass.
 _OWN: Mapping[str, type] = MappingProxyType(
     {
-        f.name: f.default_factory
+        f.name: section
         for f in fields(RunConfig)
-        if is_dataclass(f.default_factory)
+        if _is_section(section := f.default_factory)
     }
 )
 

@@ -9,7 +9,7 @@ from .unsupported import answer_to_flag
 
 def _projects() -> dict[str, str]:
     """Flag of a fork → the project; the first dialect counts where two have the flag."""
-    projects = {}
+    projects: dict[str, str] = {}
     for dialect in reversed(DIALECTS):
         projects |= dict.fromkeys(dialect.names, dialect.project)
     return projects
