@@ -337,8 +337,8 @@ DIALECTS = (
 def _joined(tables: Iterable[Mapping[str, T]]) -> MappingProxyType[str, T]:
     """Join the tables of the dialects, of which the first comes last: it counts where two have one flag."""
     joined: dict[str, T] = {}
-    for table in tables:
-        joined |= table
+    for flags in tables:
+        joined |= flags
     return MappingProxyType(joined)
 
 
