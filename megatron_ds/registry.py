@@ -7,6 +7,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from types import FrameType
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
@@ -116,7 +117,7 @@ def _caller() -> str:
     A module of the package that is imported for the first time registers its own entries: what called it is the
     import system.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("importlib."):

@@ -210,7 +210,7 @@ class Batch:
 
         Tokens keep their positions. A batch that holds some of the tokens already is narrowed further.
         """
-        kept = {
+        kept: dict[str, Any] = {
             name: _picked(t, index)
             for name, t in self.tensors().items()
             if t.dim() == 2
@@ -234,7 +234,9 @@ class Batch:
         return replace(self, **kept, places=places, boundaries=None)
 
     def _rows(self, start: int, stop: int) -> "Batch":
-        rows = {name: t[start:stop] for name, t in self.tensors().items()}
+        rows: dict[str, Any] = {
+            name: t[start:stop] for name, t in self.tensors().items()
+        }
         whole = None if self.whole is None else self.whole._rows(start, stop)
         boundaries = None if self.boundaries is None else self.boundaries[start:stop]
         return replace(
@@ -256,9 +258,8 @@ class Batch:
             )
 
         whole = None if self.whole is None else self.whole._map(move)
-        return replace(
-            self, **{name: moved(t) for name, t in self.tensors().items()}, whole=whole
-        )
+        tensors: dict[str, Any] = {name: moved(t) for name, t in self.tensors().items()}
+        return replace(self, **tensors, whole=whole)
 
 
 def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

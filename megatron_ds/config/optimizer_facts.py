@@ -174,4 +174,4 @@ SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 
 def facts_of(name: str | None) -> OptimizerFacts | None:
     """The facts of an optimizer by the name of its flag; None of one that has no row."""
-    return FACTS.get(SYNONYMS.get(name, name))
+    return None if name is None else FACTS.get(SYNONYMS.get(name, name))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import lcm
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ..errors import ConfigError
 from ..features import Objective, features, objectives, per_features
@@ -209,12 +209,16 @@ class RunConfig:
         return replace(self, without_effect={**notes, **self.without_effect})
 
 
+def _is_section(factory: object) -> TypeGuard[type]:
+    return isinstance(factory, type) and is_dataclass(factory)
+
+
 # Name of each section of the package → its dataclass.
 _OWN: Mapping[str, type] = MappingProxyType(
     {
-        f.name: f.default_factory
+        f.name: section
         for f in fields(RunConfig)
-        if is_dataclass(f.default_factory)
+        if _is_section(section := f.default_factory)
     }
 )
 

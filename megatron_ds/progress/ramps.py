@@ -289,7 +289,7 @@ def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
     steps = 0
     n = consumed
     while n + (size := batch_size.at(n)) <= samples:
-        end = min(batch_size.until(n), samples)
+        end = int(min(batch_size.until(n), samples))
         alike = min(-((n - end) // size), (samples - n) // size)  # steps of this size
         steps = steps + alike
         n = n + alike * size

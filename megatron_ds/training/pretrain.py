@@ -29,6 +29,7 @@ from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
 from ..config.options.training import CheckpointConfig
+from ..config.parse import KnownNames
 from ..config.sources.combine import MOCK_INSTEAD
 from ..config.sources.flags import read_flags
 from ..config.sources.named_features import import_named
@@ -102,7 +103,7 @@ DRY_RUN: Provided[Any] = Provided("dry run")
 PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
-KNOWN_NAMES = {
+KNOWN_NAMES: KnownNames = {
     "model.model": MODELS,
     "parallel.pipeline_schedule": SCHEDULES,
     "optimizer.optimizer": OPTIMIZERS,

@@ -11,7 +11,7 @@ own = partial(Later, __package__)
 
 def _projects() -> dict[str, str]:
     """Flag of a fork → the project; the first dialect counts where two have the flag."""
-    projects = {}
+    projects: dict[str, str] = {}
     for dialect in reversed(DIALECTS):
         projects |= dict.fromkeys(dialect.names, dialect.project)
     return projects

@@ -205,9 +205,9 @@ def _one(option: Option, raw: Any, where: str) -> Any:
     value = _CONVERT[option.kind](raw)
     if value is None:
         raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")
-    if option.strip and isinstance(value, str):
-        value = value.strip(option.strip)
-    value = option.values.get(value, value)
+    if isinstance(value, str):
+        value = value.strip(option.strip) if option.strip else value
+        value = option.values.get(value, value)
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
         raise ConfigError(

@@ -33,7 +33,10 @@ DECOUPLED_RATE = "decoupled"
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
+class OptimizerConfig(
+    MuonConfig,
+    plugged_options("optimizer options"),  # type: ignore[misc]  # the base class is found at run time
+):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """
@@ -362,7 +365,7 @@ class TrainConfig(TaskOptions):
         unit="samples",
         help="Samples of one forward and backward pass on one data-parallel rank.",
     )
-    global_batch_size: int | None = option(
+    global_batch_size: int = option(
         None,
         at_least=1,
         json="train_batch_size",

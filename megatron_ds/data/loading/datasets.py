@@ -23,6 +23,7 @@ from .blend import (
     Blend,
     BlendedDataset,
     CorpusSlice,
+    DataPath,
     Draw,
     build_blend_index,
     build_exhaustive_index,
@@ -85,6 +86,7 @@ def build_datasets(
     builder = _Builder(config, tokenizer, kind, one_epoch)
     # Either --split divides one blend, or each part has its own.
     sources = read_sources(data)
+    named: Sequence[DataPath]
     if sources.whole:
         named = [sources.whole] * len(PARTS)
         shares = [parse_split(data.splits)] * len(PARTS)
@@ -117,7 +119,9 @@ def fit_default_split(
     is_fixed = data.split is not None or config.curriculum.orders_samples
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
-    flag, words = read_sources(data).whole
+    whole = read_sources(data).whole
+    assert whole is not None, "the data are divided by --split"
+    flag, words = whole
     slices = parse_blend(words, flag).slices
     # The last document of the largest corpus is enough for validation.
     builder = _Builder(config, None, kind, one_epoch=False)
@@ -272,15 +276,18 @@ class _Builder:
             source = Source("derived", f"piece {number} of the training samples")
             config = self.config.with_values({"train.seed": seed}, source)
             builder = _Builder(config, self.tokenizer, self.kind, self.one_epoch)
-            datasets.append(builder.dataset(part, size, blend))
+            datasets.append(builder._training(part, size, blend))
         return ContinuedDataset(datasets, pieces)
 
-    def _cyclic(
-        self, part: _Part, planned: Sequence[int], blend: Blend
-    ) -> Dataset | None:
+    def _training(self, part: _Part, wanted: int, blend: Blend) -> Dataset:
+        dataset = self.dataset(part, wanted, blend)
+        assert dataset is not None, "a run without training data is an error"
+        return dataset
+
+    def _cyclic(self, part: _Part, planned: Sequence[int], blend: Blend) -> Dataset:
         """The samples of a cyclic order, which depends on the number of all samples of the dataset."""
-        dataset = self.dataset(part, planned[-1], blend)
-        before = len(self.dataset(part, planned[-2], blend))
+        dataset = self._training(part, planned[-1], blend)
+        before = len(self._training(part, planned[-2], blend))
         if len(dataset) != before:
             logger.warning(
                 "the order of the training samples changes here: --dataloader-type cyclic shuffles %d samples, and "
@@ -369,15 +376,12 @@ class _Builder:
     def _draws(
         self, part: _Part, wanted: int, dataset: Dataset, blend: Blend
     ) -> list[Draw]:
-        is_blend = isinstance(dataset, BlendedDataset)
-        counts = (
-            count_draws(dataset.dataset_index, len(blend.prefixes))
-            if is_blend
-            else [wanted]
-        )
+        counts = [wanted]
+        if isinstance(dataset, BlendedDataset):
+            counts = count_draws(dataset.dataset_index, len(blend.prefixes)).tolist()
         asked = [None] * len(counts) if blend.weights is None else blend.shares
         return [
-            Draw(piece.name, share, int(count), self._num_tokens(part, piece))
+            Draw(piece.name, share, count, self._num_tokens(part, piece))
             for piece, share, count in zip(blend.slices, asked, counts)
         ]
 
@@ -504,6 +508,9 @@ class _Builder:
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """Check the first samples, so that a wrong tokenizer is an error before training starts."""
+        assert self.tokenizer is not None, (
+            "it is only missing where documents are counted"
+        )
         highest = max(
             (
                 int(dataset[i][self.kind.tokens].max())

@@ -112,7 +112,7 @@ def last_epoch_is_separate(
     Shuffled with the others, a partly used last epoch would leave parts of the corpus read once less than the
     rest.
     """
-    if epochs == 1:
+    if num_samples is None or epochs == 1:
         return False
     from_last = num_samples - num_samples_in(
         (epochs - 1) * tokens_per_epoch, seq_length

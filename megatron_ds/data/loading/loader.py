@@ -79,7 +79,9 @@ class Loader:
             for i in range(self._depth + 1)
         ]
         futures = {
-            key: self._ahead.pop(key, None) or self._pool.submit(self._make, *key)
+            key: self._ahead.pop(key)
+            if key in self._ahead
+            else self._pool.submit(self._make, *key)
             for key in wanted
         }
         for dropped in self._ahead.values():

@@ -382,7 +382,7 @@ def _map(path: Path) -> memoryview:
         # An empty file cannot be mapped.
         if path.stat().st_size == 0:
             return memoryview(b"")
-        return memoryview(np.memmap(path, np.uint8, "r"))
+        return np.memmap(path, np.uint8, "r").data
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "
