@@ -135,7 +135,7 @@ class BackgroundSave:
         return self._saving.write(self.copied.pieces, self._pace), None
 
     def _publish(self) -> None:
-        found = self._saving.collect(self._work.result)
+        found = self._saving.collect(self._outcome)
         self.reasons = [reason for _, reason in found]
         if any(self.reasons):
             self._saving.abandon()
@@ -145,13 +145,16 @@ class BackgroundSave:
         self._work = self._on_rank_0(lambda: self._saving.publish(parts))
 
     def _agree(self) -> None:
-        self.path = self._saving.agree(lambda: self._work.result())
+        self.path = self._saving.agree(self._outcome)
         self._work = self._on_rank_0(self._saving.prune)
 
     def _end(self) -> None:
-        if self._work is not None:
-            self._work.result()
+        self._outcome()
         self._saving.close()
+
+    def _outcome(self) -> Any:
+        """Wait for this rank's thread, and return its value or raise its error. None without a thread."""
+        return self._work.result() if self._work else None
 
     def _on_rank_0(self, function: Callable[[], Any]) -> ThreadedCall | None:
         return self._threaded(function) if self._saving.is_first_rank else None

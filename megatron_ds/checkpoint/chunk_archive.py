@@ -17,7 +17,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.serialization import skip_data
@@ -104,7 +104,7 @@ def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]
     parts = _Parts()
     with skip_data():
         # Its memory is not touched.
-        torch.save(torch.empty(tuple(shape), dtype=dtype), parts)
+        torch.save(torch.empty(tuple(shape), dtype=dtype), cast(IO[bytes], parts))
     before, after = parts.content
     assert parts.skipped == [math.prod(shape) * dtype.itemsize], (
         f"torch.save skipped {parts.skipped} bytes"
@@ -115,10 +115,10 @@ def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]
 class _Parts(io.RawIOBase):
     """Collects what is written before and after a seek."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.content = [bytearray()]
-        self.skipped = []
+        self.skipped: list[int] = []
 
     def writable(self) -> bool:
         return True
@@ -176,7 +176,8 @@ def read_archive(content: torch.Tensor, with_checksums: bool) -> Any:
 
 def _load(stream: "_Bytes") -> Any:
     stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=True)
+    file = cast(IO[bytes], stream)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _view(
@@ -243,7 +244,7 @@ class _Bytes(io.RawIOBase):
 
     def __init__(self, content: torch.Tensor):
         super().__init__()
-        self._content = memoryview(content.numpy())
+        self._content = content.numpy().data
         self._at = 0
 
     def readable(self) -> bool:

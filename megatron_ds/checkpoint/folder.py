@@ -374,7 +374,11 @@ def prune(
     The new checkpoint is already durable, so a failed deletion is a warning and training continues.
     """
     try:
-        ours = [step for step in steps_in(folder) if is_ours(find(folder, step))]
+        ours = [
+            step
+            for step in steps_in(folder)
+            if (path := find(folder, step)) and is_ours(path)
+        ]
     except OSError as error:
         logger.warning("could not list the checkpoints of %s: %s", folder, error)
         return

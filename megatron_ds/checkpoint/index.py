@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -71,6 +72,17 @@ def without_compiled_names(index: dcp.Metadata) -> dcp.Metadata:
     return replace(index, state_dict_metadata=tensors, storage_data=places)
 
 
+def save_id_in(index: dcp.Metadata) -> str | None:
+    """Return the identifier of the save that the index records; None in format 1."""
+    assert index.storage_meta is not None, "it records nothing about the save"
+    return index.storage_meta.save_id
+
+
+def tensors_in(index: dcp.Metadata) -> dict[str, dcp.TensorStorageMetadata]:
+    """Return the entries by name: checkpoints of this package hold tensors alone."""
+    return cast(dict[str, dcp.TensorStorageMetadata], index.state_dict_metadata)
+
+
 def read_index(path: Path) -> dcp.Metadata:
     """The verified index of the checkpoint at `path`. Also validates run.json.
 
@@ -123,9 +135,10 @@ def _problems(
     save_id: str | None,
     files: Mapping[str, Mapping] | None,
 ) -> Iterator[str]:
-    if index.storage_meta.save_id != save_id:
+    found = save_id_in(index)
+    if found != save_id:
         yield (
-            f"{INDEX_FILE} is of the save {index.storage_meta.save_id}, and run.json of the save "
+            f"{INDEX_FILE} is of the save {found}, and run.json of the save "
             f"{save_id}: one of them comes from another checkpoint"
         )
     sizes: dict[str, int] = {}
@@ -134,7 +147,7 @@ def _problems(
         sizes[name] = (path / name).stat().st_size
     if files is not None and files.keys() != sizes.keys() | {INDEX_FILE}:
         yield f"the index stores tensors in {sorted(sizes)}, and run.json lists {sorted(files)}"
-    for name, tensor in index.state_dict_metadata.items():
+    for name, tensor in tensors_in(index).items():
         yield from _tensor_problems(
             name, tensor, index.storage_data, sizes, files is not None
         )

@@ -61,7 +61,7 @@ LENGTHS = {
 check_opcodes = Opcodes("index", FIXED, LENGTHS).check
 _NONE = type(None)
 # Fields of the dataclasses of the index, with the types of their values; `chunk_file.py` adds crc32.
-_FIELDS = {
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "Metadata": {
         "state_dict_metadata": dict,
         "planner_data": object,
@@ -102,7 +102,7 @@ _DTYPES = (
     "uint8",
     "bool",
 )
-_FORMATS = dcp._MEM_FORMAT_ENCODING
+_FORMATS: type[dcp._MEM_FORMAT_ENCODING] = dcp._MEM_FORMAT_ENCODING
 
 
 def unpickled(content: bytes) -> dcp.Metadata:
@@ -171,7 +171,7 @@ class _TensorProperties(dcp.TensorProperties):
             (dtype, layout, bool(requires_grad), memory_format.value, bool(pin_memory))
         )
         # From now on BUILD finds torch's own method, which refuses every state: a `Constant` is no format.
-        self.__class__ = dcp.TensorProperties
+        object.__setattr__(self, "__class__", dcp.TensorProperties)
 
 
 def _format(number: int) -> Constant:

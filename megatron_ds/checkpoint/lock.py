@@ -21,10 +21,11 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import get_type_hints
 
 from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
@@ -258,7 +259,7 @@ def _owner_in(content: bytes) -> Owner | None:
     try:
         values = json.loads(content)
         owner = Owner(
-            **{field.name: field.type(values[field.name]) for field in fields(Owner)}
+            **{name: kind(values[name]) for name, kind in get_type_hints(Owner).items()}
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -287,12 +288,13 @@ def locked(
     """
     # A save inside a run that holds the lock already reuses it.
     place = (os.getpid(), str(folder.resolve()))
-    held = None
-    lock = None
+    held: SaveLock | None = None
+    lock: SaveLock | None = None
+    acquire: Callable[[], str | None] = lambda: None
     if world.rank == 0:
         held = _held.get(place)
         lock = held or SaveLock(folder, beat, stale)
-    acquire = held.check if held else lock and lock.try_acquire
+        acquire = held.check if held else lock.try_acquire
     try:
         # All ranks learn the result together: rank 0 asks, the others wait in a short collective.
         waiting = False

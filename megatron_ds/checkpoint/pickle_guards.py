@@ -102,7 +102,7 @@ class Records:
 
         def __eq__(self: Any, other: Any) -> bool:
             allowance.take(1)
-            return kind.__eq__(self, other)
+            return kind.__eq__(self, other)  # type: ignore[call-arg]  # mypy takes it for that of the metaclass
 
         def __setstate__(self: Any, state: Any) -> None:
             if not isinstance(state, dict):

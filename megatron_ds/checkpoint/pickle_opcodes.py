@@ -20,6 +20,7 @@ _MOST_AT_ONCE = 10_000  # bounds the memory that the regular expression takes
 # Integers of more than 8 bytes: millions of them can have one hash, and fill a dict in quadratic time.
 _MOST_WIDE = 10_000
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
+_OPCODE_OF = {opcode.code: opcode for opcode in pickletools.opcodes}
 _TABLES = ("EMPTY_DICT", "EMPTY_SET")
 _FRAME_LENGTH = struct.Struct("<Q")
 
@@ -144,7 +145,7 @@ class Opcodes:
         """What is wrong with a byte that no rule accepts, for a message."""
         if code == b"":
             return "it ends without STOP"
-        known = pickletools.code2op.get(code.decode("latin-1"))
+        known = _OPCODE_OF.get(code.decode("latin-1"))
         if known is None:
             return f"not an opcode of a pickle ({code.hex()})"
         if known.name in self._fixed:

@@ -41,13 +41,20 @@ class Piece(Protocol):
     replica   position of this rank among the `replicas` data-parallel ranks that hold the same content
     """
 
-    spec: ParamSpec
-    kind: str
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
+    @property
+    def spec(self) -> ParamSpec: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
                 yield f"it has no {name}"
     elif not run.keys().isdisjoint(("save_id", "files")):
         yield "it has no checksum"
-    step = run.get("step")
+    step: Any = run.get("step")
     if not _is_count(step):
         yield f"step is {_show(step)}, not a number of steps"
     elif step_of_folder is not None and step != step_of_folder:

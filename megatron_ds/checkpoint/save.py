@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..host.pace import Pace
-from ..mpu.agree import gather_from_all_ranks, on_one_rank
+from ..mpu.agree import Failing, gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .disk_space import bytes_written_here, explained, free_bytes
 from .folder import prune
-from .lock import locked
+from .lock import SaveLock, locked
 from .pieces import Piece, written_here
 from .place import place_of
 from .run_file import plain, write_run_file
@@ -86,7 +86,7 @@ class Saving:
         self._coordinates = coordinates
         self._world = world
         self._kept = (limit, retain)
-        self._failing = {
+        self._failing: Failing = {
             "doing": f"could not save iteration {step} to {directory}",
             "kind": CheckpointError,
         }
@@ -110,7 +110,7 @@ class Saving:
 
         def prepare() -> tuple[int, int | None, Path | None]:
             """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
-            if self._world.rank:
+            if self._lock is None:
                 return share, None, None
             self._lock.check()
             writing = folders.begin(self.folder, self.step)
@@ -122,8 +122,15 @@ class Saving:
             self._held.close()
             raise
         needed = sum(share for share, *_ in begun)
-        _, free, self._writing = begun[0]
+        _, free, writing = begun[0]
+        assert writing is not None  # of rank 0
+        self._writing = writing
         self._numbers = (needed, free, share)
+
+    @property
+    def _own_lock(self) -> SaveLock:
+        assert self._lock is not None, "rank 0 alone publishes and prunes"
+        return self._lock
 
     def write(self, pieces: Iterable[Piece], pace: Pace | None = None) -> Any:
         """Write and sync this rank's own pieces; its part of the index. Not collective.
@@ -163,9 +170,9 @@ class Saving:
             write_run_file(self._writing, self.step, self._values, self._save_id, index)
 
         self._guarded(write)
-        self._lock.check()
+        self._own_lock.check()
         # An error may come when the checkpoint is visible already.
-        self._lock.saves.wrote(self.folder, self.step, self._save_id)
+        self._own_lock.saves.wrote(self.folder, self.step, self._save_id)
         publish = lambda: folders.publish(self.folder, self.step, self._writing)
         return self._guarded(publish)
 
@@ -180,7 +187,7 @@ class Saving:
     def prune(self) -> None:
         """Rank 0: delete old checkpoints, if the folder is still this job's. Not collective."""
         try:
-            self._lock.check()
+            self._own_lock.check()
         except Exception as error:  # of a file system, or of a store's own kind
             logger.warning("old checkpoints are kept: %s", error)
             return

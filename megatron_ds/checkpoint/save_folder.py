@@ -53,8 +53,8 @@ def saved_run_in(folder: Path) -> SavedRun | None:
     """The run in `folder`; None when a new run may save there: it has no checkpoint and no metrics."""
     steps = folders.steps_in(folder)
     metrics = folder / METRICS
-    if steps:
-        path = folders.find(folder, steps[-1])
+    path = folders.find(folder, steps[-1]) if steps else None
+    if path is not None:
         run_id = None
         with suppress(CheckpointError):
             run_id = run_id_of(read_run_file(path))
@@ -142,6 +142,7 @@ def _new_directory(folder: Path, name: str) -> Path:
         with suppress(FileExistsError):
             path.mkdir()
             return path
+    raise AssertionError("the numbers do not end")
 
 
 def run_id_of(run: Mapping) -> str | None:

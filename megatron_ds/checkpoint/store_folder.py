@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from upath import UPath
 
 from ..errors import CheckpointError
 from ..host.direct_file import BLOCK, BlockFile, read_range
@@ -42,6 +41,7 @@ from .chunk_archive import Checksummed
 from .chunk_file import new_file
 from .disk_space import free_bytes
 from .folder import TRACKER, name_of
+from .store_path import UPath
 
 COMMIT = ".commit"
 AT_ONCE = 8  # blocks that are read at the same time
@@ -102,19 +102,22 @@ def _files_at(path: UPath, commit: _Commit) -> UPath | None:
 def _commits_in(folder: UPath, names: list[str] | None = None) -> dict[int, _Commit]:
     """Step → its commit, also where that only announces a save. names: as of `_names_in`"""
     names = _names_in(folder) if names is None else names
-    found = [folder / name for name in names if _COMMITTED.fullmatch(name)]
+    found = {
+        int(match[1]): folder / match[0]
+        for match in map(_COMMITTED.fullmatch, names)
+        if match
+    }
     with _errors_of(folder):
         contents = folder.fs.cat_ranges(
-            [path.path for path in found], None, None, on_error="return"
+            [path.path for path in found.values()], None, None, on_error="return"
         )
     commits = {}
-    for path, content in zip(found, contents, strict=True):
+    for step, content in zip(found, contents, strict=True):
         if isinstance(content, FileNotFoundError):
             continue  # deleted in the meantime
         with _errors_of(folder):
             if isinstance(content, Exception):
                 raise content
-        step = int(_COMMITTED.fullmatch(path.name)[1])
         commits[step] = _parsed(content)
     return commits
 
@@ -212,7 +215,9 @@ def _(writing: UPath) -> None:
 def _(folder: UPath, step: int) -> None:
     path = _commit(folder, step)
     found = objects.read(path)
-    files = found and _files_at(path, _parsed(found.content))
+    if found is None:
+        return
+    files = _files_at(path, _parsed(found.content))
     if files and objects.remove(path, found):
         folders.remove(files)
 

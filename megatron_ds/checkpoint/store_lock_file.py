@@ -3,13 +3,12 @@
 import json
 from collections.abc import Callable
 
-from upath import UPath
-
 from . import store_objects as objects
-from .lock_file import LOCK, lock_file
+from .lock_file import LOCK, LockFile, lock_file
+from .store_path import UPath
 
 
-class StoreLockFile:
+class StoreLockFile(LockFile):
     """`LockFile` with the operations of a store.
 
     All of them are conditional (`store_objects.py`): the creation fails on one of two jobs, and a renewal or a removal
@@ -18,7 +17,7 @@ class StoreLockFile:
     """
 
     def __init__(self, folder: UPath, token: str):
-        self.path = folder / LOCK
+        self.path: UPath = folder / LOCK
         self._clock = folder / f"{LOCK}.{token}.now"
         self._text = ""
         self._beats = 0
@@ -33,7 +32,9 @@ class StoreLockFile:
         """(content, time of the last write in ns); None when there is none."""
         try:
             self._found = objects.read(self.path)
-            return self._found and (self._found.content, _time_of(self.path))
+            if self._found is None:
+                return None
+            return self._found.content, _time_of(self.path)
         except FileNotFoundError:
             return None
 

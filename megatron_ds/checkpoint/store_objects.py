@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
-from upath import UPath
+
+from .store_path import UPath
 
 PAUSES = (0.1, 1.0)  # seconds before a write that failed is tried again
 READS = 10  # of an object that changes while it is read
