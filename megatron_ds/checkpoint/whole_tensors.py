@@ -197,6 +197,6 @@ class StoredTensors:
             Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 
-    def read_all(self, entries: list[TensorEntry]) -> Iterator[torch.Tensor]:
+    def read_all(self, entries: Sequence[TensorEntry]) -> Iterator[torch.Tensor]:
         """The tensors of `entries`, each read when the iterator reaches it."""
         return (self.read(entry) for entry in entries)
