@@ -50,7 +50,7 @@ BYTE_ORDER = "archive/byteorder"
 # The signature, and the lengths of the name and of the extra field.
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 CENTRAL_HEADER = 46  # bytes before the name
-# positions in them
+# offsets of the CRC-32 in the descriptor and in the central header
 CRC_OF_DESCRIPTOR = 4
 CRC_OF_CENTRAL = 16
 
@@ -75,7 +75,7 @@ class Checksummed(BlockFile):
 
 
 class ChecksummedFile(Checksummed, DirectFile):
-    """One of a file system."""
+    """A checksummed file of a file system."""
 
 
 # ------------------------------------------------------------------ writing
@@ -136,9 +136,9 @@ class _Parts(io.RawIOBase):
 
 # ------------------------------------------------------------------ reading
 def read_archive(content: torch.Tensor, with_checksums: bool) -> Any:
-    """What the archive holds: a tensor, unless the archive is not of a chunk. A large one is a view.
+    """Return what the archive holds, a tensor if it is that of a chunk. A large tensor is a view of `content`.
 
-    content: uint8. with_checksums: compare those of the records; `content` was not compared with any
+    content: uint8. with_checksums: compare the checksums of the records, if `content` was not checked before
 
     Raises ValueError for records or names that no tensor needs, and what torch.load raises.
     """
@@ -217,7 +217,7 @@ def _view(
         raise ValueError(
             f"its record {VALUES} ends after {len(flat)} of {record.file_size} bytes"
         )
-    # Files of an earlier version align nothing.
+    # Earlier versions did not align the values in a file.
     if flat.storage_offset() % blank.dtype.itemsize:
         flat = flat.clone()
     return flat.view(blank.dtype).view(blank.shape)

@@ -90,7 +90,7 @@ def _described(chunks: list[DcpChunk]) -> dcp.TensorStorageMetadata:
 
 
 class _Files:
-    """__0_0.distcp, __0_1.distcp, …: the next one begins when one has its bytes."""
+    """The files __0_0.distcp, __0_1.distcp, …: the next one begins when one has `most_bytes`."""
 
     def __init__(self, path: Path, most_bytes: int):
         self._path = path

@@ -80,7 +80,7 @@ class KnownSaves:
 def identifier_of(folder: Path, step: int) -> str | None:
     """The random save_id of a checkpoint, or a checksum of its run.json where that has none; None if either is gone.
 
-    A read that fails identifies nothing: it is tried again. Raises CheckpointError when the last one fails.
+    A read that fails is tried again. Raises CheckpointError when the last one fails.
     """
     path = folders.find(folder, step)
     if path is None:

@@ -152,8 +152,8 @@ class SaveLock:
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
             self._remove(owner)
-        # The lock is ours: renew it in the background until it is released. What an earlier holder was writing is
-        # removed before the look: behind it nothing appears that this one does not know.
+        # The lock is ours: renew it in the background until it is released. First remove what an earlier holder was
+        # writing, so that no checkpoint can appear after the look that this holder does not know.
         self._thread.start()
         folders.clear(self.folder)
         self.saves.look(self.folder)
@@ -179,7 +179,7 @@ class SaveLock:
         self.saves.check(self.folder)
 
     def release(self) -> None:
-        """Stop renewing, and remove the file if this lock owns it, which it need not."""
+        """Stop renewing, and remove the file if it is still that of this lock."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -220,7 +220,7 @@ class SaveLock:
             if found and found[0] == self.mine:
                 if self._file.touch():
                     return
-                found = self._read()  # it was replaced behind the first read
+                found = self._read()  # it was replaced after the first read
             if not found and not self.folder.is_dir():
                 self._warn_of_removal()
             elif not found:
@@ -232,7 +232,7 @@ class SaveLock:
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
     def _found(self) -> tuple[Owner | None, int] | None:
-        """Read the lock; a missing one is looked for once more after a moment."""
+        """Read the lock; if it is missing, look once more after a moment."""
         found = self._read()
         if not found:
             time.sleep(min(ABSENT, self._beat))

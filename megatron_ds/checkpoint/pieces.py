@@ -109,7 +109,7 @@ def views(piece: Piece, coordinates: Coordinates) -> list[View]:
 
 
 def values_of(piece: Piece, view: View) -> torch.Tensor:
-    """The values of one of the `views` of a piece, made now if it is a `MadePiece`, before they are cast."""
+    """Return the values of one of the `views` of a piece, not cast yet. Those of a `MadePiece` are made now."""
     if not isinstance(piece, MadePiece):
         return view.tensor
     made = piece.make()

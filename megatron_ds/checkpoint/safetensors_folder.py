@@ -87,7 +87,7 @@ def write_folder(
         ]
     )
     named = dict(zip(names, files))
-    # An error of rank 0 is raised after all ranks have sent their tensors: they would wait for it.
+    # An error of rank 0 is raised after all ranks have sent their tensors: otherwise they would wait for rank 0.
     error = None
     arriving = iter(tensors([entry for file in files for entry in file]))
     try:
@@ -165,7 +165,9 @@ def _publish(
     if error is not None:
         raise error
     several = len(files) > 1
-    if several or not (folder / SINGLE).exists():  # one file is replaced atomically
+    if (
+        several or not (folder / SINGLE).exists()
+    ):  # a single file is replaced by the rename
         _forget(folder, (SINGLE, INDEX))
     for name in files:
         os.replace(folder / _hidden(name), folder / name)

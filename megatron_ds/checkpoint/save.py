@@ -109,7 +109,7 @@ class Saving:
         self._lock = self._held.enter_context(locked(self.folder, self._world))
 
         def prepare() -> tuple[int, int | None, Path | None]:
-            """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
+            """Return the bytes that this rank will write. Rank 0 removes leftovers and makes the hidden directory."""
             if self._lock is None:
                 return share, None, None
             self._lock.check()
@@ -133,7 +133,7 @@ class Saving:
         return self._lock
 
     def write(self, pieces: Iterable[Piece], pace: Pace | None = None) -> Any:
-        """Write and sync this rank's own pieces; its part of the index. Not collective.
+        """Write and sync this rank's own pieces. Return its part of the index. Not collective.
 
         pace: of a thread that writes beside a computation
         """
@@ -150,7 +150,7 @@ class Saving:
         return self._guarded(write)
 
     def collect(self, written: Callable[[], Any]) -> list:
-        """What `written` returns on each rank, when all have written. Collective over the world.
+        """Return what `written` returned on each rank, when all have written. Collective over the world.
 
         Raises CheckpointError on all ranks if it raises on any; the save is then abandoned.
         """
@@ -158,7 +158,7 @@ class Saving:
             return gather_from_all_ranks(self._world, written, **self._failing)
 
     def publish(self, parts: list) -> Path:
-        """Rank 0: write and sync the index and run.json, and make the checkpoint visible. Not collective.
+        """Write and sync the index and run.json, and make the checkpoint visible. On rank 0; not collective.
 
         parts: what `write` returned on each rank
         Returns the path of the checkpoint.
@@ -171,7 +171,7 @@ class Saving:
 
         self._guarded(write)
         self._own_lock.check()
-        # An error may come when the checkpoint is visible already.
+        # Before the publication, which may fail after the checkpoint has become visible.
         self._own_lock.saves.wrote(self.folder, self.step, self._save_id)
         publish = lambda: folders.publish(self.folder, self.step, self._writing)
         return self._guarded(publish)
@@ -185,7 +185,7 @@ class Saving:
             return on_one_rank(self._world, published, **self._failing)
 
     def prune(self) -> None:
-        """Rank 0: delete old checkpoints, if the folder is still this job's. Not collective."""
+        """Delete old checkpoints, if the folder is still that of this job. On rank 0; not collective."""
         try:
             self._own_lock.check()
         except Exception as error:  # of a file system, or of a store's own kind
@@ -198,7 +198,7 @@ class Saving:
         self._held.close()
 
     def complete(self, parts: list) -> Path:
-        """`publish`, `agree`, `prune` and `close`, one after the other. Collective over the world."""
+        """Call `publish`, `agree`, `prune` and `close`. Collective over the world."""
         path = self.agree(lambda: self.publish(parts))
         if self.is_first_rank:
             self.prune()
@@ -220,9 +220,9 @@ class Saving:
             raise
 
     def _guarded(self, action: Callable[[], T]) -> T:
-        """`action()`, with an explained error when the disk is full (`disk_space.explained`).
+        """Return `action()`; explain its error when the disk is full (`disk_space.explained`).
 
-        A job that has taken over removes what this one was writing: then the lost lock is the error.
+        If another job has taken over and removed what this one was writing, the lost lock is the error.
         """
         try:
             return action()

@@ -112,7 +112,7 @@ def _run_of_metrics(metrics: Path) -> str | None:
 
 
 def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
-    """Move checkpoints, tracker and metrics into a subfolder; its path, None when there is nothing to move.
+    """Move checkpoints, tracker and metrics into a subfolder. Return its path, None when there is nothing to move.
 
     Tokenizer folders are copied, not moved, because the new run may use one of them. Other files stay. The
     caller holds the folder's lock.
@@ -136,7 +136,7 @@ def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
 
 
 def _new_directory(folder: Path, name: str) -> Path:
-    """Create folder/name; name-2, name-3, … where it exists, as after another start in the same second."""
+    """Create folder/name, or name-2, name-3, … if another start in the same second has created it."""
     for number in count(1):
         path = folder / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):

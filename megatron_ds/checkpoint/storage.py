@@ -166,7 +166,7 @@ class Writer(FileSystemWriter):
         self._save_id = save_id
 
     def storage_meta(self) -> dcp.StorageMeta:
-        """What the index records about the save as a whole: its id."""
+        """Return what the index records about the save: its identifier."""
         return dcp.StorageMeta(save_id=self._save_id)
 
 
@@ -324,7 +324,7 @@ class Reader:
                 del chunk
 
     def _read_chunk(self, index: dcp.MetadataIndex, number: int) -> torch.Tensor:
-        """number: of the chunk among those of its tensor."""
+        """Read a chunk. number: its position among those of its tensor"""
         place = self.index.storage_data[index]
         stored = self.tensors[index.fqn]
         return read_chunk(

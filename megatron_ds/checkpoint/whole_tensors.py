@@ -121,7 +121,7 @@ class TensorStream:
 
 
 def _sends(piece: Piece, coordinates: Coordinates) -> bool:
-    """Whether this rank is the first holder of the content, so that rank 0 prefers its own copy."""
+    """Whether this rank is the first that holds the content: rank 0 then uses its own copy."""
     tp_rank, _ = coordinates.get("tp", (0, 1))
     is_split = piece.spec.is_split_over("tp")
     is_first = piece.replica == 0 and (is_split or tp_rank == 0)
