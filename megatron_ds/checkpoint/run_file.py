@@ -65,7 +65,7 @@ def write_run_file(
 
 
 def checksum_of(content: Mapping) -> str:
-    """Eight hex digits over all values but "checksum", independent of indentation and key order."""
+    """Return eight hex digits over all values but "checksum"; indentation and the order of keys do not matter."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
@@ -76,7 +76,7 @@ def entry_of(size: int, crc32: int) -> dict[str, Any]:
 
 
 def check_crc32(content: bytes, entry: Mapping) -> None:
-    """Raises ValueError when `content` does not match its entry in `files`."""
+    """Raise ValueError when `content` does not match its entry in `files`."""
     if len(content) != entry["bytes"]:
         raise ValueError(
             f"it has {len(content)} bytes, and {entry['bytes']} were saved"
@@ -171,7 +171,7 @@ def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
                 yield f"it has no {name}"
     elif not run.keys().isdisjoint(("save_id", "files")):
         yield "it has no checksum"
-    step = run.get("step")
+    step: Any = run.get("step")
     if not _is_count(step):
         yield f"step is {_show(step)}, not a number of steps"
     elif step_of_folder is not None and step != step_of_folder:

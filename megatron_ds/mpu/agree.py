@@ -18,7 +18,7 @@ with its traceback.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from ..errors import MegatronDSError
 from .collectives import all_gather_object
@@ -29,6 +29,13 @@ Kind = type[MegatronDSError]
 
 MOST_NAMED = 8  # ranks that a message lists for one text
 MOST_TEXTS = 3  # different texts in a message; more would bury the first
+
+
+class Failing(TypedDict):
+    """The words and the class of the error of several actions, for `on_all_ranks(…, **failing)`."""
+
+    doing: str
+    kind: Kind
 
 
 class _Failure(NamedTuple):

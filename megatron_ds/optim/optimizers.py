@@ -67,6 +67,8 @@ class MakeOptimizer(Protocol):
         self, groups: list[dict[str, Any]], /, **options: Any
     ) -> torch.optim.Optimizer: ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class ParamGroup:

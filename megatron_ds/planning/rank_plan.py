@@ -156,7 +156,7 @@ def plan_rank(
     # The sets that `ZeroOptimizer` makes of the parameters.
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings = ZeroSettings.from_config(config)
-    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
+    use = ParameterUse.of_stages({stage.index: list(stage.modules) for stage in stages})
     plans = plan_parameters(parameters, settings, groups, use)
     # Bytes of their state, and where it is.
     sizes = _element_bytes(config, settings, parameters)
@@ -359,7 +359,7 @@ def gathers_of(
         for plan, its_units in zip(plans, units)
     )
     if not by_parameter:
-        return units, 0
+        return [[0] * len(its_units) for its_units in units], 0
     prefetch = config.zero.prefetch_bucket_size
     gatherings = {
         stage: gathering_over(use, stage, by_parameter, prefetch)

@@ -230,6 +230,7 @@ def _schedule_options(config: RunConfig) -> dict[str, object]:
 def microbatches_of(config: RunConfig) -> int:
     """Micro-batches of a full batch on each data-parallel rank."""
     train = config.train
+    assert train.global_batch_size is not None  # after parsing
     return max(
         1,
         train.global_batch_size // config.data_parallel_size // train.micro_batch_size,

@@ -79,10 +79,11 @@ class TrainingLength:
             alike = min(most - steps, _steps_within(self.batch_size.until(n) - n, size))
             if left < math.inf:
                 alike = min(alike, -(-left // of_step)) if self.is_settled(step) else 1
-            steps = steps + alike
-            n = n + alike * size
-            left = left - alike * of_step
-        return int(steps), int(n - progress.samples)
+            advanced = int(alike)
+            steps = steps + advanced
+            n = n + advanced * size
+            left = left - advanced * of_step
+        return steps, n - progress.samples
 
 
 def _steps_within(samples: float, size: int) -> float:

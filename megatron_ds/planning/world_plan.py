@@ -114,7 +114,7 @@ class WorldPlan:
     @cached_property
     def specs(self) -> tuple[ParamSpec, ...]:
         """The logical tensors of the model, tied ones once."""
-        by_name = {}
+        by_name: dict[str, ParamSpec] = {}
         for stage in self.stages:
             by_name |= {p.spec.name: p.spec for p in stage.parameters}
         return tuple(by_name.values())

@@ -72,6 +72,7 @@ def bert_loss(
         per_token=per_token,
     )
     if output.order is not None:
+        assert batch.sentence_order is not None  # of data of BERT with pairs
         total = F.cross_entropy(
             output.order.float(), batch.sentence_order, ignore_index=-1, reduction="sum"
         )

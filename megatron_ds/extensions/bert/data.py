@@ -124,10 +124,10 @@ def make_sample(
         "text": text,
         "types": types,
         "labels": labels,
-        "is_random": int(swapped),
+        "is_random": np.array(int(swapped)),
         "loss_mask": loss_mask,
         "padding_mask": padding_mask,
-        "truncated": int(truncated),
+        "truncated": np.array(int(truncated)),
     }
 
 
@@ -297,7 +297,7 @@ def bert_batch(
         training=training,
         attention_mask=(column("padding_mask") == 0)[:, None, None, :],
         token_types=column("types"),
-        sentence_order=torch.tensor([sample["is_random"] for sample in samples]),
+        sentence_order=column("is_random"),
     )
 
 

@@ -13,7 +13,7 @@ from ...errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from tokenizers.trainers import Trainer
+    from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 logger = logging.getLogger(__name__)
 SMALLEST = 257  # a letter for each byte, and the end of a document
@@ -104,7 +104,7 @@ def _learn(
     folder: str | os.PathLike,
     files: tuple[str, ...],
     tokenizer: "Tokenizer",
-    trainer: "Trainer",
+    trainer: "BpeTrainer | WordPieceTrainer",
 ) -> int:
     """Train a tokenizer of the library, write these files to a temporary folder, rename."""
     folder = Path(folder)

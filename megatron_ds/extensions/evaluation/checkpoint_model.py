@@ -121,7 +121,9 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
 
 def _saved_dtype(folder: str) -> list[Setting]:
     """The option with which the run in a folder chose its dtype; [] for fp32."""
-    optimizer = saved_config(read_run(folder, latest(folder)), folder).optimizer
+    step = latest(folder)
+    assert step is not None  # options of its checkpoint were read
+    optimizer = saved_config(read_run(folder, step), folder).optimizer
     source = Source("script", "the checkpoint")
     return [
         Setting(f"optimizer.{name}", True, source)
@@ -156,7 +158,9 @@ def load_model(
             "another program's. Remove it."
         )
     if iteration is not None:
-        run = on_one_rank(world, lambda: read_run(as_given.checkpoint.load, iteration))
+        folder = as_given.checkpoint.load
+        assert folder is not None  # `evaluation_config` refuses flags without it
+        run = on_one_rank(world, lambda: read_run(folder, iteration))
         start = replace(start, step=iteration, run=run)
     config, tokenizer = on_all_ranks(world, lambda: with_tokenizer(as_given))
     return built_and_loaded(config, tokenizer, start, mesh)
