@@ -379,3 +379,6 @@ SAME: Mapping[str, str] = {
     "utils.tensor_fragment": "utils",
     "utils.z3_leaf_module": "utils",
 }
+
+# `import deepspeed; deepspeed.zero.stage3`: module → the package whose modules are its attributes.
+MODULES_BELOW: Mapping[str, str] = {"zero": "runtime.zero"}
