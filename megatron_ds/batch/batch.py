@@ -17,7 +17,7 @@ from .ledger import NO_LEDGER, Ledger
 from .past import Past
 
 if TYPE_CHECKING:
-    from ..progress.token_drop import TokenDrop
+    from ..progress.kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ class Batch:
         """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(torch.Tensor.pin_memory)
 
-    def keeping(self, drop: "TokenDrop | None", step: int) -> "Batch":
+    def keeping(self, kept: "KeptTokens | None", step: int) -> "Batch":
         """This batch with the `kept_tokens` of a step; the batch itself if all are kept."""
         return (
             self
-            if drop is None
-            else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+            if kept is None
+            else replace(self, kept_tokens=kept.kept_at(step, self.seq_length))
         )
 
     @property

@@ -163,7 +163,7 @@ def build_engine(
         planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
-        frozenset(frozen if config.adapters.is_on else ()),
+        frozenset(() if config.added_weights is None else frozen),
         spikes=make_spike_guard(config.train),
         reruns=None
         if optimizer.checksum is None

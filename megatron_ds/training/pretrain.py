@@ -329,7 +329,7 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
         on_all_ranks(world, lambda: check(start.run, description, checkpoint))
     base = find_base(config, description, world)
     if start.step is not None:
-        on_all_ranks(world, lambda: check_same_base(start.run, base))
+        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
     if base is not None:
         description |= {"base": base.identity}
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
@@ -492,7 +492,7 @@ def _open_data(
         wanted_samples(config),
         tokenizer,
         kind,
-        one_epoch=config.curriculum.orders_samples,
+        one_epoch=config.sample_order is not None,
         planned=planned,
     )
     return (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .cycle import ONE_CYCLE, RANGE_TEST
 from .muon import MuonConfig
 from .need import need
-from .option import DTYPE_NAMES, option, plugged_options
+from .option import DTYPE_NAMES, added_options, option
 from .task import TaskOptions
 
 # DeepSpeed's schedulers, which count steps.
@@ -33,7 +33,7 @@ DECOUPLED_RATE = "decoupled"
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
+class OptimizerConfig(MuonConfig, *added_options("optimizer")):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """

@@ -275,10 +275,6 @@ def _with_tokenizer(config: RunConfig) -> RunConfig:
     # The files name the type.
     if data.tokenizer_type is not None or data.mock_data or not data.vocab_file:
         return config
-    if config.model.model == "bert":
-        return _derived(
-            config, "data.tokenizer_type", "BertWordPieceLowerCase", "--vocab-file"
-        )
     if data.merge_file:
         return _derived(
             config,

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import ConfigError
-from ...progress.token_drop import Difficulty
+from ...progress.kept_tokens import Difficulty
 from ...registry import did_you_mean
 
 

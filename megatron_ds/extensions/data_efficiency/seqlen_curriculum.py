@@ -21,9 +21,9 @@ from .options import LengthCurriculum
 MOST_SAMPLES = 1 << 40
 
 
-def shortening(lengths: LengthCurriculum) -> Callable[[Batch, int], Batch]:
-    """The function (batch, length) → batch of a curriculum."""
-    return fold if lengths.folds else truncate
+def shortened(lengths: LengthCurriculum, batch: Batch, length: int) -> Batch:
+    """Return the batch with sequences of this length."""
+    return (fold if lengths.folds else truncate)(batch, length)
 
 
 def truncate(batch: Batch, length: int) -> Batch:

@@ -84,8 +84,8 @@ class TeacherPlan:
         return replace(
             plan,
             traffic=traffic,
-            teacher=held,
-            teacher_at_work=max(stage.run.at_work for stage in stages),
+            beside=held,
+            before=max(stage.run.at_work for stage in stages),
         )
 
     def _add_messages(self, traffic: Traffic, program: Program) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ...config import RunConfig
 from ...config.options.model import ModelConfig
 from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
@@ -21,6 +22,16 @@ from .targets import TARGETS
 
 # A layer of a block, or of its experts: (module that has it, name in that module, the layer).
 Place = tuple[nn.Module, str, nn.Module]
+
+
+def adapted_layers(
+    layers: list[Layer], config: RunConfig, ctx: ParallelContext
+) -> list[Layer]:
+    """Return the layers of a run, with adapters where the options ask for them."""
+    settings = config.of(LoraConfig)
+    if not settings.is_on:
+        return layers
+    return with_adapters(layers, settings, config.model, ctx)
 
 
 def with_adapters(

@@ -3,16 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.options.adapter_choice import Adapters
+from ...config.added_weights import AddedWeights
 from ...config.options.need import need
 from ...config.options.option import option
 from .targets import ALL_LINEAR, LAYERS, TARGETS
 
+NOUN = "adapters"
 LORA = need("adapters.lora_rank")
 
 
 @dataclass(frozen=True)
-class LoraConfig(Adapters):
+class LoraConfig:
     """Off unless --lora-rank is given."""
 
     lora_rank: int | None = option(
@@ -64,14 +65,13 @@ class LoraConfig(Adapters):
         return self.lora_rank is not None
 
     @property
-    def base_bits(self) -> int | None:
-        """Bits in which the frozen weights of linear layers are kept; None for those of their dtype."""
-        return self.lora_base_bits
-
-    @property
-    def dropout(self) -> float:
-        """Probability that an element of the input of an adapter is zero, in training."""
-        return self.lora_dropout
+    def added(self) -> AddedWeights | None:
+        """The adapters, as the core knows them; None without --lora-rank."""
+        if not self.is_on:
+            return None
+        return AddedWeights(
+            NOUN, self.identity(), self.lora_base_bits, self.lora_dropout
+        )
 
     @property
     def scale(self) -> float:

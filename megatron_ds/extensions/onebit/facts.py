@@ -46,3 +46,8 @@ FACTS = (
         depends=NORMS,
     ),
 )
+
+
+def facts() -> tuple[OptimizerFacts, ...]:
+    """Return the rows of all these optimizers."""
+    return FACTS

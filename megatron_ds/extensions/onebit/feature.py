@@ -3,6 +3,7 @@
 from functools import partial
 
 from ...features import Feature, Later
+from .options import OneBitOptions
 
 own = partial(Later, __package__)
 
@@ -11,9 +12,7 @@ FEATURES = [
         "onebit",
         registers={"optimizer": f"{__package__}.registered"},
         rules=(own(".rules:one_bit"),),
-        provides={
-            "optimizer options": own(".options:OneBitOptions"),
-            "optimizer facts": own(".facts:FACTS"),
-        },
+        extends={"optimizer": OneBitOptions},
+        optimizers=own(".facts:facts"),
     )
 ]

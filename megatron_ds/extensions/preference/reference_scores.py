@@ -67,7 +67,8 @@ def fill_references(
     is_new = progress.step == 0
     weights = start.run.get(TITLE)
     if is_new:
-        bits = engine.config.adapters.base_bits
+        added = engine.config.added_weights
+        bits = None if added is None else added.frozen_bits
         weights = _first_weights(start, description, bits)
         weights[FORMAT] = engine.config.optimizer.params_dtype
         origin = origin_of(engine.config, start)
@@ -94,8 +95,9 @@ def fill_references(
 def _warn_of_dropout(engine: Replica) -> None:
     """Log the dropout of a model whose reference has none."""
     model = engine.config.model
-    of_adapters = engine.config.adapters.dropout
-    largest = max(model.hidden_dropout, model.attention_dropout, of_adapters)
+    added = engine.config.added_weights
+    of_added = 0.0 if added is None else added.dropout
+    largest = max(model.hidden_dropout, model.attention_dropout, of_added)
     if largest and engine.mesh.rank == 0:
         logger.warning(
             "--dpo trains with dropout (up to %g), which the reference does not have: a model that equals the "

@@ -1,4 +1,4 @@
-"""`TokenDrop`: the tokens that blocks keep where some of them process a part of each sequence."""
+"""`KeptTokens`: the tokens that blocks keep where some of them process a part of each sequence."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,16 +17,19 @@ class Difficulty(Protocol):
 
 
 @dataclass(frozen=True)
-class TokenDrop:
+class KeptTokens:
     """The blocks that drop tokens, of `num_blocks` in all, and the tokens of a sequence that they keep.
 
     Steps count from 0 here, as DeepSpeed's do: the first step of a run uses `kept_at(0)`, which is
     `Progress.step`.
+
+    title: of the number in the log line of a step, and with underscores its tag in TensorBoard
     """
 
     blocks: tuple[int, ...]
     num_blocks: int
     kept: Difficulty
+    title: str = "kept tokens"
 
     def kept_at(self, step: int, length: int | None = None) -> int:
         """Tokens of a sequence that the blocks keep. length: of the sequence, if it is shortened."""
