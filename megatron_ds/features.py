@@ -126,7 +126,7 @@ class Feature:
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
-    optimizers a function that returns the `config.optimizer_facts.OptimizerFacts` of the optimizers it registers
+    optimizers name of an optimizer that it registers → its `config.optimizer_facts.OptimizerFacts`
     models     name of a model that it registers → `config.model_facts.ModelFacts`, where they are not those of a GPT
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model. Runs and their
@@ -140,7 +140,7 @@ class Feature:
     order      (RunConfig) -> `config.sample_order.SampleOrder`, if the samples of one epoch have an order of their own
     kept       (RunConfig) -> `progress.kept_tokens.KeptTokens`, if some blocks process a part of each sequence
     least_length  (RunConfig) -> tokens that a sequence must have at least for its options
-    synonyms   name of an option in other projects, with hyphens → its flag here
+    synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
     commands   name → `commands.Command`, whose module is an absolute name
@@ -156,7 +156,7 @@ class Feature:
     provides: Mapping[str, Later] = field(default_factory=dict)
     registers: Mapping[str, str] = field(default_factory=dict)
     extends: Mapping[str, type] = field(default_factory=dict)
-    optimizers: Callable[[], Sequence[Any]] | None = None
+    optimizers: Mapping[str, Later] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None

@@ -73,7 +73,7 @@ WITHOUT_TORCH = (
     "registry",
     "progress.ramps",
     "progress.cycles",
-    "progress.token_drop",
+    "progress.kept_tokens",
     "progress.sequence_lengths",
     "extensions.data_efficiency.rules",
     "extensions.lora.rules",

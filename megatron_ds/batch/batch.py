@@ -53,9 +53,8 @@ class Batch:
                   GPU; None: they are read from the ids if these are on the CPU, else unknown
     token_types     int64 [b, s], the segment of each token, for models with segment embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
-    reference     what another model predicts. Of pairs of answers float32 [b, 1, 2], the logarithm of
-                  the probability that it gives to each of the two; of a micro-batch that is distilled the
-                  teacher's predictions, as extensions/distillation keeps them
+    reference     what another model predicts, as an objective keeps it. Of pairs of answers float32
+                  [b, 1, 2], the logarithm of the probability that it gives to each of the two
     kept_tokens   tokens of each sample that a token-dropping layer keeps; None: all of
                   them
     places        positions of the tokens where only some are present: inside such a layer, or under context

@@ -83,11 +83,8 @@ MOMENTS = {
     "bias_correction": ("adam_bias_correction",),
 }
 # Rows of features are made with the names above.
-ADDED = tuple(
-    facts
-    for feature in own_features()
-    if feature.optimizers is not None
-    for facts in feature.optimizers()
+ADDED: tuple["OptimizerFacts", ...] = tuple(
+    facts.load() for feature in own_features() for facts in feature.optimizers.values()
 )
 FACTS: Mapping[str, OptimizerFacts] = {
     facts.name: facts

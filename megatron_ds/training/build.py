@@ -62,7 +62,7 @@ class Replica:
     step_state     what layers remember from step to step, beside parameters
     spikes         checks the norm of the gradient; None without --skip-spikes
     reruns         compares runs of a step; None without --rerun-bad-steps
-    frozen         names of the weights below adapters, which are not saved; none without adapters
+    frozen         names of the weights below `AddedWeights`, which are not saved; none without such weights
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 

@@ -1,4 +1,4 @@
-"""What ranks compare after they opened their data: corpora, masks, tokenizer, curriculum indexes.
+"""What ranks compare after they opened their data: corpora, masks, tokenizer, indexes of an order of samples.
 
 Each machine may have its own copy of a corpus, at a path of its own. So ranks compare contents, not paths
 (`file_copies`): all bytes of small files, and blocks of large ones.

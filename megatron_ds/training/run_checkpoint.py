@@ -402,14 +402,14 @@ def largest_pieces(engine: Replica) -> list[Piece]:
 def all_pieces(
     engine: Replica, saved: Mapping[str, float] | None = None
 ) -> list[Piece]:
-    """This rank's weights, optimizer state, and what layers remember from step to step, without weights below
-    adapters. saved: see `ZeroOptimizer.pieces`."""
+    """Return this rank's weights, optimizer state, and what layers remember from step to step, without frozen
+    weights. saved: see `ZeroOptimizer.pieces`."""
     pieces = [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
     return _without_frozen(engine, pieces)
 
 
 def frozen_pieces(engine: Replica) -> list[Piece]:
-    """This rank's weights below adapters, and what their layers remember from step to step."""
+    """Return this rank's weights below added ones, and what their layers remember from step to step."""
     frozen = engine.frozen
     weights = [p for p in engine.optimizer.pieces() if p.spec.name in frozen]
     encoded = engine.optimizer.encoded_pieces()

@@ -67,8 +67,8 @@ def build_datasets(
     samples: (training, validation, test) wanted.
     planned: the numbers of training samples that the starts of the run planned, in rising order, whose order
     is kept; by default the wanted number.
-    one_epoch: the training data are one epoch for any number of samples, for a curriculum, which numbers
-    them. Raises DataError for missing or damaged files and for a part without text, except that the default
+    one_epoch: the training data are one epoch for any number of samples, for a `SampleOrder`, which
+    numbers them. Raises DataError for missing or damaged files and for a part without text, except that the default
     split may leave validation or test without text; ConfigError for impossible flags.
     """
     data = config.data

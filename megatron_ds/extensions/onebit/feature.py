@@ -13,6 +13,10 @@ FEATURES = [
         registers={"optimizer": f"{__package__}.registered"},
         rules=(own(".rules:one_bit"),),
         extends={"optimizer": OneBitOptions},
-        optimizers=own(".facts:facts"),
+        optimizers={
+            "onebit_adam": own(".facts:ONE_BIT_ADAM"),
+            "zero_one_adam": own(".facts:ZERO_ONE_ADAM"),
+            "onebit_lamb": own(".facts:ONE_BIT_LAMB"),
+        },
     )
 ]
