@@ -55,7 +55,7 @@ class Batch:
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
     reference     what another model predicts, as an objective keeps it. Of pairs of answers float32
                   [b, 1, 2], the logarithm of the probability that it gives to each of the two
-    kept_tokens   tokens of each sample that a token-dropping layer keeps; None: all of
+    kept_tokens   tokens of each sample that a layer keeps which drops some; None: all of
                   them
     places        positions of the tokens where only some are present: inside such a layer, or under context
                   parallelism; None where all tokens are present
