@@ -114,7 +114,7 @@ def _deepspeed_rate(
     )
 
 
-def make_beta1(config: RunConfig) -> Ramp[float] | None:
+def make_beta1(config: RunConfig) -> CycledBeta | None:
     """Adam's beta1, if it changes: with OneCycle, unless --no-cycle-momentum is given."""
     cycle = config.cycle
     if config.optimizer.lr_decay_style != ONE_CYCLE or not cycle.cycle_momentum:

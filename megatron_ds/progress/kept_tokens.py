@@ -5,12 +5,11 @@ from typing import Protocol
 
 
 class Difficulty(Protocol):
-    """An integer as a function of the step, which never falls.
+    """An integer as a function of the step, which never falls."""
 
-    maximum  the last and largest one
-    """
-
-    maximum: int
+    @property
+    def maximum(self) -> int:
+        """The last and largest one."""
 
     def at(self, step: int) -> int:
         """The value of a step. The schedule defines whether steps count from 0 or from 1."""

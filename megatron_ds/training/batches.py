@@ -14,6 +14,7 @@ import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
+from ..data.kind import Collator, Dataset
 from ..features import Lengths
 from ..mpu.context import SequenceSlice
 from ..mpu.group import Group
@@ -26,8 +27,16 @@ from ..progress.sequence_lengths import SequenceLengths
 class BatchSource(Protocol):
     """A `Loader`, or one that several ranks share."""
 
+    @property
+    def dataset(self) -> Dataset:
+        """The samples."""
+
+    @property
+    def collate(self) -> Collator:
+        """The function that makes batches of samples."""
+
     def batch(
-        self, first: int, size: int, rank: int, ranks: int, training: bool = True
+        self, first: int, size: int, rank: int, ranks: int, /, *, training: bool = True
     ) -> Batch:
         """The samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
 

@@ -107,7 +107,9 @@ def text_of(path: str, flag: str) -> str:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:
         where = "" if Path(path).is_absolute() else f", looked for in {Path.cwd()}"
-        raise ConfigError(f"{flag} {path}: {error.strerror.lower()}{where}.") from None
+        raise ConfigError(
+            f"{flag} {path}: {(error.strerror or str(error)).lower()}{where}."
+        ) from None
 
 
 def _top(path: str, root: Any, reading: SourceReading) -> None:

@@ -30,6 +30,7 @@ METRIC_KEYS = {
     *SCHEDULE,
 }
 _LTD = "data_efficiency.data_routing.random_ltd"
+PATHS = ("index_to_sample_path", "index_to_metric_path")
 CLUSTERINGS = ("schedule_based", "single_cluster")
 
 
@@ -238,14 +239,17 @@ class RandomLTDConfig:
 
     def kept_tokens(self, num_blocks: int, seq_length: int) -> KeptTokens | None:
         """Return the blocks and their tokens; None without --random-ltd."""
-        if not self.random_ltd:
+        least = self.random_ltd_min_tokens
+        steps = self.random_ltd_steps
+        # Rules require the two.
+        if not self.random_ltd or least is None or steps is None:
             return None
         # lowest=0: DeepSpeed rounds down below the minimum if that is not a multiple, and the integers are to
         # be equal.
         kept = Rise(
-            self.random_ltd_min_tokens,
+            least,
             self.random_ltd_max_tokens or seq_length,
-            self.random_ltd_steps,
+            steps,
             self.random_ltd_tokens_per_step,
             lowest=0,
         )
@@ -350,8 +354,8 @@ def read_metric(text: str) -> Metric:
             f"{where}: difficulty_type is {kind!r}; it must be value or percentile."
         )
     # The files of the analysis; percentiles do not read the values.
-    paths = [block.get(key) for key in ("index_to_sample_path", "index_to_metric_path")]
-    for key, path in zip(("index_to_sample_path", "index_to_metric_path"), paths):
+    for key in PATHS:
+        path = block.get(key)
         if not (isinstance(path, str) and path) and (
             key == "index_to_sample_path" or kind == "value"
         ):
@@ -366,7 +370,9 @@ def read_metric(text: str) -> Metric:
             f"{where}: min_difficulty {block['min_difficulty']} of {block['max_difficulty']} "
             "percentiles admits no sample. Use 1 or more."
         )
-    return Metric(block["name"], *paths, kind, difficulty)
+    sample_path, metric_path = map(block.get, PATHS)
+    assert isinstance(sample_path, str)  # checked above
+    return Metric(block["name"], sample_path, metric_path, kind, difficulty)
 
 
 def order_identity(curriculum: CurriculumConfig) -> list[Any]:

@@ -79,7 +79,7 @@ class RandomLTD(nn.Module):
 
     def set_recompute(self, granularity: str | None) -> None:
         """Set what the block recomputes in backward: `granularity` of `Block.set_recompute`."""
-        self.block.set_recompute(granularity)
+        self.block.set_recompute(granularity)  # type: ignore[operator]  # torch: attributes of modules are tensors
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Apply the block to the kept tokens. Collective where ranks share a sequence; see the note above."""

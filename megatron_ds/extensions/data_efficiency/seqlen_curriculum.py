@@ -10,6 +10,7 @@ separate sequences: they do not attend to each other, and the positions of each 
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def _cut(
     rows  makes `count` rows of each row of a field [b, s]
     mask  does the same with a field [b, 1, s, s]
     """
-    cut = {}
+    cut: dict[str, Any] = {}
     if batch.boundaries is not None:
         cut["boundaries"] = cut_boundaries(batch.boundaries, length, count)
     for name, value in batch.tensors().items():

@@ -6,7 +6,7 @@ from typing import Any
 from ...config.added_weights import AddedWeights
 from ...config.options.need import need
 from ...config.options.option import option
-from .targets import ALL_LINEAR, LAYERS, TARGETS
+from .targets import ALL_LINEAR, LAYERS, TARGETS, Target
 
 NOUN = "adapters"
 LORA = need("adapters.lora_rank")
@@ -74,9 +74,15 @@ class LoraConfig:
         )
 
     @property
+    def rank(self) -> int:
+        """The rank of the adapters, where there are any."""
+        assert self.lora_rank is not None, "without --lora-rank there are no adapters"
+        return self.lora_rank
+
+    @property
     def scale(self) -> float:
         """The factor of the output of an adapter."""
-        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.rank
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -85,7 +91,7 @@ class LoraConfig:
         if ALL_LINEAR in given:
             given = (*given, *LAYERS)
         chosen = {TARGETS[name] for name in given if name != ALL_LINEAR}
-        names = {}
+        names: dict[Target, str] = {}
         for name, target in TARGETS.items():
             if target in chosen:
                 names.setdefault(target, name)
