@@ -13,7 +13,6 @@ from ..progress.ramps import (
     WeightDecay,
     scheduled_samples,
 )
-from ..progress.token_drop import TokenDrop
 from .options.cycle import ONE_CYCLE, RANGE_TEST
 from .options.training import (
     DECOUPLED_RATE,
@@ -128,7 +127,7 @@ def _deepspeed_rate(
     )
 
 
-def make_beta1(config: RunConfig) -> Ramp[float] | None:
+def make_beta1(config: RunConfig) -> CycledBeta | None:
     """Adam's beta1, if it changes: with OneCycle, unless --no-cycle-momentum is given."""
     cycle = config.cycle
     if config.optimizer.lr_decay_style != ONE_CYCLE or not cycle.cycle_momentum:
@@ -172,8 +171,8 @@ def counts_tokens(config: RunConfig) -> bool:
 
 
 def token_count(config: RunConfig) -> TokenCount:
-    """The tokens that a run counts: with random-LTD, the mean over the layers."""
-    return TokenCount(config.model.num_layers if config.random_ltd.is_on else None)
+    """Return the tokens that a run counts: the mean over the layers, where some process a part of each sequence."""
+    return TokenCount(None if config.kept_tokens is None else config.model.num_layers)
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:
@@ -272,8 +271,3 @@ def _span(iterations: int | None, samples: int | None, batch: int) -> int:
 def _fraction(fraction: float | None, whole: float, span: float) -> float:
     """A span that a fraction of a whole may replace."""
     return span if fraction is None else fraction * whole
-
-
-def make_token_drop(config: RunConfig) -> TokenDrop | None:
-    """The tokens that blocks keep; None: all."""
-    return config.random_ltd.token_drop(config.model)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
+from ..config.model_facts import other_models
 from ..config.options.model import ModelConfig
 from ..errors import ConfigError
 from ..features import Provided
@@ -137,7 +138,7 @@ def block_layers(
     rotary: Rotary | None,
     causal: bool = True,
 ) -> list[Layer]:
-    """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
+    """The blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
     blocks = []
     of_windows = make_window_rotary(config) or rotary
     for i, (experts, pattern) in enumerate(
@@ -219,7 +220,7 @@ def transformer_block(
     pattern: AttentionPattern = CAUSAL,
     comm_type: str = "p2p",
 ) -> Block:
-    """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
+    """The block of a transformer: self-attention and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
@@ -232,8 +233,8 @@ def transformer_block(
     ):
         raise ConfigError(
             "--moe-router-load-balancing-type expert_choice compares each token with later "
-            "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
-            "bert."
+            "ones of its sequence, which a causal model may not see. Use "
+            f"aux_loss{other_models()}."
         )
     std = output_std(config)
     attention = f"{name}.self_attention"

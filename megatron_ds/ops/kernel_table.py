@@ -9,7 +9,7 @@
     rms_norm(x, weight, eps)             the first implementation that takes the arguments, else torch's
 
 An operation is a function of torch's operations, which takes every device, dtype and shape, and any number of
-faster implementations, in the order of preference: kernels first, which the wing `extensions/kernels` registers
+faster implementations, the preferred ones first: kernels first, which the wing `extensions/kernels` registers
 when an operation is first called, then other functions of torch's operations. `select("torch")` (--kernels
 torch) leaves only torch's on GPUs and CPUs. Which implementations a device has is decided once; a call asks only
 about its arguments.

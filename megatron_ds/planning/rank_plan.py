@@ -70,8 +70,8 @@ class RankPlan:
     gathered    the part of `buffers` that holds gathered layers
     copied      host memory for the state that --async-save writes, at most: each of the ranks that hold the
                 same content writes a part of it
-    teacher     weights and predictions of a teacher, which are held for the whole step; teacher_at_work: most of what
-                its forward needs besides, before the student's
+    beside      what the objective holds beside the model for the whole step, such as a second model; before: most of
+                what it needs for a time, before the forward of the model
     is_host     the device is the host's processor, so that `copied` is in `peak`
     """
 
@@ -91,16 +91,16 @@ class RankPlan:
     in_update: int = 0
     gathered: int = 0
     copied: int = 0
-    teacher: int = 0
-    teacher_at_work: int = 0
+    beside: int = 0
+    before: int = 0
     is_host: bool = False
 
     @property
     def peak(self) -> int:
         """Estimate of the maximum on the device. During the update there are no activations."""
-        at_most = max(self.kept + self.at_work, self.in_update, self.teacher_at_work)
+        at_most = max(self.kept + self.at_work, self.in_update, self.before)
         at_most += self.copied if self.is_host else 0
-        held = self.state.total - sum(self.away.values()) + self.teacher
+        held = self.state.total - sum(self.away.values()) + self.beside
         return held + self.buffers + at_most
 
 

@@ -304,12 +304,11 @@ def optimizer_problems(config: RunConfig) -> list[str]:
 
 def _group_problems(config: RunConfig) -> Iterator[str]:
     """Parameter groups that do not fit the parameters of the model."""
-    model = config.model
     # The tokenizer is read later; names do not depend on it.
-    if model.vocab_size is None:
-        model = replace(model, vocab_size=1)
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=1))
     ctx = ParallelContext(device=torch.device("meta"))
-    layers = model_layers(model, config.adapters, ctx)
+    layers = model_layers(config, ctx)
     specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))

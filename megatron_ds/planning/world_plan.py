@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 from ..config import RunConfig, Source
-from ..config.training_schedule import make_token_drop
 from ..data.tokenizers import build_tokenizer
 from ..errors import ConfigError, DataError
 from ..models import Layer
@@ -72,11 +71,11 @@ class WorldPlan:
             len(self.metrics),
             self.device,
         )
-        return plan if self.teacher is None else self.teacher.added_to(plan)
+        return plan if self.objective is None else self.objective.added_to(plan)
 
     @cached_property
-    def teacher(self) -> Any | None:
-        """The plan of the model that the run learns from; None without one."""
+    def objective(self) -> Any | None:
+        """The plan of what the objective needs besides the model; None if it needs nothing."""
         objective = self.config.objective
         if objective is None or objective.plan is None:
             return None
@@ -187,8 +186,8 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
     """FLOPs that recomputation adds to the backward of one sequence, for a stage with these layers."""
     train = config.train
     length = config.model.seq_length
-    drop = make_token_drop(config)
-    kept = drop.kept_at(last_step(config), length) if drop else 0
+    dropping = config.kept_tokens
+    kept = dropping.kept_at(last_step(config), length) if dropping else 0
     blocks = [
         layer.flops(kept if layer.drops_tokens else length, 0)
         for layer in layers

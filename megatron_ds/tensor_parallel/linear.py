@@ -196,7 +196,7 @@ class ReplicatedLinear(nn.Module):
     ):
         """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence.
 
-        matrices: of `ParamSpec`, for the layer of an adapter
+        matrices: of `ParamSpec`, for a layer beside another one
         """
         super().__init__()
         weight = ParamSpec(

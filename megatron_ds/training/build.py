@@ -61,7 +61,7 @@ class Replica:
     step_state     what layers remember from step to step, beside parameters
     spikes         checks the norm of the gradient; None without --skip-spikes
     reruns         compares runs of a step; None without --rerun-bad-steps
-    frozen         names of the weights below adapters, which are not saved; none without adapters
+    frozen         names of the weights below `AddedWeights`, which are not saved; none without such weights
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
@@ -162,7 +162,7 @@ def build_engine(
         planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
-        frozenset(frozen if config.adapters.is_on else ()),
+        frozenset(() if config.added_weights is None else frozen),
         spikes=make_spike_guard(config.train),
         reruns=None
         if optimizer.checksum is None

@@ -218,7 +218,7 @@ class Opened:
     config       the same with the size of the vocabulary
     description  of the run, for run.json
     start        the checkpoint of this package to load, if any
-    base         pretrained weights below adapters, or None
+    base         pretrained weights below added ones, or None
     foreign      the checkpoint of another program to load, or None
     prepare      of the objective, called when weights are loaded
     """
@@ -332,12 +332,12 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
         on_all_ranks(world, lambda: check(start.run, description, checkpoint))
     base = find_base(config, description, world)
     if start.step is not None:
-        on_all_ranks(world, lambda: check_same_base(start.run, base))
+        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
     if base is not None:
         description |= {"base": base.identity}
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     description |= of_others.origin_of(start.run, foreign, config)
-    # What else the objective reads, such as a teacher.
+    # What else the objective reads, such as a second model.
     prepare = on_all_ranks(world, lambda: open_objective(config, tokenizer))
     return Opened(
         as_given, config, tokenizer, loaders, description, start, base, foreign, prepare
@@ -497,7 +497,7 @@ def _open_data(
         wanted_samples(config),
         tokenizer,
         kind,
-        one_epoch=config.curriculum.orders_samples,
+        one_epoch=config.sample_order is not None,
         planned=planned,
     )
     return (

@@ -8,7 +8,6 @@ fast disk, it is faster when each rank reads the batch itself.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
 from ..data.tokenizers.base import Tokenizer
 from ..errors import CheckpointError
-from ..features import Provided
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
@@ -30,8 +28,6 @@ from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
 from .from_checkpoint import saved_config
 from .trainer import Loaders
-
-SAMPLE_ORDER: Provided[Any] = Provided("sample order")
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
@@ -140,9 +136,10 @@ def build_loaders(
         )
         return SharedReader(own, tp, mesh.device) if shared else own
 
+    own = config.sample_order
     order = None
-    if config.curriculum.orders_samples and datasets.train is not None:
-        order = SAMPLE_ORDER.find()(config, len(datasets.train))
+    if own is not None and datasets.train is not None:
+        order = own.make(len(datasets.train))
     return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))
 
 

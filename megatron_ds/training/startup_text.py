@@ -179,10 +179,11 @@ def _model(engine: Replica, given: RunConfig) -> str:
     here = sum(p.numel() for p in engine.parameters if p.requires_grad)
     whole = count_parameters(config, engine.mesh.grid)
     model = f"model: {whole.all:,} parameters"
-    if whole.trained < whole.all:
+    added = config.added_weights
+    if added is not None:
         frozen = sum(p.numel() for p in engine.parameters) - here
         model += (
-            f", of which {whole.trained:,} in adapters are trained; rank 0 trains {here:,} and holds {frozen:,} "
+            f", of which {whole.trained:,} in {added.noun} are trained; rank 0 trains {here:,} and holds {frozen:,} "
             "frozen ones"
         )
     else:

@@ -19,7 +19,6 @@ from ..config.training_schedule import (
     make_batch_size,
     make_beta1,
     make_learning_rates,
-    make_token_drop,
     make_weight_decay,
 )
 from ..errors import MegatronDSError
@@ -27,7 +26,7 @@ from ..host import places
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..ops.kernel_table import implementations_recorded, kernels_text
-from ..planning.flops import model_flops, peak_flops, utilization
+from ..planning.flops import layers_of_run, model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
 from .batches import BatchSource
@@ -110,7 +109,8 @@ class Trainer:
         # Progress, of the whole run and of this process.
         self._planned = self.length.steps_after()
         self._total = progress.step + self.length.steps_after(progress)
-        self.drop = make_token_drop(config)
+        self._kept = config.kept_tokens
+        self._layers = layers_of_run(config)
         self.started = started or time.monotonic()
         self.stop = stop or StopRequest()
         self.tracer = Tracer(engine)
@@ -303,13 +303,11 @@ class Trainer:
             * self._layer_tokens(before.step, trained.length),
         )
         flops = model_flops(
-            self.config.model,
+            self._layers,
             trained.samples,
             trained.length,
             self._vocab,
-            trained.dropping,
             trained.kept,
-            self.config.adapters,
         )
         self._window.append(_Done(outcome, data_seconds, trained.tokens, flops))
         if (watched := places.writer()) is not None:
@@ -366,10 +364,9 @@ class Trainer:
         """What the next step trains on, over all ranks. size: of the global batch, in samples."""
         rows = size * batch.rows_per_sample
         length = batch.whole_length
-        if not self.drop:
+        if self._kept is None:
             return StepSize(rows, length)
-        kept = self.drop.kept_at(self.progress.step, length)
-        return StepSize(rows, length, self.drop.blocks, kept)
+        return StepSize(rows, length, self._kept.kept_at(self.progress.step, length))
 
     def _train(self, batch: Batch, times: PhaseTimes) -> StepOutcome:
         """Train on the batch, under the profilers of this step. Collective over the world."""
@@ -455,8 +452,8 @@ class Trainer:
 
     def _layer_tokens(self, step: int, seq_length: int) -> int:
         """Tokens of one sequence, counted once for each block that sees them."""
-        if self.drop:
-            return self.drop.layer_tokens(step, seq_length)
+        if self._kept is not None:
+            return self._kept.layer_tokens(step, seq_length)
         return self.config.model.num_layers * seq_length
 
     def _record(self, size: int, trained: StepSize) -> TrainRecord:
@@ -492,7 +489,8 @@ class Trainer:
             eta_seconds=(self._total - p.step) * seconds,
             memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
-            kept_tokens=trained.kept if self.drop else None,
+            kept_tokens=trained.kept,
+            kept_title="" if self._kept is None else self._kept.title,
             layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, trained.length)
             // self.config.model.num_layers,

@@ -1,4 +1,4 @@
-"""Frozen weights that a rank keeps in few bits: `EncodedParameters`, a `ParameterStore` (QLoRA: Dettmers et al. 2023,
+"""Frozen weights that a rank keeps in few bits: `EncodedParameters`, a `ParameterStore` (Dettmers et al. 2023,
 arXiv:2305.14314, section 3).
 
     codes, scales   of every bucket                       with ZeRO 3 of this rank's part of it

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ..config import RunConfig
-from ..config.options.adapter_choice import FROZEN_BLOCK
+from ..config.added_weights import FROZEN_BLOCK
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
 from .exchange import GradientExchange
@@ -123,6 +123,7 @@ class ZeroSettings:
         """
         o = config.optimizer
         zero = config.zero
+        added = config.added_weights
         # Collectives of a node are stage 3's alone.
         has_inner = zero.stage == 3 and zero.zero_hpz_partition_size > 1
         return cls(
@@ -146,8 +147,8 @@ class ZeroSettings:
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
             checksums=config.train.rerun_bad_steps,
-            frozen_masters=not config.adapters.is_on,
-            frozen_blocks=FROZEN_BLOCKS[config.adapters.base_bits],
+            frozen_masters=added is None,
+            frozen_blocks=FROZEN_BLOCKS[None if added is None else added.frozen_bits],
         )
 
     def __post_init__(self):

@@ -8,18 +8,13 @@ from .block import BlockOptions
 from .layer_pattern import MOST_LAYERS
 from .moe import MoEOptions
 from .need import need
-from .option import option, plugged_options
+from .option import added_options, option
 
 GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections
 
 
 @dataclass(frozen=True)
-class ModelConfig(
-    AttentionOptions,
-    plugged_options("attention options"),  # type: ignore[misc]  # the base class is found at run time
-    BlockOptions,
-    MoEOptions,
-):
+class ModelConfig(AttentionOptions, *added_options("model"), BlockOptions, MoEOptions):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties.
 
     vocab_size is None until the tokenizer of a run is known, before the model is built.
@@ -273,14 +268,6 @@ class ModelConfig(
         at_least=1,
         help="The vocabulary is padded to a multiple of this × tensor-parallel size. Padding does not enter "
         "the softmax.",
-    )
-    bert_binary_head: bool = option(
-        True,
-        switches={"--bert-no-binary-head": False},
-        needs=need("model.model", "bert"),
-        help="BERT's samples are pairs of segments, and the model predicts whether they are in the right "
-        "order (--model bert).",
-        avoid="Without it a sample is one run of sentences.",
     )
     vocab_size: int = option(
         None,

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError
-from ...features import find_provided
+from ...features import own_features
 from ...registry import did_you_mean
 from .need import Need
 
@@ -302,14 +302,10 @@ def _str(raw: Any) -> str | None:
 _CONVERT = {int: _int, float: _float, bool: _bool, str: _str}
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """A part of a section without fields."""
-
-
-def plugged_options(plugin: str, otherwise: type = NoOptions) -> type:
-    """The dataclass of the options of a wing: a section, or a base class of one.
-
-    otherwise: the class if the wing is not installed
-    """
-    return find_provided(plugin) or otherwise
+def added_options(section: str) -> tuple[type, ...]:
+    """Return the dataclasses of options that features of the wings add to a section, as base classes of it."""
+    return tuple(
+        feature.extends[section]
+        for feature in own_features()
+        if section in feature.extends
+    )

@@ -68,8 +68,8 @@ def build_datasets(
     samples: (training, validation, test) wanted.
     planned: the numbers of training samples that the starts of the run planned, in rising order, whose order
     is kept; by default the wanted number.
-    one_epoch: the training data are one epoch for any number of samples, for a curriculum, which numbers
-    them. Raises DataError for missing or damaged files and for a part without text, except that the default
+    one_epoch: the training data are one epoch for any number of samples, for a `SampleOrder`, which
+    numbers them. Raises DataError for missing or damaged files and for a part without text, except that the default
     split may leave validation or test without text; ConfigError for impossible flags.
     """
     data = config.data
@@ -110,13 +110,13 @@ def fit_default_split(
     """The config with a split for a small corpus, if the default split leaves wanted validation without text.
 
     Then the last document of the largest corpus is for validation and the others for training. A --split that
-    the user gave is kept, and so is the default of a curriculum, whose index numbers samples under it. The
+    the user gave is kept, and so is the default of an order of samples, whose index numbers them under it. The
     split in the config is part of the identity of a checkpoint. Reads the corpora.  samples: (training,
     validation, test) wanted.
     """
     # Only the default split of a blend may be changed.
     data = config.data
-    is_fixed = data.split is not None or config.curriculum.orders_samples
+    is_fixed = data.split is not None or config.sample_order is not None
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
     whole = read_sources(data).whole
@@ -240,8 +240,8 @@ class _Builder:
             )
         elif epoch:
             raise DataError(
-                f"{part.flag}: a curriculum numbers the samples of one epoch, and a blend with "
-                "weights has no epoch. Name the corpora without weights."
+                f"{part.flag}: the order of the samples is of one epoch, and a blend with weights has no epoch. "
+                "Name the corpora without weights."
             )
         else:
             dataset = self._weighted(part, wanted, opened, blend)

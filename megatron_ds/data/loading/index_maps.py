@@ -13,7 +13,7 @@ The documents, in the order of document_index, are one long stream of tokens; sa
 A numpy `RandomState(seed)` shuffles document_index first, then shuffle_index. Pure; `lengths` may be mapped.
 
 `extension` is the compiled index builder, csrc/data/index_builder.cpp. It is optional: the arrays here, in
-`blend.py` and in `bert/maps.py` are also built with numpy, with the same values, several times slower.
+`blend.py` and of features are also built with numpy, with the same values, several times slower.
 """
 
 import functools

@@ -32,7 +32,7 @@ class Loader:
 
     collate          makes a Batch of samples (`kind.Collator`)
     dataloader_type  the order, a name in ORDERS
-    order            the order itself, in place of a name: that of a curriculum
+    order            the order itself, in place of a name: that of a `SampleOrder`
     num_workers      batches read ahead, each by a thread (numpy releases the interpreter lock while it
                      copies). After a resume or a change of the batch size, batches read ahead are dropped
     pin              put batches into page-locked memory, for a GPU

@@ -1,7 +1,7 @@
 """The `.bin/.idx` corpus of Megatron, reading and writing.
 
-A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, one per
-sentence for BERT). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
+A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, or one
+per sentence). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
 
     0        9         17     18       26       34        34+4S      34+12S      34+12S+8D
     | magic  | version | code | S      | D      | lengths | offsets  | documents | modes ... |

@@ -28,8 +28,6 @@ TOKENIZERS.declare(
     "SentencePieceTokenizer",
     "Llama2Tokenizer",
     "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
     aliases={
         "HFTokenizer": "HuggingFaceTokenizer",
         "GPTSentencePieceTokenizer": "SentencePieceTokenizer",

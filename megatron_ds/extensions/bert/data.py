@@ -30,6 +30,7 @@ from ...errors import DataError
 from ...host.content_hash import content_hash
 from .maps import LONG_SENTENCE, build_mapping
 from .masking import Masking, WordPieces, mask_tokens, pieces_of
+from .options import BertConfig
 
 if TYPE_CHECKING:
     from ...config import RunConfig
@@ -302,7 +303,7 @@ def bert_batch(
 
 
 def _options(config: "RunConfig", seed: int) -> BertOptions:
-    bert = config.bert
+    bert = config.of(BertConfig)
     return BertOptions(
         config.model.seq_length,
         seed,
@@ -355,7 +356,7 @@ BERT_DATA = DataKind(
     collator=lambda config, tokenizer: bert_batch,
     blank=_blank,
     identity=lambda config: {
-        **asdict(config.bert),
+        **asdict(config.of(BertConfig)),
         "pairs": config.model.bert_binary_head,
     },
 )

@@ -91,7 +91,7 @@ def _parts(worst: RankPlan) -> dict[str, int]:
         "weights": state.parameters,
         "gradients": state.gradients,
         "optimizer": on_device,
-        "teacher": worst.teacher,
+        "teacher": worst.beside,
         "buffers": worst.buffers,
         "working memory": worst.at_work,
     }

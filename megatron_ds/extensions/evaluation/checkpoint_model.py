@@ -179,7 +179,7 @@ def built_and_loaded(
         )
     base = find_base(config, described, world)
     if start.step is not None:
-        on_all_ranks(world, lambda: check_same_base(start.run, base))
+        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
     of_others = foreign_checkpoints(config.checkpoint.load)
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     # Weights alone: no gradients, no master, no moments.

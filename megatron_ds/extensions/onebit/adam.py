@@ -19,7 +19,7 @@ from .compressed_optimizer import CompressedOptimizer
 from .phases import Exchange, FrozenVariance, Phases
 from .update_rule import OneBitRule
 
-NUMBERS = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+NUMBERS: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
 
 class OneBitAdam(CompressedOptimizer):
@@ -73,4 +73,4 @@ def frozen_rule(settings: OptimizerConfig) -> OneBitRule:
     return OneBitRule(frozen_variance(settings))
 
 
-make_onebit_adam.update_rule = frozen_rule
+make_onebit_adam.update_rule = frozen_rule  # type: ignore[attr-defined]  # functions take attributes

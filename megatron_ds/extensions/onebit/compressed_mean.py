@@ -169,7 +169,8 @@ def messages(
     numel = layout.numel
     if group.size == 1:
         return
-    if vectors := sum(p.numel() for p in parameters if is_vector(p.spec)):
+    vectors: int = sum(p.numel() for p in parameters if is_vector(p.spec))
+    if vectors:
         yield "all_reduce", group, FP32_BYTES * vectors, 1
     yield "all_reduce", group, count_rows(layout, parameters), 1
     yield "all_to_all", group, numel // PER_BYTE, 1

@@ -63,7 +63,9 @@ class CompressedSet:
     @property
     def gradient(self) -> torch.Tensor:
         """The whole gradient of this rank, padding included."""
-        return self.of.buckets.flat
+        grads = self.of.buckets
+        assert grads is not None, "sets that are trained have gradients"
+        return grads.flat
 
     @property
     def group(self) -> Group:
@@ -164,6 +166,7 @@ def make_set(
     """A set with errors of zero. The "exp_avg" of its leaves become views of the whole buffer."""
     layout = s.plan.layout
     grads = s.buckets
+    assert grads is not None, "sets that are trained have gradients"
     counted = [
         p
         for p in layout.whole_slots()

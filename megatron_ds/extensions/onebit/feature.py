@@ -3,6 +3,7 @@
 from functools import partial
 
 from ...features import Feature, Later
+from .options import OneBitOptions
 
 own = partial(Later, __package__)
 
@@ -17,9 +18,11 @@ FEATURES = [
             }
         },
         rules=(own(".rules:one_bit"),),
-        provides={
-            "optimizer options": own(".options:OneBitOptions"),
-            "optimizer facts": own(".facts:FACTS"),
+        extends={"optimizer": OneBitOptions},
+        optimizers={
+            "onebit_adam": own(".facts:ONE_BIT_ADAM"),
+            "zero_one_adam": own(".facts:ZERO_ONE_ADAM"),
+            "onebit_lamb": own(".facts:ONE_BIT_LAMB"),
         },
     )
 ]

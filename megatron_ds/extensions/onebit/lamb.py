@@ -70,7 +70,8 @@ class OneBitLamb(CompressedOptimizer):
         reduce_norms: Reductions | None = None,
         **numbers: Any,
     ):
-        super().__init__(params, phases, **LAMB_NUMBERS | numbers)
+        given: dict[str, Any] = {**LAMB_NUMBERS, **numbers}
+        super().__init__(params, phases, **given)
         self.rule = rule
         self._reduce = reduce_norms or WholeParameterNorms()
         count = sum(len(group["params"]) for group in self.param_groups)
@@ -80,6 +81,7 @@ class OneBitLamb(CompressedOptimizer):
         self.coefficients = torch.zeros(2, count, device=device)
         self.restart()
         self._before: dict[int, torch.Tensor] = {}
+        self._us: list[list[torch.Tensor]] = []
 
     def restart(self) -> None:
         """The state with which a run begins: no mean ratio, a factor of 1."""
@@ -263,5 +265,5 @@ def make_onebit_lamb(
     )
 
 
-make_onebit_lamb.update_rule = frozen_rule
-make_onebit_lamb.needs_norms = True
+make_onebit_lamb.update_rule = frozen_rule  # type: ignore[attr-defined]  # functions take attributes
+make_onebit_lamb.needs_norms = True  # type: ignore[attr-defined]  # the same

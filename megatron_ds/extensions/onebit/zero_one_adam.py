@@ -109,13 +109,15 @@ def write_low(
     parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
 ) -> None:
     """Write the weights of the model, where they are not the parameters themselves."""
-    pairs = [
-        (p.low, value)
-        for p, value in zip(parameters, values)
-        if getattr(p, "low", None) is not None
-    ]
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    for p, value in zip(parameters, values):
+        low: torch.Tensor | None = getattr(p, "low", None)
+        if low is not None:
+            written.append(low)
+            read.append(value)
+    if written:
+        torch._foreach_copy_(written, read)
 
 
 @OPTIMIZERS.register("zero_one_adam")
@@ -148,4 +150,4 @@ def zero_one_rule(settings: OptimizerConfig) -> OneBitRule:
     return OneBitRule(zero_one_phases(settings))
 
 
-make_zero_one_adam.update_rule = zero_one_rule
+make_zero_one_adam.update_rule = zero_one_rule  # type: ignore[attr-defined]  # functions take attributes

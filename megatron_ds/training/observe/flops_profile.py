@@ -39,13 +39,12 @@ class StepSize:
     """What a step has trained on.
 
     samples   sequences, over all ranks;  length: tokens of each
-    dropping  numbers of the blocks that see only `kept` tokens
+    kept      tokens of a sequence that the blocks see which drop some; None: all
     """
 
     samples: int
     length: int
-    dropping: tuple[int, ...] = ()
-    kept: int = 0
+    kept: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -84,7 +83,6 @@ class FlopsProfiler:
             self.config,
             size.samples,
             size.length,
-            size.dropping,
             size.kept,
             each=self.config.profiler.flops_profiler_detailed,
         )
