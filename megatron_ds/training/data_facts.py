@@ -20,8 +20,8 @@ from ..mpu.agreement import require_agreement
 from ..mpu.group import Group
 from ..planning.run_model import data_kind
 from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
+from .loaders import Loaders
 from .second_reading import hash_of_sample
-from .trainer import Loaders
 
 logger = logging.getLogger(__name__)
 # name → (value, where it is from), of `mpu.agreement`

@@ -64,17 +64,19 @@ from .build import Replica, build_engine
 from .continued_schedule import changes
 from .data_facts import require_same_data
 from .distributed import joined
-from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
+from .evaluation_tasks import check_evaluation_tasks
 from .foreign_checkpoints import foreign_checkpoints
 from .from_checkpoint import (
     options_of_checkpoint,
     saved_config,
     with_saved_schedule,
 )
+from .loaders import Loaders
 from .objective import Prepare, open_objective
-from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
+from .observe.profile_check import check_profile
 from .observe.sink import check_folder
+from .observers import observers_of
 from .restart import continued
 from .run_checkpoint import (
     Start,
@@ -96,7 +98,7 @@ from .samples import (
 )
 from .second_reading import with_second_reading
 from .startup_text import describe
-from .trainer import Loaders, Trainer
+from .trainer import Trainer
 
 DRY_RUN: Provided[Any] = Provided("dry run")
 PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
@@ -260,9 +262,11 @@ def train(
         config = opened.config
         _leave_if_stopped(stop, mesh)
         engine = _build(opened, mesh, source)
+        observer = observers_of(config)
+        observer.built(engine)
         _leave_if_stopped(stop, mesh)
         progress, description = _load(engine, opened)
-        tasks = evaluation_tasks(engine, opened.tokenizer)
+        observer.loaded(engine, opened.tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
@@ -275,9 +279,9 @@ def train(
             _open_log(config, progress, opened, mesh),
             progress,
             description,
+            observer,
             started,
             stop,
-            tasks,
         )
         reason = trainer.run()
         if checkpoint.save:

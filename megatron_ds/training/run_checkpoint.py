@@ -317,15 +317,12 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
 
 def run_values(engine: Replica, progress: Progress, description: dict) -> dict:
     """The values of run.json at this moment: the tensors are in other files."""
-    spikes = engine.spikes
-    return (
-        description
-        | {
-            "progress": progress.to_dict(),
-            "optimizer": engine.optimizer.extra_state(),
-        }
-        | ({} if spikes is None else {"spikes": spikes.state()})
-    )
+    of_observers = {name: kept.state() for name, kept in engine.states.items()}
+    own = {
+        "progress": progress.to_dict(),
+        "optimizer": engine.optimizer.extra_state(),
+    }
+    return description | own | of_observers
 
 
 def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
@@ -440,8 +437,8 @@ def load_run(engine: Replica, start: Start) -> Progress:
     )
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])
-        if engine.spikes is not None:
-            engine.spikes.load_state(start.run.get("spikes", {}))
+        for name, kept in engine.states.items():
+            kept.load_state(start.run.get(name, {}))
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     # Differences that are allowed are logged.

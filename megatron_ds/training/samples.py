@@ -29,7 +29,7 @@ from ..mpu.mesh import Mesh
 from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
 from .from_checkpoint import saved_config
-from .trainer import Loaders
+from .loaders import Loaders
 
 SAMPLE_ORDER: Provided[Any] = Provided("sample order")
 

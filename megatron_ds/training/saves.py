@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from ..checkpoint.background_save import BackgroundSave, Copies
 from ..host import places
 from ..host.pace import Pace
+from ..mpu.agree import on_one_rank
 from ..progress.ramps import Progress
 from .build import Replica
+from .observer import due
 from .run_checkpoint import (
     is_finite,
     log_saved,
@@ -26,6 +28,7 @@ from .run_checkpoint import (
     save_run,
     saved_pieces,
 )
+from .trigger_files import take_save_file
 
 # The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
 # other, so a step is slower by the share that one of them loses.
@@ -79,6 +82,37 @@ class Saves:
             elif save_run(self._engine, progress, self._description):
                 self.step = progress.step
                 self.report(progress.step, time.perf_counter() - begin)
+
+    def before_training(self, progress: Progress) -> None:
+        """Save the start of a run, if --extra-save-iters has 0. Collective over the world."""
+        checkpoint = self._engine.config.checkpoint
+        is_asked = checkpoint.save and 0 in checkpoint.extra_save_iters
+        if is_asked and progress.step == 0:
+            self.save(progress)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save follows this step. Collective over the world if --trigger-path is given."""
+        checkpoint = self._engine.config.checkpoint
+        if not checkpoint.save:
+            return False
+        if due(checkpoint.save_interval, step) or step in checkpoint.extra_save_iters:
+            return True
+        return self._is_triggered(step)
+
+    def _is_triggered(self, step: int) -> bool:
+        """Whether rank 0 found a file named `save`, which it removes. It looks at the steps of --log-interval."""
+        config = self._engine.config
+        if not config.train.trigger_path or not due(config.logging.log_interval, step):
+            return False
+        world = self._engine.mesh.group("world")
+        return on_one_rank(world, lambda: take_save_file(config.train))
+
+    def at_end(self, progress: Progress) -> None:
+        """Wait for the save under way, and save the last step unless that has been done or tried. Collective."""
+        self.finish()
+        known = (self.step, self.tried)
+        if self._engine.config.checkpoint.save and progress.step not in known:
+            self.save(progress, is_last=True)
 
     @property
     def is_ready(self) -> bool:

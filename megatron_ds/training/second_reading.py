@@ -26,8 +26,8 @@ from ..data.loading.loader import Loader
 from ..errors import DataError
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
+from .loaders import Loaders
 from .samples import SharedReader
-from .trainer import Loaders
 
 COMPARED = 16
 # position in the stream of the run → hash of the sample
