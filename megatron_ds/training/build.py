@@ -258,7 +258,7 @@ def _build_optimizer(
     settings = ZeroSettings.from_config(config)
     if not trains:
         settings = replace(settings, frozen_masters=False, frozen_blocks=None)
-    counts = {}
+    counts: dict[nn.Parameter, int] = {}
     for modules in stages.values():
         counts |= count_uses(modules)
     seed = config.train.seed
@@ -267,7 +267,7 @@ def _build_optimizer(
         parameters,
         settings,
         groups,
-        ParameterUse.of_stages(stages, counts),
+        ParameterUse.of_stages({i: list(s) for i, s in stages.items()}, counts),
         mesh.device,
         draw=lambda spec, start, out: initialize_interval(
             out, spec, start, seed, coordinates

@@ -123,12 +123,12 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
     # The weights and names of each blend, then the size of each corpus.
     for name, part in _parts(config):
         facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
-    for part, number, prefix in _prefixes(config):
-        name = f"corpus {number} ({part})"
+    for which, number, prefix in _prefixes(config):
+        name = f"corpus {number} ({which})"
         corpus = IndexedDataset(prefix)
         documents = f"{corpus.num_documents} documents"
-        size = f"{documents}, {corpus.num_tokens} tokens"
-        facts[name] = (size, str(prefix))
+        held = f"{documents}, {corpus.num_tokens} tokens"
+        facts[name] = (held, str(prefix))
     # Which indexes a curriculum has, and what else the run records of its data.
     for what, prefix in config.curriculum.index_prefixes():
         paths = corpus_paths(prefix)

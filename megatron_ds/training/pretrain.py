@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,7 @@ from .run_checkpoint import (
     clear_save_folder,
     describe_run,
     find_start,
+    known_folder,
     largest_pieces,
     load_run,
     save_folder,
@@ -104,7 +105,7 @@ DRY_RUN: Provided[Any] = Provided("dry run")
 PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
-KNOWN_NAMES = {
+KNOWN_NAMES: dict[str, Container[str]] = {
     "model.model": MODELS,
     "parallel.pipeline_schedule": SCHEDULES,
     "optimizer.optimizer": OPTIMIZERS,
@@ -394,7 +395,7 @@ def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
     """Log on rank 0 the path of the newest checkpoint, if there is one."""
     if mesh.rank:
         return
-    save = trainer.config.checkpoint.save
+    save = known_folder(trainer.config.checkpoint.save)
     if path := find(place_of(save), trainer.saves.step):
         logger.info("the last checkpoint is %s", path)
 
@@ -442,7 +443,7 @@ def _check_room(engine: Replica, progress: Progress) -> None:
     steps = make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
     check_room(
-        place_of(checkpoint.save),
+        place_of(known_folder(checkpoint.save)),
         largest_pieces(engine),
         coordinates=mesh.coordinates,
         world=mesh.group("world"),

@@ -28,7 +28,7 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     optimizer.wait_for_weights()
     wait_for_work(mesh.device, mesh.group("world"))
     # Weights that every data-parallel rank holds whole.
-    digests = {}
+    digests: dict[str, str] = {}
     for s in optimizer.sets:
         if s.plan.reduced_over == DATA_AXES and not s.plan.units:
             digests |= {p.spec.name: _digest(p) for p in s.parameters}

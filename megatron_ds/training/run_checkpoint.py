@@ -114,11 +114,17 @@ def find_weights(checkpoint: CheckpointConfig) -> Start:
     return replace(start, run_id=run_id_of(start.run) or "")
 
 
+def known_folder(folder: str | None) -> str:
+    """Return the --save or --load folder of a caller that needs it, and has looked whether it is given."""
+    assert folder is not None, "the caller has looked"
+    return folder
+
+
 def clear_save_folder(given: CheckpointConfig, world: Group) -> None:
     """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
     load. given: the options of the user"""
     if given.overwrite_save and not _continues_in_place(given):
-        on_one_rank(world, lambda: _move_aside(given.save))
+        on_one_rank(world, lambda: _move_aside(known_folder(given.save)))
 
 
 def _move_aside(save: str) -> None:
@@ -149,7 +155,7 @@ def _look(checkpoint: CheckpointConfig) -> Start:
 
 def check_may_start(checkpoint: CheckpointConfig) -> None:
     """Raises MismatchError unless the --load folder, which holds no checkpoint, is also --save."""
-    folder = place_of(checkpoint.load)
+    folder = place_of(known_folder(checkpoint.load))
     if checkpoint.exit_on_missing_checkpoint:
         raise MismatchError(
             f"--load {folder}: no complete checkpoint there, and "
@@ -190,7 +196,7 @@ def _check_save_folder(given: CheckpointConfig, start: Start) -> None:
 
 def _advice_of_save_folder(given: CheckpointConfig) -> tuple[str, str]:
     """How to continue the run in the --save folder, and how to begin it again if it has no checkpoint."""
-    save = given.save
+    save = known_folder(given.save)
     load = given.load
     is_same = load and _same_folder(place_of(load), place_of(save))
     change = f"Add --load {save}"
@@ -306,7 +312,7 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
     """A save of this run that has not begun."""
     checkpoint = engine.config.checkpoint
     return Saving(
-        place_of(checkpoint.save),
+        place_of(known_folder(checkpoint.save)),
         progress.step,
         engine.mesh.coordinates,
         engine.mesh.group("world"),
@@ -352,7 +358,7 @@ def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) 
             progress.step,
             found[rank],
             rank,
-            place_of(engine.config.checkpoint.save),
+            place_of(known_folder(engine.config.checkpoint.save)),
         )
     return False
 
@@ -427,7 +433,7 @@ def load_run(engine: Replica, start: Start) -> Progress:
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     pieces = all_pieces(engine, start.run.get("optimizer"))
     load(
-        checkpoint.load,
+        known_folder(checkpoint.load),
         start.step,
         pieces,
         coordinates=mesh.coordinates,
@@ -534,7 +540,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
 
     saved: the values of run.json; current: of `describe_run`; wanted: which parts to load.
     """
-    directory = wanted.load
+    directory = known_folder(wanted.load)
     if "engine" in saved:
         raise MismatchError(
             f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
@@ -543,7 +549,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
         )
     _check_adapters(saved, current, directory)
     # The parts that must be equal: other data are allowed in finetuning.
-    parts = (
+    parts: tuple[str, ...] = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
     )
     # Other programs do not record the identity of their data.

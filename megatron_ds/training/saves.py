@@ -11,6 +11,7 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..checkpoint.background_save import BackgroundSave, Copies
 from ..host import places
@@ -129,16 +130,17 @@ class Saves:
 
     def after_step(self, ready: int) -> None:
         """Go on with the save under way when all ranks are ready. ready: the ranks that are. Collective."""
-        if ready == self._engine.mesh.group("world").size:
-            self._advance()
+        pending = self._pending
+        if pending is not None and ready == self._engine.mesh.group("world").size:
+            self._advance(pending)
 
     def finish(self) -> None:
         """Wait for the save under way, if any, until its end. Collective over the world.
 
         Raises CheckpointError on all ranks when any rank failed.
         """
-        while self._pending is not None:
-            self._advance()
+        while (pending := self._pending) is not None:
+            self._advance(pending)
 
     def pace(self) -> Pace:
         """The pace of the thread of a save.
@@ -147,9 +149,8 @@ class Saves:
         """
         return Pace(WRITERS_SHARE if self._engine.mesh.device.type == "cpu" else 1.0)
 
-    def _advance(self) -> None:
+    def _advance(self, pending: _Pending) -> None:
         """Take the next step of the save under way, and report what it brought."""
-        pending = self._pending
         was_complete = pending.save.path is not None
         # After an error there is nothing to wait for.
         self._pending = None
@@ -161,13 +162,14 @@ class Saves:
             self._pending = pending
         if not is_finite(pending.save.reasons, pending.progress, self._engine):
             return
-        if pending.save.path is not None and not was_complete:
-            self._report(pending)
+        path = pending.save.path
+        if path is not None and not was_complete:
+            self._report(pending, path)
 
-    def _report(self, pending: _Pending) -> None:
+    def _report(self, pending: _Pending, path: Path) -> None:
         self.step = pending.save.step
         if self._engine.mesh.rank == 0:
-            log_saved(pending.save.path, pending.begin, pending.stall)
+            log_saved(path, pending.begin, pending.stall)
         self.report(pending.save.step, pending.stall)
 
     def _begin(self, progress: Progress) -> None:

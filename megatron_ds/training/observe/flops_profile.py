@@ -126,21 +126,19 @@ def phase_lines(
         (OPTIMIZER, "optimizer"),
     ):
         if found := list(times.get(phase, {}).values()):
-            rate = (
-                short(of_phase[phase] / sum(found))
-                if phase in of_phase and sum(found)
-                else ""
-            )
-            yield f"  {name:20}{_ms(max(found)):>13}{_ms(min(found)):>24}{rate:>20}"
+            total = sum(found, 0.0)
+            has_rate = phase in of_phase and total > 0
+            of_rank = short(of_phase[phase] / total) if has_rate else ""
+            yield f"  {name:20}{_ms(max(found)):>13}{_ms(min(found)):>24}{of_rank:>20}"
     # The whole step, whose backward has twice the FLOPs of its forward.
     rate = 3 * forward / seconds / ranks
     yield f"  {'step':20}{_ms(seconds):>13}{'':24}{short(rate):>20}"
     share = utilization(rate, peak)
-    if share is not None:
+    if share is not None and peak is not None:
         yield f"  model FLOPs utilization: {share:.1%} of {short(peak)}FLOP/s"
     # Recomputation is work of the device, but not of the model.
-    again = [row.again for row in rows]
-    if None in again:
+    again = [row.again for row in rows if row.again is not None]
+    if len(again) < len(rows):
         yield "  FLOPs of recomputation are not counted: --recompute-num-layers sets blocks of each stage."
     elif any(again):
         with_it = rate + sum(again) / seconds / ranks

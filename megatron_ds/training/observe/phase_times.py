@@ -58,7 +58,7 @@ class PhaseTimes:
             return
         start = self._timeline.now()
         yield
-        self._timeline.add(name, start)
+        self._timeline.add(name, start)  # type: ignore[arg-type]  # it keeps any name
 
     @contextmanager
     def instructions(self, executor: Executor) -> Iterator[None]:
@@ -85,13 +85,14 @@ class PhaseTimes:
     def read(self, steps: int, world: Group) -> dict[str, dict[int, float]]:
         """Phase → rank → seconds per step, of each rank that had it. Collective over the world, if the level
         is not 0; the host waits for the device."""
-        return of_ranks(self.take(), steps, world) if self._timeline is not None else {}
+        return of_ranks(self.take(), steps, world) if self.level else {}
 
     def take(self) -> dict[str, float]:
         """Phase → seconds of this rank since the last call; the host waits for the device."""
         mine: dict[str, float] = defaultdict(float, self._added)
         self._added = {}
-        for what, start, end in self._timeline.read():
+        entries = () if self._timeline is None else self._timeline.read()
+        for what, start, end in entries:
             name = what if isinstance(what, str) else NAMES.get(what.op)
             if name is not None:
                 mine[name] += end - start

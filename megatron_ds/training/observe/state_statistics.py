@@ -74,13 +74,13 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     found = torch.cat([sums, largest[None]])
     squares, absolutes, maxima = read_numbers(found, mesh.group("world"))
     # Three tags for each kind.
-    found = {}
+    tags: dict[str, float] = {}
     for at, name in enumerate(TAG_ORDER):
         tag = f"optimizer/{name}"
-        found[f"{tag}_l2"] = math.sqrt(squares[at])
-        found[f"{tag}_l1"] = absolutes[at]
-        found[f"{tag}_abs_max"] = maxima[at]
-    return found
+        tags[f"{tag}_l2"] = math.sqrt(squares[at])
+        tags[f"{tag}_l1"] = absolutes[at]
+        tags[f"{tag}_abs_max"] = maxima[at]
+    return tags
 
 
 def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:

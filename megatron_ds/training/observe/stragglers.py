@@ -98,7 +98,7 @@ class Stragglers:
             yield
             return
         if self._timeline is not None:
-            with self._on_device(executor):
+            with self._on_device(executor, self._timeline):
                 yield
             return
         begin = time.perf_counter()
@@ -121,22 +121,21 @@ class Stragglers:
         log("%s", stragglers_text(step, seconds, slow, self._hosts))
 
     @contextmanager
-    def _on_device(self, executor: Executor) -> Iterator[None]:
+    def _on_device(self, executor: Executor, timeline: Timeline) -> Iterator[None]:
         """Time the computations of the device, unless a trace records them."""
         if executor.timeline is not None:
             self._seconds = 0.0
             yield
             return
-        executor.timeline = self._timeline
+        executor.timeline = timeline
         try:
             yield
         finally:
             executor.timeline = None
-        self._seconds = sum(
-            end - start
-            for what, start, end in self._timeline.read()
-            if what.op in COMPUTE
-        )
+        times = [
+            end - start for what, start, end in timeline.read() if what.op in COMPUTE
+        ]
+        self._seconds = sum(times, 0.0)
 
 
 class SlowRanks(Observer):
