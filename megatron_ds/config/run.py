@@ -238,6 +238,8 @@ class RunConfig:
 
 def _is_section(factory: object) -> TypeGuard[type]:
     return isinstance(factory, type) and is_dataclass(factory)
+
+
 def _lengths_of(feature: Feature) -> Callable[[RunConfig], Lengths | None]:
     lengths = feature.lengths
     return lambda config: (

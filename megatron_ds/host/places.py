@@ -413,6 +413,18 @@ def waited_seconds() -> float:
     return (WAITING.nanoseconds + WAITING_FOR_DEVICE.nanoseconds) / 1e9
 
 
+def enter_step(done: int, phase: str = TRAINING) -> None:
+    """This process has completed `done` steps, and is in a phase."""
+    if _writer:
+        _writer[0].step(done, phase)
+
+
+def enter_phase(name: str) -> None:
+    """This process is in a phase from now on."""
+    if _writer:
+        _writer[0].phase(name)
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Inside, this process is in a phase."""

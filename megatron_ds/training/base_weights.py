@@ -29,6 +29,7 @@ from .run_checkpoint import (
     check_same_run,
     find_weights,
     frozen_pieces,
+    known_folder,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class BaseWeights:
     @property
     def identity(self) -> dict[str, Any]:
         """The checkpoint, for run.json: its folder, and its run and step where they are known."""
-        about = {"folder": absolute(self.checkpoint.load)}
+        about: dict[str, Any] = {"folder": absolute(known_folder(self.checkpoint.load))}
         if self.start.step is not None:
             about |= {"run_id": self.start.run_id, "step": self.start.step}
         return about
@@ -137,9 +138,11 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
         )
         return
     begin = time.perf_counter()
+    step = base.start.step
+    assert step is not None, "find_base found a checkpoint of this package"
     load(
-        base.checkpoint.load,
-        base.start.step,
+        known_folder(base.checkpoint.load),
+        step,
         pieces,
         coordinates=mesh.coordinates,
         world=mesh.group("world"),
@@ -151,7 +154,7 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
         logger.info(
             "loaded the frozen weights from %s, iteration %d, in %.1f s",
             base.checkpoint.load,
-            base.start.step,
+            step,
             time.perf_counter() - begin,
         )
 
@@ -163,7 +166,7 @@ def check_same_base(saved: dict, base: BaseWeights | None, config: RunConfig) ->
     now = None if base is None else base.identity
     if (before is None) != (now is None):
         raise MismatchError(_other_base(noun, before, now))
-    if before is None or "step" not in before or "step" not in now:
+    if before is None or now is None or "step" not in before or "step" not in now:
         return
     if (before["run_id"], before["step"]) != (now["run_id"], now["step"]):
         raise MismatchError(_other_base(noun, before, now))

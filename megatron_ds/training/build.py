@@ -7,9 +7,11 @@ configuration.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ..config import RunConfig
@@ -25,6 +27,7 @@ from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.passes import forward_only
 from ..pipeline.stage import LayerHooks, Stage
+from ..planning.flops import peak_flops
 from ..planning.replica_plan import ReplicaPlan, plan_replica
 from ..planning.run_model import (
     DTYPES,
@@ -43,10 +46,18 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
 from .batches import Batches, make_batches
-from .rerun import Reruns
 from .save_under_way import SaveUnderWay
-from .spikes import SpikeGuard, make_spike_guard
 from .step_metrics import StepMetrics
+
+
+class KeptState(Protocol):
+    """State of an observer: plain values in run.json."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the values."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; {} if the checkpoint has none: begin anew."""
 
 
 @dataclass
@@ -59,8 +70,7 @@ class Replica:
     why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
-    spikes         checks the norm of the gradient; None without --skip-spikes
-    reruns         compares runs of a step; None without --rerun-bad-steps
+    states         what observers keep from step to step: name in run.json → object
     frozen         names of the weights below `AddedWeights`, which are not saved; none without such weights
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
@@ -80,8 +90,19 @@ class Replica:
     step_state: StepState
     frozen: frozenset[str] = frozenset()
     saving: SaveUnderWay | None = None
-    spikes: SpikeGuard | None = None
-    reruns: Reruns | None = None
+    states: dict[str, KeptState] = field(default_factory=dict)
+
+    @property
+    def seeks_loss_scale(self) -> bool:
+        """Whether an overflow is part of finding the loss scale: the optimizer skips the step."""
+        scale = self.config.optimizer.loss_scale
+        return self.optimizer.loss_scale != 1.0 and scale is None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of the device in the dtype of the parameters, if known."""
+        dtype = self.parameters[0].dtype if self.parameters else torch.float32
+        return peak_flops(self.mesh.device, dtype)
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -163,10 +184,6 @@ def build_engine(
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
         frozenset(() if config.added_weights is None else frozen),
-        spikes=make_spike_guard(config.train),
-        reruns=None
-        if optimizer.checksum is None
-        else Reruns(mesh, optimizer.checksum, config.train.rerun_steps_interval),
     )
 
 
@@ -240,7 +257,7 @@ def _build_optimizer(
     settings = ZeroSettings.from_config(config)
     if not trains:
         settings = replace(settings, frozen_masters=False, frozen_blocks=None)
-    counts = {}
+    counts: dict[nn.Parameter, int] = {}
     for modules in stages.values():
         counts |= count_uses(modules)
     seed = config.train.seed
@@ -249,7 +266,7 @@ def _build_optimizer(
         parameters,
         settings,
         groups,
-        ParameterUse.of_stages(stages, counts),
+        ParameterUse.of_stages({i: list(s) for i, s in stages.items()}, counts),
         mesh.device,
         draw=lambda spec, start, out: initialize_interval(
             out, spec, start, seed, coordinates

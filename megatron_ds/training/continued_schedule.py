@@ -39,7 +39,9 @@ def changes(before: RunConfig, now: RunConfig, progress: Progress) -> Iterator[s
 def _before_last_step(config: RunConfig, progress: Progress) -> Progress:
     """The progress with which the last step of the run begins."""
     rest = make_length(config).samples_after(progress)
-    samples = max(0, rest - config.train.global_batch_size)
+    size = config.train.global_batch_size
+    assert size is not None, "parsing sets it"
+    samples = max(0, rest - size)
     tokens = samples * config.model.seq_length
     return replace(
         progress,
@@ -52,10 +54,9 @@ def _before_last_step(config: RunConfig, progress: Progress) -> Progress:
 
 def _reason(here: Ramp[float], there: Ramp[float], progress: Progress) -> str:
     """The ends of two decays in samples, if they differ, and how to keep the earlier one."""
-    rates = (here, there)
-    if not all(isinstance(rate, LearningRate) for rate in rates):
+    if not isinstance(here, LearningRate) or not isinstance(there, LearningRate):
         return ""
-    in_samples = all(rate.count is scheduled_samples for rate in rates)
+    in_samples = all(rate.count is scheduled_samples for rate in (here, there))
     if not in_samples or here.decay == there.decay:
         return ""
     return (

@@ -20,8 +20,8 @@ from ..mpu.agreement import require_agreement
 from ..mpu.group import Group
 from ..planning.run_model import data_kind
 from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
+from .loaders import Loaders
 from .second_reading import hash_of_sample
-from .trainer import Loaders
 
 logger = logging.getLogger(__name__)
 # name → (value, where it is from), of `mpu.agreement`
@@ -122,12 +122,12 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
     # The weights and names of each blend, then the size of each corpus.
     for name, part in _parts(config):
         facts[f"the blend ({name})"] = (_blend(part.values), part.flag)
-    for part, number, prefix in _prefixes(config):
-        name = f"corpus {number} ({part})"
+    for which, number, prefix in _prefixes(config):
+        name = f"corpus {number} ({which})"
         corpus = IndexedDataset(prefix)
         documents = f"{corpus.num_documents} documents"
-        size = f"{documents}, {corpus.num_tokens} tokens"
-        facts[name] = (size, str(prefix))
+        held = f"{documents}, {corpus.num_tokens} tokens"
+        facts[name] = (held, str(prefix))
     # Which indexes an order of the samples has, and what else the run records of its data.
     for what, prefix in _order_prefixes(config):
         paths = corpus_paths(prefix)

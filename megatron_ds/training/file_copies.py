@@ -91,7 +91,7 @@ def spread_blocks(sizes: Sequence[int], most: int) -> list[Iterable[int]]:
     total = sum(counts)
     if total <= most:
         return [range(count) for count in counts]
-    chosen = []
+    chosen: list[Iterable[int]] = []
     for count in counts:
         share = -(-count * most // total)
         places = (place * count // share - 1 for place in range(1, share + 1))

@@ -51,14 +51,14 @@ def _bad_parameter(
     for stage, module in layers.values():
         names = (p.spec.name for p in module.parameters())
         found += [(stage, name) for name in names if name in bad]
-    stage, name = min(found, key=lambda entry: entry[0], default=(None, None))
-    return (
-        None if name is None else (stage, f"parameter {name} holds non-finite values")
-    )
+    if not found:
+        return None
+    stage, name = min(found, key=lambda entry: entry[0])
+    return stage, f"parameter {name} holds non-finite values"
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    return read_number(torch.isfinite(values).all())
+    return bool(read_number(torch.isfinite(values).all()))
 
 
 def _bad_output(

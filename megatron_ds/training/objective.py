@@ -6,8 +6,8 @@ from ..config import RunConfig
 from ..data.tokenizers import Tokenizer
 from ..progress.ramps import Progress
 from .build import Replica
+from .loaders import Loaders
 from .run_checkpoint import Start
-from .trainer import Loaders
 
 
 class Prepare(Protocol):

@@ -65,17 +65,19 @@ from .build import Replica, build_engine
 from .continued_schedule import changes
 from .data_facts import require_same_data
 from .distributed import joined
-from .evaluation_tasks import check_evaluation_tasks, evaluation_tasks
+from .evaluation_tasks import check_evaluation_tasks
 from .foreign_checkpoints import folder_of_model, foreign_checkpoints
 from .from_checkpoint import (
     options_of_checkpoint,
     saved_config,
     with_saved_schedule,
 )
+from .loaders import Loaders
 from .objective import Prepare, open_objective
-from .observe.kernel_profile import check_profile
 from .observe.log import Log, check_log, open_log
+from .observe.profile_check import check_profile
 from .observe.sink import check_folder
+from .observers import observers_of
 from .restart import continued
 from .run_checkpoint import (
     Start,
@@ -84,6 +86,7 @@ from .run_checkpoint import (
     clear_save_folder,
     describe_run,
     find_start,
+    known_folder,
     largest_pieces,
     load_run,
     save_folder,
@@ -97,7 +100,7 @@ from .samples import (
 )
 from .second_reading import with_second_reading
 from .startup_text import describe
-from .trainer import Loaders, Trainer
+from .trainer import Trainer
 
 DRY_RUN: Provided[Any] = Provided("dry run")
 PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
@@ -263,9 +266,11 @@ def train(
         config = opened.config
         _leave_if_stopped(stop, mesh)
         engine = _build(opened, mesh, source)
+        observer = observers_of(config)
+        observer.built(engine)
         _leave_if_stopped(stop, mesh)
         progress, description = _load(engine, opened)
-        tasks = evaluation_tasks(engine, opened.tokenizer)
+        observer.loaded(engine, opened.tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
@@ -278,9 +283,9 @@ def train(
             _open_log(config, progress, opened, mesh),
             progress,
             description,
+            observer,
             started,
             stop,
-            tasks,
         )
         reason = trainer.run()
         if checkpoint.save:
@@ -395,7 +400,7 @@ def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
     """Log on rank 0 the path of the newest checkpoint, if there is one."""
     if mesh.rank:
         return
-    save = trainer.config.checkpoint.save
+    save = known_folder(trainer.config.checkpoint.save)
     if path := find(place_of(save), trainer.saves.step):
         logger.info("the last checkpoint is %s", path)
 
@@ -443,7 +448,7 @@ def _check_room(engine: Replica, progress: Progress) -> None:
     steps = make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
     check_room(
-        place_of(checkpoint.save),
+        place_of(known_folder(checkpoint.save)),
         largest_pieces(engine),
         coordinates=mesh.coordinates,
         world=mesh.group("world"),

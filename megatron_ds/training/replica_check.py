@@ -10,6 +10,8 @@ from ..mpu.host_reads import wait_for_work
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES
 from ..zero.optimizer import ZeroOptimizer
+from .moments import RunStart, StepEnd
+from .observer import Observer, due
 
 
 class ReplicaError(MegatronDSError):
@@ -26,7 +28,7 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     optimizer.wait_for_weights()
     wait_for_work(mesh.device, mesh.group("world"))
     # Weights that every data-parallel rank holds whole.
-    digests = {}
+    digests: dict[str, str] = {}
     for s in optimizer.sets:
         if s.plan.reduced_over == DATA_AXES and not s.plan.units:
             digests |= {p.spec.name: _digest(p) for p in s.parameters}
@@ -51,3 +53,18 @@ def _digest(parameter: torch.Tensor) -> str:
     flat = parameter.detach().contiguous().view(-1)
     data = flat.view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()
+
+
+class ComparedReplicas(Observer):
+    """--check-weight-hash-across-dp-replicas-interval: do data-parallel ranks hold the same weights?"""
+
+    def run_started(self, start: RunStart) -> None:
+        """Keep what is compared."""
+        self._replica = start.replica
+        train = start.config.train
+        self._interval = train.check_weight_hash_across_dp_replicas_interval
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Compare the weights, if it is due. Collective over the world; raises ReplicaError on all ranks."""
+        if due(self._interval, end.step):
+            check_replicas(self._replica.optimizer, self._replica.mesh, end.step)

@@ -12,40 +12,23 @@ and the norm of all ranks, and the checksum of the gradient that each rank compu
 
 import math
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..config.training_schedule import make_batch_size
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 from ..zero.gradient_checksum import GradientChecksum
-from .step_metrics import StepReport
+from .moments import Again, Computed, RunStart
+from .observe.records import RerunRecord
+from .observer import Observer, due
 
 NOT_FINITE = "loss or gradient not finite"
-SPIKE = "spike of the gradient norm"
 SCHEDULED = "every step of --rerun-steps-interval"
 
 DETERMINISTIC = "deterministic"
 TRANSIENT = "transient"
 UNREPEATABLE = "unrepeatable"
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a forward and backward of a step leaves, the same on every rank, but for the gradients themselves.
-
-    gradient: the numbers of `ZeroOptimizer.measure`, on the host
-    """
-
-    report: StepReport
-    gradient: list[float]
-
-    @property
-    def bits(self) -> tuple[str, ...]:
-        """All losses and numbers, exactly; NaN equals NaN."""
-        report = self.report
-        return tuple(
-            map(float.hex, (report.loss, *report.terms.values(), *self.gradient))
-        )
+MOST_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -69,47 +52,40 @@ class Rerun:
         return self.why != SCHEDULED or self.verdict != DETERMINISTIC
 
 
-class Reruns:
-    """Compares runs of a step.
+class Comparison:
+    """The runs of one step.
 
+    why       it is computed again
     checksum  of the gradients of this rank
-    interval  every so many steps are computed again whatever their result; None: only bad ones
-    report    is called with what was found, before the update
     """
 
-    def __init__(self, mesh: Mesh, checksum: GradientChecksum, interval: int | None):
-        self.mesh = mesh
-        self.checksum = checksum
-        self.interval = interval
-        self.report: Callable[[Rerun], None] = lambda rerun: None
+    def __init__(self, why: str, mesh: Mesh, checksum: GradientChecksum):
+        self.why = why
+        self._world = mesh.group("world")
+        self._checksum = checksum
+        self._runs: list[Computed] = []
+        self._sums: list[int] = []
 
-    def is_due(self, step: int) -> bool:
-        """Whether this step is computed again whatever its result."""
-        return self.interval is not None and step % self.interval == 0
+    def add(self, computed: Computed) -> Rerun | None:
+        """Add the run whose gradients are kept now. Returns the result of the comparison; None: run once more.
 
-    def compare(
-        self, first: Computed, again: Callable[[], Computed], why: str
-    ) -> Computed:
-        """Compute the step again, and report what was found. Returns the last run, whose gradients are kept.
-        Collective over the world; the host waits for the device.
-
-        first: the run whose gradients are kept now; again: computes the step once more
+        Collective over the world, but for the first run; the host waits for the device.
         """
-        # A second run, and a third one where they differ. A result has the checksums of all ranks.
-        runs = [first]
-        sums = [int(self.checksum.total)]
-        for _ in range(2):
-            runs.append(again())
-            sums.append(int(self.checksum.total))
-            of_ranks = all_gather_object(
-                (socket.gethostname(), sums), self.mesh.group("world")
-            )
-            results = [
-                (run.bits, *(theirs[i] for _, theirs in of_ranks))
-                for i, run in enumerate(runs)
-            ]
-            if results[-1] in results[:-1]:
-                break
+        self._runs.append(computed)
+        self._sums.append(int(self._checksum.total))
+        return self._compared() if len(self._runs) > 1 else None
+
+    def _compared(self) -> Rerun | None:
+        """Return the result where a run repeats another, or after the third one. Collective over the world."""
+        runs = self._runs
+        of_ranks = all_gather_object((socket.gethostname(), self._sums), self._world)
+        # A result has the checksums of all ranks.
+        results = [
+            (run.bits, *(theirs[i] for _, theirs in of_ranks))
+            for i, run in enumerate(runs)
+        ]
+        if results[-1] not in results[:-1] and len(runs) < MOST_RUNS:
+            return None
         # The ranks whose checksum is another one in the run that differs.
         verdict, odd, good = _verdict(results)
         ranks = tuple(
@@ -117,16 +93,70 @@ class Reruns:
             for rank, (host, theirs) in enumerate(of_ranks)
             if verdict == TRANSIENT and theirs[odd] != theirs[good]
         )
-        self.report(
-            Rerun(
-                why,
-                verdict,
-                ranks,
-                tuple(run.report.loss for run in runs[:2]),
-                tuple(math.sqrt(run.gradient[0]) for run in runs[:2]),
+        first, second = runs[:2]
+        return Rerun(
+            self.why,
+            verdict,
+            ranks,
+            (first.report.loss, second.report.loss),
+            (math.sqrt(first.gradient[0]), math.sqrt(second.gradient[0])),
+        )
+
+
+class Reruns(Observer):
+    """--rerun-bad-steps: asks for another run of a bad step, and reports what the comparison finds."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Keep what decides about a step."""
+        self._start = start
+        self._interval = start.config.train.rerun_steps_interval
+        self._batch_size = make_batch_size(start.config)
+        self._comparison: Comparison | None = None
+
+    def computed(self, computed: Computed) -> Again | None:
+        """Compare the runs of a bad step. Collective over the world after a rerun; the host waits for the device."""
+        comparison = self._comparison or self._begun(computed)
+        if comparison is None:
+            return None
+        found = comparison.add(computed)
+        self._comparison = comparison if found is None else None
+        if found is None:
+            return Again(comparison.why)
+        if found.is_news:
+            self._report(computed, found)
+        return None
+
+    def _begun(self, computed: Computed) -> Comparison | None:
+        """Return the comparison of a step that is computed again; None: once is enough. The same on all ranks."""
+        replica = self._start.replica
+        why = self._why(computed)
+        checksum = replica.optimizer.checksum
+        if why is None or checksum is None:
+            return None
+        return Comparison(why, replica.mesh, checksum)
+
+    def _why(self, computed: Computed) -> str | None:
+        is_finite = computed.report.is_finite and math.isfinite(computed.norm)
+        if not is_finite and not self._start.replica.seeks_loss_scale:
+            return NOT_FINITE
+        if computed.drop is not None:
+            return computed.drop.why
+        step = computed.progress.step + 1
+        return SCHEDULED if due(self._interval, step) else None
+
+    def _report(self, computed: Computed, found: Rerun) -> None:
+        before = computed.progress
+        self._start.write(
+            RerunRecord(
+                before.step + 1,
+                before.samples + self._batch_size(before),
+                found.why,
+                found.verdict,
+                found.ranks,
+                *found.losses,
+                *found.norms,
             )
         )
-        return runs[-1]
 
 
 def _verdict(results: list[tuple]) -> tuple[str, int, int]:

@@ -35,13 +35,14 @@ def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> Ru
     # Launchers of several machines may count differently; what follows is collective.
     restarts = max(gather_from_all_ranks(world, lambda: restarts_in(environ)))
     checkpoint = config.checkpoint
-    if not restarts or not checkpoint.save:
+    save = checkpoint.save
+    if not restarts or not save:
         return config
     run_id = run_in(environ)
     source = Source("derived", f"restart {restarts}")
-    step = on_one_rank(world, lambda: _own_step(checkpoint, run_id))
+    step = on_one_rank(world, lambda: _own_step(checkpoint, save, run_id))
     if step is None:
-        has_begun = on_one_rank(world, lambda: _has_begun(checkpoint.save, run_id))
+        has_begun = on_one_rank(world, lambda: _has_begun(save, run_id))
         kept = {"checkpoint.overwrite_save": False} if has_begun else {}
         return config.with_values(kept, source)
     if world.rank == 0:
@@ -54,16 +55,16 @@ def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> Ru
     return config.with_values({**FROM_SAVE, "checkpoint.load": checkpoint.save}, source)
 
 
-def _own_step(checkpoint: CheckpointConfig, run_id: str) -> int | None:
+def _own_step(checkpoint: CheckpointConfig, save: str, run_id: str) -> int | None:
     """The newest step of this run in the --save folder."""
-    step = latest(checkpoint.save)
+    step = latest(save)
     if step is None:
         return None
-    own = {run_id}
+    own: set[str | None] = {run_id}
     # A run that continues from --load in another folder keeps its identifier.
     if checkpoint.load and not checkpoint.finetune:
         own.add(_run_id(checkpoint.load))
-    return step if _run_id(checkpoint.save) in own - {None, ""} else None
+    return step if _run_id(save) in own - {None, ""} else None
 
 
 def _has_begun(save: str, run_id: str) -> bool:

@@ -114,11 +114,17 @@ def find_weights(checkpoint: CheckpointConfig) -> Start:
     return replace(start, run_id=run_id_of(start.run) or "")
 
 
+def known_folder(folder: str | None) -> str:
+    """Return the --save or --load folder of a caller that needs it, and has looked whether it is given."""
+    assert folder is not None, "the caller has looked"
+    return folder
+
+
 def clear_save_folder(given: CheckpointConfig, world: Group) -> None:
     """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
     load. given: the options of the user"""
     if given.overwrite_save and not _continues_in_place(given):
-        on_one_rank(world, lambda: _move_aside(given.save))
+        on_one_rank(world, lambda: _move_aside(known_folder(given.save)))
 
 
 def _move_aside(save: str) -> None:
@@ -148,7 +154,7 @@ def _look(checkpoint: CheckpointConfig) -> Start:
 
 def check_may_start(checkpoint: CheckpointConfig) -> None:
     """Raises MismatchError unless the --load folder, which holds no checkpoint, is also --save."""
-    folder = place_of(checkpoint.load)
+    folder = place_of(known_folder(checkpoint.load))
     if checkpoint.exit_on_missing_checkpoint:
         raise MismatchError(
             f"--load {folder}: no complete checkpoint there, and "
@@ -189,7 +195,7 @@ def _check_save_folder(given: CheckpointConfig, start: Start) -> None:
 
 def _advice_of_save_folder(given: CheckpointConfig) -> tuple[str, str]:
     """How to continue the run in the --save folder, and how to begin it again if it has no checkpoint."""
-    save = given.save
+    save = known_folder(given.save)
     load = given.load
     is_same = load and _same_folder(place_of(load), place_of(save))
     change = f"Add --load {save}"
@@ -307,7 +313,7 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
     """A save of this run that has not begun."""
     checkpoint = engine.config.checkpoint
     return Saving(
-        place_of(checkpoint.save),
+        place_of(known_folder(checkpoint.save)),
         progress.step,
         engine.mesh.coordinates,
         engine.mesh.group("world"),
@@ -318,15 +324,12 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
 
 def run_values(engine: Replica, progress: Progress, description: dict) -> dict:
     """The values of run.json at this moment: the tensors are in other files."""
-    spikes = engine.spikes
-    return (
-        description
-        | {
-            "progress": progress.to_dict(),
-            "optimizer": engine.optimizer.extra_state(),
-        }
-        | ({} if spikes is None else {"spikes": spikes.state()})
-    )
+    of_observers = {name: kept.state() for name, kept in engine.states.items()}
+    own = {
+        "progress": progress.to_dict(),
+        "optimizer": engine.optimizer.extra_state(),
+    }
+    return description | own | of_observers
 
 
 def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
@@ -356,7 +359,7 @@ def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) 
             progress.step,
             found[rank],
             rank,
-            place_of(engine.config.checkpoint.save),
+            place_of(known_folder(engine.config.checkpoint.save)),
         )
     return False
 
@@ -431,7 +434,7 @@ def load_run(engine: Replica, start: Start) -> Progress:
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     pieces = all_pieces(engine, start.run.get("optimizer"))
     load(
-        checkpoint.load,
+        known_folder(checkpoint.load),
         start.step,
         pieces,
         coordinates=mesh.coordinates,
@@ -441,8 +444,8 @@ def load_run(engine: Replica, start: Start) -> Progress:
     )
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])
-        if engine.spikes is not None:
-            engine.spikes.load_state(start.run.get("spikes", {}))
+        for name, kept in engine.states.items():
+            kept.load_state(start.run.get(name, {}))
     engine.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     # Differences that are allowed are logged.
@@ -515,7 +518,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
 
     saved: the values of run.json; current: of `describe_run`; wanted: which parts to load.
     """
-    directory = wanted.load
+    directory = known_folder(wanted.load)
     if "engine" in saved:
         raise MismatchError(
             f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
@@ -525,7 +528,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     for why in unloadable(saved.get("identity", {}), current["identity"], directory):
         raise MismatchError(why)
     # The parts that must be equal: other data are allowed in finetuning.
-    parts = (
+    parts: tuple[str, ...] = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
     )
     # Other programs do not record the identity of their data.

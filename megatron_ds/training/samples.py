@@ -6,8 +6,9 @@ fast disk, it is faster when each rank reads the batch itself.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from ..mpu.mesh import Mesh
 from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
 from .from_checkpoint import saved_config
-from .trainer import Loaders
+from .loaders import Loaders
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
@@ -41,6 +42,7 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     """
     train = config.train
     size = config.train.global_batch_size
+    assert size is not None, "parsing sets it"
     length = make_length(config)
     steps = length.steps_after()
     # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as
@@ -95,7 +97,7 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> D
     )
 
 
-def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> None:
+def warn_without_ends(data: DataConfig, dataset: Dataset | None, eod: int) -> None:
     """Warn that options which act on ends of documents have no effect, if no document has an end."""
     named = [f"--{name.replace('_', '-')}" for name in NEED_ENDS if getattr(data, name)]
     if not named or data.pack_documents or dataset is None:
@@ -154,28 +156,31 @@ class SharedReader:
         self.tp = tp
         self.device = device
 
-    def batch(self, *where: object, training: bool = True) -> Batch:
+    def batch(
+        self, first: int, size: int, rank: int, ranks: int, training: bool = True
+    ) -> Batch:
         """The batch of `Loader.batch`, on all ranks of the group. Collective over the group: an exchange of
         shapes, then a broadcast per tensor.
 
         An error of the reading rank is raised on all ranks.
         """
-        made = None
+        made: Batch | None = None
 
         def read() -> tuple[Batch, dict]:
             nonlocal made
-            made = self.loader.batch(*where, training=training).to(self.device)
+            own = self.loader.batch(first, size, rank, ranks, training=training)
+            made = own.to(self.device)
             tensors = made.tensors()
-            return replace(made, **dict.fromkeys(tensors)), {
-                name: _form(t) for name, t in tensors.items()
-            }
+            emptied: dict[str, Any] = dict.fromkeys(tensors)
+            forms = {name: _form(tensor) for name, tensor in tensors.items()}
+            return replace(made, **emptied), forms
 
         frame, forms = on_one_rank(self.tp, read, READER)
-        tensors = {
-            name: self._send(made and getattr(made, name), *form)
-            for name, form in forms.items()
+        held = {} if made is None else vars(made)
+        sent: dict[str, Any] = {
+            name: self._send(held.get(name), *form) for name, form in forms.items()
         }
-        return replace(frame, **tensors)
+        return replace(frame, **sent)
 
     @property
     def is_reader(self) -> bool:

@@ -4,9 +4,11 @@ from typing import Protocol
 
 
 class SaveUnderWay(Protocol):
-    """is_ready: this rank has done its part of the save, if there is one. `saves.Saves` is one."""
+    """A save of a run, if there is one. `saves.Saves` has these members."""
 
-    is_ready: bool
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank has done its part."""
 
     def before_update(self) -> None:
         """Called before weights and optimizer state change."""

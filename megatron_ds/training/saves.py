@@ -11,12 +11,15 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..checkpoint.background_save import BackgroundSave, Copies
 from ..host import places
 from ..host.pace import Pace
+from ..mpu.agree import on_one_rank
 from ..progress.ramps import Progress
 from .build import Replica
+from .observer import due
 from .run_checkpoint import (
     is_finite,
     log_saved,
@@ -26,6 +29,7 @@ from .run_checkpoint import (
     save_run,
     saved_pieces,
 )
+from .trigger_files import take_save_file
 
 # The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
 # other, so a step is slower by the share that one of them loses.
@@ -80,6 +84,37 @@ class Saves:
                 self.step = progress.step
                 self.report(progress.step, time.perf_counter() - begin)
 
+    def before_training(self, progress: Progress) -> None:
+        """Save the start of a run, if --extra-save-iters has 0. Collective over the world."""
+        checkpoint = self._engine.config.checkpoint
+        is_asked = checkpoint.save and 0 in checkpoint.extra_save_iters
+        if is_asked and progress.step == 0:
+            self.save(progress)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save follows this step. Collective over the world if --trigger-path is given."""
+        checkpoint = self._engine.config.checkpoint
+        if not checkpoint.save:
+            return False
+        if due(checkpoint.save_interval, step) or step in checkpoint.extra_save_iters:
+            return True
+        return self._is_triggered(step)
+
+    def _is_triggered(self, step: int) -> bool:
+        """Whether rank 0 found a file named `save`, which it removes. It looks at the steps of --log-interval."""
+        config = self._engine.config
+        if not config.train.trigger_path or not due(config.logging.log_interval, step):
+            return False
+        world = self._engine.mesh.group("world")
+        return on_one_rank(world, lambda: take_save_file(config.train))
+
+    def at_end(self, progress: Progress) -> None:
+        """Wait for the save under way, and save the last step unless that has been done or tried. Collective."""
+        self.finish()
+        known = (self.step, self.tried)
+        if self._engine.config.checkpoint.save and progress.step not in known:
+            self.save(progress, is_last=True)
+
     @property
     def is_ready(self) -> bool:
         """Whether this rank's thread has done its part of the save under way."""
@@ -95,16 +130,17 @@ class Saves:
 
     def after_step(self, ready: int) -> None:
         """Go on with the save under way when all ranks are ready. ready: the ranks that are. Collective."""
-        if ready == self._engine.mesh.group("world").size:
-            self._advance()
+        pending = self._pending
+        if pending is not None and ready == self._engine.mesh.group("world").size:
+            self._advance(pending)
 
     def finish(self) -> None:
         """Wait for the save under way, if any, until its end. Collective over the world.
 
         Raises CheckpointError on all ranks when any rank failed.
         """
-        while self._pending is not None:
-            self._advance()
+        while (pending := self._pending) is not None:
+            self._advance(pending)
 
     def pace(self) -> Pace:
         """The pace of the thread of a save.
@@ -113,9 +149,8 @@ class Saves:
         """
         return Pace(WRITERS_SHARE if self._engine.mesh.device.type == "cpu" else 1.0)
 
-    def _advance(self) -> None:
+    def _advance(self, pending: _Pending) -> None:
         """Take the next step of the save under way, and report what it brought."""
-        pending = self._pending
         was_complete = pending.save.path is not None
         # After an error there is nothing to wait for.
         self._pending = None
@@ -127,13 +162,14 @@ class Saves:
             self._pending = pending
         if not is_finite(pending.save.reasons, pending.progress, self._engine):
             return
-        if pending.save.path is not None and not was_complete:
-            self._report(pending)
+        path = pending.save.path
+        if path is not None and not was_complete:
+            self._report(pending, path)
 
-    def _report(self, pending: _Pending) -> None:
+    def _report(self, pending: _Pending, path: Path) -> None:
         self.step = pending.save.step
         if self._engine.mesh.rank == 0:
-            log_saved(pending.save.path, pending.begin, pending.stall)
+            log_saved(path, pending.begin, pending.stall)
         self.report(pending.save.step, pending.stall)
 
     def _begin(self, progress: Progress) -> None:

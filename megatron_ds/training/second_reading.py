@@ -26,8 +26,8 @@ from ..data.loading.loader import Loader
 from ..errors import DataError
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
+from .loaders import Loaders
 from .samples import SharedReader
-from .trainer import Loaders
 
 COMPARED = 16
 # position in the stream of the run → hash of the sample
@@ -113,9 +113,8 @@ class SecondReading:
         self.partner = partner
         self.mesh = mesh
         # Of a tensor-parallel group with one reader, that rank alone has samples to compare.
-        is_shared = isinstance(loader, SharedReader)
-        own = loader.loader if is_shared else loader
-        self._reads = not is_shared or loader.is_reader
+        own = loader.loader if isinstance(loader, SharedReader) else loader
+        self._reads = not isinstance(loader, SharedReader) or loader.is_reader
         self._first = _HashingCollator(own.collate)
         self._second = _HashingCollator(own.collate)
         self._again = own.with_collator(self._second)

@@ -15,6 +15,12 @@ from typing import Any
 
 from ..config.options.training import TrainConfig
 from ..errors import MegatronDSError
+from .build import Replica
+from .moments import Drop, RunStart, StepEnd
+from .observe.records import SpikeRecord
+from .observer import Observer
+
+SPIKE = Drop("spike of the gradient norm")
 
 
 class SpikesError(MegatronDSError):
@@ -43,31 +49,39 @@ class SpikeGuard:
     def __init__(self, factor: float, quantile: float, window: int):
         self.factor = factor
         self.quantile = quantile
+        self.window = window
         self.norms: deque[float] = deque(maxlen=window)
         self.in_a_row = 0
 
     @property
     def bound(self) -> float:
         """The largest norm that is no spike; infinite until the window is full."""
-        if len(self.norms) < self.norms.maxlen:
+        if len(self.norms) < self.window:
             return math.inf
         rank = math.ceil(self.quantile * len(self.norms))
         return self.factor * sorted(self.norms)[rank - 1]
 
-    def check(self, norm: float) -> Spike | None:
-        """The spike that this norm is, or None; then it enters the window.
+    def find(self, norm: float) -> Spike | None:
+        """Return the spike that the next step is with this norm; None: it is none.
 
-        A norm that is not finite is neither: the step is skipped for overflow.
+        A norm that is not finite is none: the step is skipped for overflow.
         """
-        if not math.isfinite(norm):
-            return None
         bound = self.bound
-        if norm > bound:
-            self.in_a_row += 1
-            return Spike(norm, bound, self.in_a_row)
-        self.norms.append(norm)
-        self.in_a_row = 0
-        return None
+        is_spike = math.isfinite(norm) and norm > bound
+        return Spike(norm, bound, self.in_a_row + 1) if is_spike else None
+
+    def count(self, norm: float, skipped: bool = False) -> Spike | None:
+        """Count a step. Returns the spike that it is; None: its norm enters the window if the update was made.
+
+        skipped: whether the update was left out
+        """
+        spike = self.find(norm)
+        if spike is not None:
+            self.in_a_row = spike.in_a_row
+        elif math.isfinite(norm) and not skipped:
+            self.norms.append(norm)
+            self.in_a_row = 0
+        return spike
 
     def state(self) -> dict[str, Any]:
         """Plain values for run.json, which keeps every bit of a float."""
@@ -80,10 +94,49 @@ class SpikeGuard:
         self.in_a_row = state.get("in_a_row", 0)
 
 
-def make_spike_guard(train: TrainConfig) -> SpikeGuard | None:
-    """The guard of --skip-spikes; None without it."""
+class DroppedSpikes(Observer):
+    """--skip-spikes: leaves out the updates of spikes, records them, and ends a run that has too many in a row."""
+
+    def built(self, replica: Replica) -> None:
+        """Make the guard, whose window is part of a checkpoint."""
+        train = replica.config.train
+        self._guard = guard_of(train)
+        replica.states["spikes"] = self._guard
+
+    def run_started(self, start: RunStart) -> None:
+        """Keep where spikes are recorded."""
+        self._start = start
+        self._most = start.config.train.skip_spikes_limit
+
+    def update_checked(self, norm: float) -> Drop | None:
+        """Leave out the update of a spike."""
+        return None if self._guard.find(norm) is None else SPIKE
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Count the step, and record it with its samples if it is a spike. Raises SpikesError after too many."""
+        spike = self._guard.count(end.grad_norm, end.skipped)
+        if spike is None:
+            return
+        first = end.samples - end.size
+        self._start.write(
+            SpikeRecord(
+                step=end.step,
+                samples=end.samples,
+                loss=end.loss,
+                grad_norm=spike.norm,
+                norm_bound=spike.bound,
+                in_a_row=spike.in_a_row,
+                first_sample=first,
+                sample_ids=tuple(self._start.loaders.train.indices(first, end.size)),
+            )
+        )
+        check_spikes_in_a_row(spike, end.step, self._most)
+
+
+def guard_of(train: TrainConfig) -> SpikeGuard:
+    """Return the guard of --skip-spikes. Raises ValueError without the option."""
     if train.skip_spikes is None:
-        return None
+        raise ValueError("there is no guard against spikes without --skip-spikes")
     return SpikeGuard(
         train.skip_spikes, train.skip_spikes_quantile, train.skip_spikes_window
     )

@@ -175,6 +175,7 @@ def _model(engine: Replica, given: RunConfig) -> str:
     config = engine.config
     # Parameters of the whole model, and elements that rank 0 holds.
     found = config.model.vocab_size
+    assert found is not None, "the tokenizer has set it"
     padded = config.padded_vocab_size
     here = sum(p.numel() for p in engine.parameters if p.requires_grad)
     whole = count_parameters(config, engine.mesh.grid)

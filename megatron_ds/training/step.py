@@ -1,37 +1,32 @@
 """One optimizer step: forward and backward of all micro-batches, reduction of the metrics, update.
 
-And evaluation: the mean loss over held-out samples, forward only, the same samples under every layout; and
-the trace of a few steps.
+And evaluation: the mean loss over held-out samples, forward only, the same samples under every layout.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..batch.batch import Batch
 from ..config.options.training import DECOUPLED_RATE, MAIN_RATE
-from ..errors import DataError, MegatronDSError
+from ..errors import MegatronDSError
 from ..host import places
 from ..mpu.host_reads import read_numbers
-from ..pipeline.timeline import Timeline, write_trace
 from ..progress.ramps import Progress
 from ..zero.optimizer import StepResult
 from .batches import BatchSource
 from .build import Replica
+from .moments import Computed, Drop
 from .nan_locator import locate_nonfinite
-from .observe.phase_times import PhaseTimes
-from .observe.sink import reason_of
-from .rerun import NOT_FINITE, SCHEDULED, SPIKE, Computed
-from .spikes import Spike
+from .observer import Observer
 from .step_metrics import StepMetrics, StepReport
 
 logger = logging.getLogger(__name__)
+NOT_OBSERVED = Observer()
 
 
 class NonFiniteLossError(MegatronDSError):
@@ -47,7 +42,7 @@ class StepOutcome(StepReport):
     grad_norm                unscaled, before clipping; NaN where it is not finite
     decoupled_learning_rate  of word embeddings and output layers; None without --decoupled-lr
     num_zeros                elements of the gradient that are zero, with --log-num-zeros-in-grad
-    spike                    why the update was dropped, with --skip-spikes
+    dropped                  why an observer left the update out
     """
 
     grad_norm: float
@@ -58,7 +53,7 @@ class StepOutcome(StepReport):
     weight_decay: float
     seconds: float
     num_zeros: int | None = None
-    spike: Spike | None = None
+    dropped: Drop | None = None
 
 
 def train_step(
@@ -70,14 +65,14 @@ def train_step(
     weight_decay: float,
     beta1: float | None = None,
     stop: bool = False,
-    times: PhaseTimes | None = None,
+    observer: Observer = NOT_OBSERVED,
 ) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
     learning_rate: of all parameters, or by name as of `make_learning_rates`
     beta1: Adam's in this step; None: that of the configuration
     stop: whether this rank asks to end the run after this step; the outcome has whether any rank did
-    times: receives the times of the phases
+    observer: is told the phases of the step, and may ask for another run of it, or for no update
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
@@ -86,19 +81,18 @@ def train_step(
     # A checkpoint that is written in the background learns in the metrics that other ranks are ready.
     saving = engine.saving
     votes = stop, saving is not None and saving.is_ready
-    times = times or PhaseTimes(0, engine.mesh.device)
-    compute = lambda: _compute(engine, microbatches, votes, times)
+    compute = lambda: _compute(engine, microbatches, progress, votes, observer)
 
-    # The loss and the gradients; once more if they are bad, when that is asked for.
+    # The loss and the gradients, as often as it is asked for.
     computed = compute()
-    if why := _why_rerun(engine, computed, progress.step + 1):
-        computed = engine.reruns.compare(computed, compute, why)
+    while observer.computed(computed) is not None:
+        computed = compute()
     report = computed.report
     if not report.is_finite:
         _report_nonfinite(engine, microbatches, report, progress)
 
     # The update. While it runs on the device, the host prepares the next step.
-    result = _update(engine, computed, learning_rate, weight_decay, beta1, times)
+    result = _update(engine, computed, learning_rate, weight_decay, beta1, observer)
     rates = (
         learning_rate
         if isinstance(learning_rate, Mapping)
@@ -115,15 +109,16 @@ def train_step(
         learning_rate=rates[MAIN_RATE],
         decoupled_learning_rate=rates.get(DECOUPLED_RATE),
         num_zeros=int(computed.gradient[2]) if counts else None,
-        spike=result.dropped,
+        dropped=result.dropped,
     )
 
 
 def _compute(
     engine: Replica,
     microbatches: Sequence[Batch],
+    progress: Progress,
     votes: tuple[bool, bool],
-    times: PhaseTimes,
+    observer: Observer,
 ) -> Computed:
     """Forward and backward of all micro-batches, and the numbers of all ranks. Collective over the world.
 
@@ -140,7 +135,7 @@ def _compute(
     if not engine.config.train.calculate_per_token_loss:
         # Ranks along other axes than dp work on the same micro-batches.
         scale /= len(microbatches) * engine.mesh.samples.size
-    with times.phase("forward-backward"), times.instructions(executor):
+    with observer.phase("forward-backward"):
         losses = executor.run(microbatches, scale)
 
     # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
@@ -150,7 +145,10 @@ def _compute(
     with executor.place_named():
         numbers = read_numbers(torch.cat([sums, measured]), world)
     report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
-    return Computed(report, numbers[len(sums) :])
+    gradient = numbers[len(sums) :]
+    norm = math.sqrt(gradient[0]) / (optimizer.loss_scale * _divisor(engine, report))
+    drop = observer.update_checked(norm)
+    return Computed(progress, report, gradient, norm, drop)
 
 
 def _update(
@@ -159,7 +157,7 @@ def _update(
     learning_rate: float | Mapping[str, float],
     weight_decay: float,
     beta1: float | None,
-    times: PhaseTimes,
+    observer: Observer,
 ) -> StepResult:
     """Update the weights, unless the step is skipped. Collective over the world. beta1: as of `train_step`."""
     optimizer = engine.optimizer
@@ -167,13 +165,13 @@ def _update(
         optimizer.set_beta1(beta1)
     if engine.saving is not None:
         engine.saving.before_update()
-    with times.phase("optimizer"):
+    with observer.phase("optimizer"):
         result = optimizer.update(
             computed.gradient,
             learning_rate,
             weight_decay,
             _divisor(engine, computed.report),
-            None if engine.spikes is None else engine.spikes.check,
+            observer.update_checked,
         )
     engine.step_state.after_step(applied=not result.skipped)
     return result
@@ -185,28 +183,6 @@ def _divisor(engine: Replica, report: StepReport) -> float:
     return max(report.tokens, 1) if per_token else 1.0
 
 
-def _why_rerun(engine: Replica, computed: Computed, step: int) -> str | None:
-    """Why the step is to be computed again, or None. The same on all ranks."""
-    if engine.reruns is None:
-        return None
-    report = computed.report
-    norm = math.sqrt(computed.gradient[0])
-    norm /= engine.optimizer.loss_scale * _divisor(engine, report)
-    if not (report.is_finite and math.isfinite(norm)) and not _seeks_scale(engine):
-        return NOT_FINITE
-    if engine.spikes is not None and engine.spikes.bound < norm < math.inf:
-        return SPIKE
-    return SCHEDULED if engine.reruns.is_due(step) else None
-
-
-def _seeks_scale(engine: Replica) -> bool:
-    """Whether an overflow is part of finding the loss scale: the optimizer skips the step."""
-    return (
-        engine.optimizer.loss_scale != 1.0
-        and engine.config.optimizer.loss_scale is None
-    )
-
-
 def _report_nonfinite(
     engine: Replica,
     microbatches: Sequence[Batch],
@@ -214,7 +190,7 @@ def _report_nonfinite(
     progress: Progress,
 ) -> None:
     """Locate the first NaN, then raise or warn. Collective over the world."""
-    if _seeks_scale(engine):
+    if engine.seeks_loss_scale:
         return
     weights = [
         (p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"
@@ -286,54 +262,3 @@ def evaluate(
     # Means over the batches that were computed.
     means = {name: sum(values) / len(values) for name, values in metrics.items()}
     return Evaluation(total / max(done, 1), means, time.perf_counter() - start, stop)
-
-
-TRACED = (2, 3)  # the first step allocates and connects
-
-
-class Tracer:
-    """Records the instructions of the steps --trace-steps on the ranks of one pipeline."""
-
-    def __init__(self, engine: Replica):
-        wanted = engine.config.logging
-        mesh = engine.mesh
-        is_first = not any(
-            at for axis, at in mesh.grid.coordinates(mesh.rank).items() if axis != "pp"
-        )
-        self._engine = engine
-        self._done = 0
-        self._entries = []
-        self._folder = Path(wanted.trace) if wanted.trace and is_first else None
-        first, last = wanted.trace_steps or TRACED
-        self._steps = range(first, last + 1)
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """A context around a training step. The file is written after each: a run may end at any time."""
-        self._done += 1
-        if self._folder is None or self._done not in self._steps:
-            yield
-            return
-        executor = self._engine.executor
-        rank = self._engine.mesh.coordinate("pp")
-        executor.timeline = timeline = Timeline(self._engine.mesh.device)
-        try:
-            yield
-        finally:
-            executor.timeline = None
-        # Write the entries so far. If that fails, log a warning and record no further steps.
-        self._entries += timeline.read()
-        path = self._folder / f"pipeline-rank-{rank}.json"
-        try:
-            with places.phase(places.EXPORTING):
-                write_trace(path, {rank: self._entries})
-        except (OSError, DataError) as error:
-            logger.warning(
-                "cannot write %s: %s. Training continues; the %d recorded instruction(s) are "
-                "lost, and --trace is switched off.",
-                path,
-                reason_of(error) if isinstance(error, OSError) else error,
-                len(self._entries),
-            )
-            self._folder = None
-            self._entries = []

@@ -83,6 +83,11 @@ class StepMetrics:
         self.names: dict[str, bool] | None = None
         self._own: float | None = None
 
+    @property
+    def _agreed(self) -> dict[str, bool]:
+        assert self.names is not None, "they are exchanged before the first sums"
+        return self.names
+
     def share(self, own: float | None) -> None:
         """The next report has this number of all ranks. All ranks give one, or none does."""
         self._own = own
@@ -115,7 +120,7 @@ class StepMetrics:
         if self.names is None:
             self._exchange(mine)
         votes = stop + READY * is_ready
-        if not mine <= self.names.items():
+        if not mine <= self._agreed.items():
             votes += NEW_NAMES
         own = self._own
         self._own = None
@@ -127,16 +132,17 @@ class StepMetrics:
         """The means, from what `queue` returned for the same losses and entries. Collective over the world
         if a rank has new names, which all ranks see in the numbers."""
         total, count, tokens, votes, *pairs = numbers
-        of_ranks = pairs[2 * len(self.names) :]
+        of_ranks = pairs[2 * len(self._agreed) :]
         if votes >= NEW_NAMES:
             self._exchange(_names(entries))
             pairs = self._read(self._summed(losses, entries, 0.0))[4:]
+        names = self._agreed
         means = {
             name: pairs[2 * i] / max(pairs[2 * i + 1], 1)
-            for i, name in enumerate(self.names)
+            for i, name in enumerate(names)
         }
-        terms = {name: mean for name, mean in means.items() if self.names[name]}
-        metrics = {name: mean for name, mean in means.items() if not self.names[name]}
+        terms = {name: mean for name, mean in means.items() if names[name]}
+        metrics = {name: mean for name, mean in means.items() if not names[name]}
         return StepReport(
             total / max(count, 1),
             tokens,
@@ -200,7 +206,7 @@ class StepMetrics:
         counts = self.mesh.coordinate("cp") == 0
         # What the host has: the votes, and the number of losses.
         columns = 0 if own is None else self.mesh.group("world").size
-        end = 4 + 2 * len(self.names)
+        end = 4 + 2 * len(self._agreed)
         known = torch.zeros(end + columns, dtype=torch.float64)
         known[3] = votes
         if own is not None:
@@ -221,7 +227,7 @@ class StepMetrics:
                 row[2] = tokens.sum()
             if self.per_token:
                 row[1] = row[2]
-        place = {name: 4 + 2 * i for i, name in enumerate(self.names)}
+        place = {name: 4 + 2 * i for i, name in enumerate(self._agreed)}
         # New names are exchanged after this row.
         added = [entry for entry in entries if entry.name in place]
         if added:

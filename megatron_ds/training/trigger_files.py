@@ -7,7 +7,7 @@ from ..config.options.training import TrainConfig
 
 def exit_file(train: TrainConfig) -> str | None:
     """The file that asks for the end of the run, if it exists."""
-    paths = []
+    paths: list[str | Path] = []
     if train.kill_switch_path is not None:
         paths.append(train.kill_switch_path)
     if train.trigger_path:

@@ -20,7 +20,7 @@ import megatron_ds
 from megatron_ds.checkpoint import folder as folders
 from megatron_ds.checkpoint import save as saves
 from megatron_ds.compat.engine import Engine, checkpoint
-from megatron_ds.training import pretrain, trainer
+from megatron_ds.training import evaluations, pretrain, trainer
 from tests.harness.deaths import die_at_change, die_in_call, forked, survived
 from tests.harness.pretraining import TINY, losses, same_bits, saved_state
 
@@ -76,7 +76,7 @@ TRAINING_POINTS = {
     "before the metrics": lambda: die_in_call(pretrain, "open_log"),
     "first step": lambda: die_in_call(trainer, "train_step"),
     "first line": lambda: die_in_call(trainer, "train_step", 2),
-    "first evaluation": lambda: die_in_call(trainer, "evaluate"),
+    "first evaluation": lambda: die_in_call(evaluations, "evaluate"),
     **SAVE_POINTS,
 }
 ENGINE_POINTS = {

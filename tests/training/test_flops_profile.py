@@ -15,10 +15,10 @@ from megatron_ds.training.observe.csv_monitor import CsvMonitor
 from megatron_ds.training.observe.flops_profile import (
     layer_lines,
     phase_lines,
-    tuned_numbers,
 )
 from megatron_ds.training.observe.records import EvalRecord
 from megatron_ds.training.observe.sink import Tolerant
+from megatron_ds.training.observe.tuning import tuned_numbers
 from tests.training.test_train_log import changed
 
 pytestmark = pytest.mark.plan

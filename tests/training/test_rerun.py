@@ -8,12 +8,13 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.progress.ramps import Progress
+from megatron_ds.training.moments import Computed
 from megatron_ds.training.rerun import (
     DETERMINISTIC,
     TRANSIENT,
     UNREPEATABLE,
-    Computed,
-    Reruns,
+    Comparison,
 )
 from megatron_ds.training.step_metrics import StepReport
 from megatron_ds.zero.gradient_checksum import GradientChecksum
@@ -144,7 +145,8 @@ def test_what_repeats_is_no_fault_of_the_hardware(tmp_path):
 
 # ------------------------------------------------------------------ the comparison
 def computed(loss: float) -> Computed:
-    return Computed(StepReport(loss, 16.0, False), [loss * loss, 0.0])
+    report = StepReport(loss, 16.0, False)
+    return Computed(Progress(), report, [loss * loss, 0.0], loss)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +164,8 @@ def test_verdicts(results, verdict, named):
 
     def rank_of(rank, world):
         checksum = GradientChecksum(torch.device("cpu"))
-        reruns = Reruns(
-            StubMesh(rank, world.group("world", range(2), rank)), checksum, None
-        )
+        mesh = StubMesh(rank, world.group("world", range(2), rank))
+        comparison = Comparison("a reason", mesh, checksum)
         left = list(results)
 
         def run():
@@ -173,11 +174,13 @@ def test_verdicts(results, verdict, named):
             checksum.add(torch.tensor([value if rank else 1.0, -3.0]))
             return computed(value)
 
-        found = []
-        reruns.report = found.append
-        return reruns.compare(run(), run, "a reason"), found, left
+        found = None
+        while found is None:
+            last = run()
+            found = comparison.add(last)
+        return last, found, left
 
-    for last, (found,), left in run_ranks(2, rank_of):
+    for last, found, left in run_ranks(2, rank_of):
         assert left == [] and found.verdict == verdict
         assert tuple(place.split()[0] for place in found.ranks) == named
         assert last.bits == computed(results[-1]).bits

@@ -19,9 +19,9 @@ import pytest
 
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.progress.ramps import Progress
+from megatron_ds.training.observe.data_stalls import stall_text
 from megatron_ds.training.observe.log import open_log
 from megatron_ds.training.step_metrics import stop_reason
-from megatron_ds.training.trainer import stall_text
 from tests.training.test_train_log import EVALUATION, changed, logging_to
 
 pytestmark = pytest.mark.plan

@@ -60,7 +60,7 @@ def test_the_bound_is_that_of_numpy(quantile, window):
         if len(kept) >= window:
             bound = 1.3 * np.quantile(kept[-window:], quantile, method="inverted_cdf")
         assert guard.bound == bound
-        spike = guard.check(norm)
+        spike = guard.count(norm)
         assert (spike is not None) == (norm > bound)
         found += spike is not None
         kept += [norm] if spike is None else []
@@ -69,18 +69,18 @@ def test_the_bound_is_that_of_numpy(quantile, window):
 
 def test_a_norm_that_is_not_finite_is_no_spike_and_is_not_kept():
     guard = SpikeGuard(2.0, 1.0, 1)
-    assert guard.check(1.0) is None
+    assert guard.count(1.0) is None
     for norm in (math.nan, math.inf):
-        assert guard.check(norm) is None
+        assert guard.count(norm) is None
     assert guard.state() == {"norms": [1.0], "in_a_row": 0}
-    assert guard.check(2.5) == Spike(2.5, 2.0, 1)
-    assert guard.check(3.5) == Spike(3.5, 2.0, 2)
+    assert guard.count(2.5) == Spike(2.5, 2.0, 1)
+    assert guard.count(3.5) == Spike(3.5, 2.0, 2)
 
 
 def test_state_goes_through_json_to_the_bit_and_into_another_window():
     guard = SpikeGuard(2.0, 0.5, 4)
     for norm in (0.1, 1 / 3, 0.7, 0.9, 50.0):
-        guard.check(norm)
+        guard.count(norm)
     state = json.loads(json.dumps(guard.state()))
     same, smaller = SpikeGuard(2.0, 0.5, 4), SpikeGuard(2.0, 0.5, 2)
     same.load_state(state)

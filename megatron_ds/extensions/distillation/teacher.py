@@ -23,9 +23,9 @@ from ...progress.ramps import Progress
 from ...tensor_parallel.logits_in_chunks import LogitsInChunks
 from ...tensor_parallel.token_loss import Parts
 from ...training.build import Replica
+from ...training.loaders import Loaders
 from ...training.objective import Prepare
 from ...training.run_checkpoint import Start, find_start
-from ...training.trainer import Loaders
 from ..evaluation.checkpoint_model import built_and_loaded
 from .distilled_loss import Logits, width_of
 from .divergence import Columns, TeacherTokens

@@ -1,17 +1,23 @@
 """Tasks and benchmarks: the declaration of the feature."""
 
 from functools import partial
+from typing import Any
 
 from ...features import Feature, Later
 
 own = partial(Later, __package__)
+TASKS_OF_RUN = own(".tasks_of_run:TasksOfRun")
+
+
+def tasks_of_run(config: Any) -> Any | None:
+    """Return the observer of --eval-tasks."""
+    return TASKS_OF_RUN() if config.train.eval_tasks else None
+
 
 FEATURES = [
     Feature(
         "evaluation",
-        provides={
-            "evaluation check": own(".harness:check_harness"),
-            "evaluation tasks": own(".harness:harness_of_run"),
-        },
+        provides={"evaluation check": own(".harness:check_harness")},
+        observers=[tasks_of_run],
     )
 ]

@@ -31,9 +31,9 @@ from ...models.identity import model_identity
 from ...mpu.agree import on_one_rank
 from ...progress.ramps import Progress
 from ...training.build import Replica
+from ...training.loaders import Loaders
 from ...training.objective import Prepare
 from ...training.run_checkpoint import Start
-from ...training.trainer import Loaders
 from .answer_pairs import PairDataset
 from .first_model import ALIKE, ALIKE_IN_ANOTHER_FORMAT, FirstModel, origin_of
 

@@ -27,7 +27,7 @@ from ...mpu.communication_log import (
     bus_bandwidth,
 )
 from ...mpu.group import Group
-from .flops_profile import short
+from .short import short
 
 COLUMNS = "{:16}{:18}{:>10}{:>9}{:>10}"
 TIMES = "{:>12}{:>12}{:>12}{:>13}"
@@ -45,9 +45,17 @@ class Range(NamedTuple):
 class Wish(Protocol):
     """The options, of `ProfilerConfig`."""
 
-    comms_logger: bool
-    comms_logger_verbose: bool
-    comms_logger_ops: tuple[str, ...] | None
+    @property
+    def comms_logger(self) -> bool:
+        """Whether messages are logged."""
+
+    @property
+    def comms_logger_verbose(self) -> bool:
+        """Whether single calls are."""
+
+    @property
+    def comms_logger_ops(self) -> tuple[str, ...] | None:
+        """Operations that are logged; None: all."""
 
 
 def make_log(wish: Wish, rank: int, device: torch.device) -> CommunicationLog | None:

@@ -5,28 +5,21 @@ Instructions of the pipeline appear in it by their names, such as F3@1 (forward 
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...config.options.profiler import ProfilerConfig
-from ...errors import ConfigError
 from ...host import places
 from ...pipeline.executor import Executor
+from ..moments import RunStart
+from ..observer import Observer
 from .sink import reason_of
 
 logger = logging.getLogger(__name__)
-
-
-def check_profile(config: ProfilerConfig, device: torch.device) -> None:
-    """Check the options against the device. Raises ConfigError."""
-    if config.profile and not config.use_pytorch_profiler and device.type != "cuda":
-        raise ConfigError(
-            "--profile without --use-pytorch-profiler marks steps for Nsight Systems, which needs a GPU, and this "
-            f"run is on {device.type}. Add --use-pytorch-profiler, which records the CPU, too."
-        )
 
 
 class KernelProfile:
@@ -109,3 +102,22 @@ class KernelProfile:
             )
             return
         logger.info("wrote %s: open it in https://ui.perfetto.dev", path)
+
+
+class ProfiledKernels(Observer):
+    """--profile: what runs on host and device in a few steps."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Prepare the profile."""
+        replica = start.replica
+        self._profile = KernelProfile(
+            start.config.profiler, replica.executor, replica.mesh.rank
+        )
+
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        """Profile the step, if it is in the window."""
+        return self._profile.step(step)
+
+    def closed(self) -> None:
+        """Write the trace of a window in which the run ended."""
+        self._profile.finish()

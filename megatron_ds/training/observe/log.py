@@ -50,7 +50,7 @@ class _Above:
 
 
 @cache
-def _tqdm() -> type:
+def _tqdm() -> Any:
     """tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
     from tqdm import tqdm
 
@@ -72,7 +72,7 @@ class Log:
         self.sinks = [Tolerant(sink) for sink in sinks]
         self._stream = stream
         self._bar = None
-        self._redirected = []
+        self._redirected: list[logging.StreamHandler] = []
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts after `step` of `steps`. Must be followed by `close`, also after an error.
@@ -83,7 +83,9 @@ class Log:
             return
         self._bar = self._new(total=steps, initial=step, bar_format=FORMAT)
         for handler in logging.getLogger().handlers:
-            if getattr(handler, "stream", None) is self._stream:
+            if not isinstance(handler, logging.StreamHandler):
+                continue
+            if handler.stream is self._stream:
                 handler.stream = _Above(self._stream)
                 self._redirected.append(handler)
 

@@ -25,6 +25,8 @@ from ...ops.widened_products import WORKSPACE
 from ...planning.fake_stages import LiveBytes
 from ...planning.world_plan import plan_world
 from ..build import Replica
+from ..moments import RunStart
+from ..observer import Observer
 from .run_facts import MemoryRecord
 from .sink import reason_of
 
@@ -150,3 +152,24 @@ def text_of(record: MemoryRecord) -> str:
     fields = record.fields()
     del fields["measuring_seconds"]  # which ends when the file is written
     return json.dumps(fields, indent=1) + "\n"
+
+
+class MemoryOfSteps(Observer):
+    """--record-memory-history: bytes by owner, planned and measured."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Begin to record."""
+        self._note = start.note
+        self._history = MemoryHistory(start.replica)
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Measure the step, if it is the one that is measured."""
+        with self._history.step() as records:
+            yield
+        for record in records:
+            self._note(record)
+
+    def closed(self) -> None:
+        """Write torch's record."""
+        self._history.finish()

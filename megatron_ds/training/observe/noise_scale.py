@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from ...batch.batch import Batch
 from ...mpu.host_reads import read_numbers
 from ..build import Replica
+from ..moments import Numbers, RunStart, StepEnd
+from ..observer import Observer, due
 
 KEPT = 0.9  # weight of the earlier measurements at each new one
 
@@ -96,3 +98,33 @@ def first_square(engine: Replica, batch: Batch) -> float:
     )
     engine.step_state.forget()
     return square / (scale * max(tokens, 1.0)) ** 2
+
+
+class GradientNoise(Observer):
+    """--grad-noise-scale: about the batch size from which a larger batch saves few steps."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Begin the running estimate."""
+        self._replica = start.replica
+        self._wanted = start.config.profiler.grad_noise_scale_interval
+        self._micro = start.config.train.micro_batch_size
+        self._scale = NoiseScale()
+        self._square: float | None = None
+        self._parts = 1
+
+    def batch_read(self, step: int, batch: Batch) -> None:
+        """Measure the gradient of the first micro-batches, if it is due. Collective over the world."""
+        self._square = None
+        self._parts = batch.size // (batch.rows_per_sample * self._micro)
+        if due(self._wanted, step) and self._parts > 1:
+            self._square = first_square(self._replica, batch)
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Compare it with the gradient of the whole batch."""
+        if self._square is not None:
+            small = end.size / self._parts
+            self._scale.add(self._square, end.grad_norm**2, small, end.size)
+
+    def numbers(self) -> Numbers:
+        """Return the estimate."""
+        return Numbers({"grad_noise_scale": self._scale.samples}, self._scale.tags())

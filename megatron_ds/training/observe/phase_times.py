@@ -8,6 +8,7 @@ On GPUs they are events on the stream. The host waits for them, and ranks exchan
 is written.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,11 @@ from ...mpu.group import Group
 from ...pipeline.executor import Executor
 from ...pipeline.instruction import Op
 from ...pipeline.timeline import Timeline
+from ..moments import Numbers, RunStart, StepEnd
+from ..observer import Observer
+from .records import TrainRecord
+
+logger = logging.getLogger(__name__)
 
 NAMES = {
     Op.F: "forward-compute",
@@ -32,8 +38,6 @@ NAMES = {
     Op.TIE: "embedding-grads-all-reduce",
     Op.GATHER: "params-all-gather",
 }
-
-
 PARTS = {"forward-backward", "optimizer"}  # of level 1
 
 
@@ -54,7 +58,7 @@ class PhaseTimes:
             return
         start = self._timeline.now()
         yield
-        self._timeline.add(name, start)
+        self._timeline.add(name, start)  # type: ignore[arg-type]  # it keeps any name
 
     @contextmanager
     def instructions(self, executor: Executor) -> Iterator[None]:
@@ -81,13 +85,14 @@ class PhaseTimes:
     def read(self, steps: int, world: Group) -> dict[str, dict[int, float]]:
         """Phase → rank → seconds per step, of each rank that had it. Collective over the world, if the level
         is not 0; the host waits for the device."""
-        return of_ranks(self.take(), steps, world) if self._timeline is not None else {}
+        return of_ranks(self.take(), steps, world) if self.level else {}
 
     def take(self) -> dict[str, float]:
         """Phase → seconds of this rank since the last call; the host waits for the device."""
         mine: dict[str, float] = defaultdict(float, self._added)
         self._added = {}
-        for what, start, end in self._timeline.read():
+        entries = () if self._timeline is None else self._timeline.read()
+        for what, start, end in entries:
             name = what if isinstance(what, str) else NAMES.get(what.op)
             if name is not None:
                 mine[name] += end - start
@@ -130,3 +135,45 @@ def times_text(times: Mapping[str, Mapping[int, float]], option: str) -> str:
         number = f"{most:.2f}" if option == "max" else f"({least:.2f}, {most:.2f})"
         lines.append(f"    {(name + ' ').ljust(48, '.')}: {number}")
     return "\n".join(lines)
+
+
+class TimedPhases(Observer):
+    """--timing-log-level: the phases of steps, in each log line and below it."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Begin to measure."""
+        logging_options = start.config.logging
+        self._option = logging_options.timing_log_option
+        self._mesh = start.replica.mesh
+        self._executor = start.replica.executor
+        self._times = PhaseTimes(logging_options.timing_log_level, self._mesh.device)
+        self._steps = 0
+
+    @property
+    def running(self) -> PhaseTimes:
+        """What times the step under way."""
+        return self._times
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the phase, and the instructions in it."""
+        times = self.running
+        with times.phase(name), times.instructions(self._executor):
+            yield
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Count the step and its wait for data."""
+        self._steps += 1
+        self._times.wait(end.data_seconds)
+
+    def numbers(self) -> Numbers:
+        """Return the times since the last line. Collective over the world, if there are any; the host waits for the
+        device."""
+        times = self._times.read(self._steps, self._mesh.group("world"))
+        self._steps = 0
+        return Numbers({"times": times})
+
+    def step_logged(self, step: int, record: TrainRecord | None) -> None:
+        """Log the times in Megatron's format below the line."""
+        if record is not None and record.times:
+            logger.info("%s", times_text(record.times, self._option))

@@ -155,3 +155,15 @@ def check_package(flag: str, module: str, extra: str) -> None:
             f"{flag} needs the package {module}, which is not installed in this Python: pip install "
             f"'megatron_ds[{extra}]'. Or remove it: metrics also go to files, without a package."
         ) from None
+
+
+def written(path: Path, text: str) -> bool:
+    """Return whether the file could be written. Otherwise the text is in the log, and the run continues."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        logger.warning("cannot write %s: %s. It had:", path, reason_of(error))
+        logger.warning("%s", text)
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -11,6 +12,9 @@ from ...mpu.mesh import Mesh
 from ...zero.norm import is_counted
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.state_piece import StatePiece
+from ..moments import Numbers, RunStart
+from ..observer import Observer
+from .memory import memory_tags
 
 # Kind of state → its name in Megatron-DeepSpeed's tags.
 KINDS = {
@@ -24,8 +28,6 @@ TAG_ORDER = (
     "momentum",
     "weight",
 )
-# Tag of the most memory that this rank has held.
-PEAK = "mem-max-allocated-bytes"
 
 
 def params_norm(optimizer: ZeroOptimizer, mesh: Mesh) -> float:
@@ -72,36 +74,13 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     found = torch.cat([sums, largest[None]])
     squares, absolutes, maxima = read_numbers(found, mesh.group("world"))
     # Three tags for each kind.
-    found = {}
+    tags: dict[str, float] = {}
     for at, name in enumerate(TAG_ORDER):
         tag = f"optimizer/{name}"
-        found[f"{tag}_l2"] = math.sqrt(squares[at])
-        found[f"{tag}_l1"] = absolutes[at]
-        found[f"{tag}_abs_max"] = maxima[at]
-    return found
-
-
-def memory_tags(device: torch.device) -> dict[str, float]:
-    """Megatron's tags of the memory of this rank, in bytes; on a CPU only the largest resident size."""
-    if device.type != "cuda":
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return {PEAK: usage.ru_maxrss * 2**10}
-    stats = torch.cuda.memory_stats(device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        PEAK: stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank ever held: allocated on its GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return memory_tags(device)[PEAK] / 2**30
+        tags[f"{tag}_l2"] = math.sqrt(squares[at])
+        tags[f"{tag}_l1"] = absolutes[at]
+        tags[f"{tag}_abs_max"] = maxima[at]
+    return tags
 
 
 def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:
@@ -121,3 +100,29 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
     parts = values.detach().reshape(-1).split(elements)
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     return torch.stack(norms).square().sum()
+
+
+class StateNumbers(Observer):
+    """Numbers of the weights, of the optimizer's state and of the memory, in each log line."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Keep what they are computed from."""
+        self._wanted = start.config.logging
+        self._replica = start.replica
+
+    def numbers(self) -> Numbers:
+        """Compute what the options ask for. Collective over the world."""
+        wanted = self._wanted
+        mesh = self._replica.mesh
+        optimizer = self._replica.optimizer
+        fields: dict[str, Any] = {}
+        tags: dict[str, float] = {}
+        if wanted.log_params_norm:
+            fields["params_norm"] = params_norm(optimizer, mesh)
+        if wanted.log_optimizer_states_to_tensorboard:
+            tags |= optimizer_states(optimizer, mesh)
+        if wanted.log_memory_to_tensorboard:
+            tags |= memory_tags(mesh.device)
+        if wanted.log_world_size_to_tensorboard:
+            tags["world-size"] = mesh.grid.world_size
+        return Numbers(fields, tags)

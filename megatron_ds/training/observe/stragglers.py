@@ -11,8 +11,9 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...host.places import waited_seconds
 from ...mpu.collectives import all_gather_object
@@ -20,6 +21,8 @@ from ...mpu.mesh import Mesh
 from ...pipeline.executor import Executor
 from ...pipeline.instruction import COMPUTE
 from ...pipeline.timeline import Timeline
+from ..moments import RunStart, StepEnd
+from ..observer import Observer
 
 SLOW = 1.2  # times the median
 FEWEST = 3  # ranks of a stage; with fewer, a rank is compared with all
@@ -95,7 +98,7 @@ class Stragglers:
             yield
             return
         if self._timeline is not None:
-            with self._on_device(executor):
+            with self._on_device(executor, self._timeline):
                 yield
             return
         begin = time.perf_counter()
@@ -118,19 +121,40 @@ class Stragglers:
         log("%s", stragglers_text(step, seconds, slow, self._hosts))
 
     @contextmanager
-    def _on_device(self, executor: Executor) -> Iterator[None]:
+    def _on_device(self, executor: Executor, timeline: Timeline) -> Iterator[None]:
         """Time the computations of the device, unless a trace records them."""
         if executor.timeline is not None:
             self._seconds = 0.0
             yield
             return
-        executor.timeline = self._timeline
+        executor.timeline = timeline
         try:
             yield
         finally:
             executor.timeline = None
-        self._seconds = sum(
-            end - start
-            for what, start, end in self._timeline.read()
-            if what.op in COMPUTE
-        )
+        times = [
+            end - start for what, start, end in timeline.read() if what.op in COMPUTE
+        ]
+        self._seconds = sum(times, 0.0)
+
+
+class SlowRanks(Observer):
+    """--straggler-report: ranks that compute slower than the others."""
+
+    def run_started(self, start: RunStart) -> None:
+        """Prepare the measurement."""
+        self._replica = start.replica
+        interval = start.config.logging.straggler_report
+        self._stragglers = Stragglers(interval, start.replica.mesh)
+        self._own: float | None = None
+
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        """Measure the step, if a report is due. Its reduction shares what was measured in the last one."""
+        self._own = self._stragglers.take()
+        self._replica.metrics.share(self._own)
+        return self._stragglers.measured(step, self._replica.executor)
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Name the slow ranks of the step that was measured."""
+        if self._own is not None:
+            self._stragglers.report(end.step - 1, end.of_ranks)

@@ -72,10 +72,11 @@ def scalars_of(
     """(losses and metrics, other values) of a record by tag. timers: with the times of phases."""
     if isinstance(record, EvalRecord):
         split = record.split
-        others = {}
+        others: dict[str, float] = {}
         losses = {f"lm loss {split}": record.loss}
-        if record.is_of_tokens:
-            losses[f"lm loss {split} ppl"] = record.perplexity
+        perplexity = record.perplexity
+        if perplexity is not None:
+            losses[f"lm loss {split} ppl"] = perplexity
         losses |= {f"{name} {split}": mean for name, mean in record.metrics.items()}
     elif isinstance(record, TaskRecord):
         losses = record.values
