@@ -316,7 +316,7 @@ class ZeroOptimizer:
         for s in self.trained:
             if s.plan.reduced_over == DATA_AXES:
                 names = (h.parameter.spec.name for h in s.buckets.holders)
-                found |= zip(names, s.buckets.received)
+                found |= zip(names, (g.received for g in s.buckets.gradients))
         return found
 
     def _check_overflow(self, norm: float) -> bool:

@@ -320,12 +320,10 @@ class TiedGradients:
         waiting = self._waiting
         self._waiting = []
         for s, i, holder in waiting:
-            p = holder.parameter
             if stage is not None and holder.stage not in (None, stage):
                 self._waiting.append((s, i, holder))
             elif s.plan.policy.gradient is None:
-                all_reduce_(p.take_main_grad().view(-1), self._group)
-                p.grad_ready()
+                s.buckets.gradients[i].contribute(self._sum_over_stages)
             else:  # each in a bucket of its own, so that all holders have the same shards
                 s.buckets.finish()
                 piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[
@@ -337,3 +335,8 @@ class TiedGradients:
                     ],
                     self._group,
                 )
+
+    def _sum_over_stages(self, gradient: torch.Tensor, overwrites: bool) -> None:
+        if overwrites:
+            gradient.zero_()
+        all_reduce_(gradient.view(-1), self._group)

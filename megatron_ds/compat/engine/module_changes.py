@@ -29,6 +29,7 @@ from torch import nn
 from ...errors import CallError
 from ...mpu.collectives import all_gather_object
 from ...mpu.group import Group
+from ...mpu.managed_parameter import ManagedParameter
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.tiers import DEVICE
 from ...zero.unused import PathCheck
@@ -335,7 +336,7 @@ def retrain(
     zero = engine.optimizer.remake()
     for p, flag in flags.items():
         p.requires_grad_(flag)
-        if type(p) is nn.Parameter:
+        if type(p) in (nn.Parameter, ManagedParameter):
             p.__class__ = EngineParameter
 
     # Its state. Moments of the late ones are as before a first update.
@@ -346,8 +347,7 @@ def retrain(
     zero.after_load()
     zero.begin_step()
     for p, gradient in summed.items():
-        p.take_new_main_grad().copy_(gradient)
-        p.grad_ready()
+        made_grads(p).accumulator.add(gradient)
     engine.optimizer.zero = engine.zero = zero
     behind = dict.fromkeys((p.spec.name for p in late), zero.resident.num_updates)
     engine.optimizer.restore_steps(engine.optimizer.missed | behind)
@@ -358,9 +358,9 @@ def retrain(
 def _gradients_of(zero: ZeroOptimizer) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
     for s in zero.trained:
-        for holder, has in zip(s.buckets.holders, s.buckets.received):
-            if has:
-                found[holder.parameter] = holder.parameter.view_main_grad().clone()
+        for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
+            if gradient.received:
+                found[holder.parameter] = gradient.view().clone()
     return found
 
 
