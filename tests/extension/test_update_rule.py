@@ -19,6 +19,7 @@ from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from megatron_ds.zero.update_hook import UpdateHook
 from megatron_ds.zero.update_rule import UpdateRule
+from tests.harness.gradients import contribute
 from tests.harness.threads import run_ranks
 
 SIZES, N, STEPS, RATE = (128, 640, 256), 3, 4, 0.5
@@ -99,8 +100,7 @@ def train(rank, world):
         optimizer.begin_step()
         optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            p.take_main_grad().add_(gradient(rank, step, i))
-            p.grad_ready()
+            contribute(p, gradient(rank, step, i))
         optimizer.step(RATE, grad_divisor=N)
     return [p.detach().clone() for p in parameters], optimizer.traffic(1, True, False)
 

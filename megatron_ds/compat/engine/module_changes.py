@@ -346,8 +346,10 @@ def retrain(
     zero.load_extra_state(numbers)
     zero.after_load()
     zero.begin_step()
-    for p, gradient in summed.items():
-        made_grads(p).accumulator.add(gradient)
+    for s in zero.trained:
+        for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
+            if holder.parameter in summed:
+                gradient.add(summed[holder.parameter])
     engine.optimizer.zero = engine.zero = zero
     behind = dict.fromkeys((p.spec.name for p in late), zero.resident.num_updates)
     engine.optimizer.restore_steps(engine.optimizer.missed | behind)
