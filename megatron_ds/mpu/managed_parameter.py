@@ -110,13 +110,13 @@ def made_grads(parameter: torch.Tensor) -> ParameterGradient:
     grads = grads_of(parameter)
     if grads is None:
         grads = ParameterGradient()
-        setattr(parameter, "grads", grads)
+        parameter.__dict__["grads"] = grads
     return grads
 
 
 def is_accumulated(parameter: torch.Tensor) -> bool:
     """Return whether an optimizer sums up the gradient of a parameter, so that autograd need not follow it."""
-    grads = grads_of(parameter)
+    grads: ParameterGradient | None = getattr(parameter, "grads", None)
     return grads is not None and grads.accumulator is not None
 
 

@@ -10,7 +10,9 @@ from . import (  # noqa: F401      each registers its optimizer
 )
 from .optimizers import (
     OPTIMIZERS,
+    Declared,
     MakeOptimizer,
+    OptimizerTraits,
     ParamGroup,
     RegisteredOptimizer,
     default_groups,
@@ -20,7 +22,9 @@ from .optimizers import (
 
 __all__ = [
     "OPTIMIZERS",
+    "Declared",
     "MakeOptimizer",
+    "OptimizerTraits",
     "ParamGroup",
     "RegisteredOptimizer",
     "default_groups",

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ..config import OptimizerConfig
-from .optimizers import OPTIMIZERS
-from .part_optimizer import PartOptimizer
+from .optimizers import OPTIMIZERS, Declared, OptimizerTraits
+from .part_optimizer import HalvedOptimizer
 
 Norms = Callable[
     [Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor
@@ -52,7 +52,7 @@ class LambRule:
     eps_inside_sqrt: bool = False
 
 
-class Lamb(PartOptimizer):
+class Lamb(HalvedOptimizer):
     """LAMB on contiguous fp32 parts of parameters; a step has one collective call of `reduce_norms`.
 
     numbers: of all groups that have no others; the defaults are NUMBERS
@@ -182,7 +182,10 @@ def _norms_of_whole(
     return torch.stack([torch.stack(list(of_list)).float() for of_list in norms])
 
 
-@OPTIMIZERS.register("lamb")
+@OPTIMIZERS.register(
+    "lamb",
+    declares=Declared(OptimizerTraits(needs_norms=True, steps_in_halves=True)),
+)
 def make_lamb(
     groups: list[dict], settings: OptimizerConfig, *, reduce_norms: Norms | None = None
 ) -> torch.optim.Optimizer:
@@ -200,6 +203,3 @@ def make_lamb(
         max_coeff=settings.lamb_max_coeff,
         min_coeff=settings.lamb_min_coeff,
     )
-
-
-make_lamb.needs_norms = make_lamb.steps_in_halves = True

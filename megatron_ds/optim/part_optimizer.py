@@ -16,10 +16,20 @@ class PartOptimizer(torch.optim.Optimizer):
     "step".
 
     numbers: of all groups that have no others
+
+    takes_numbers   a number may stand in place of the tensor `grad_scale`, by which torch's fused optimizers
+                    divide gradients
+    reads_low_grad  it reads `parameter.low_grad`, a 16-bit tensor of the same length, in place of `grad`
+    writes_low      it writes `parameter.low`, a 16-bit tensor of the same length: the new value, rounded
+    num_updates     steps so far, set when a run continues; an optimizer that reads it counts them
     """
 
     STATE: tuple[str, ...] = ()
     COUNTS_STEPS = False
+    takes_numbers = False
+    reads_low_grad = False
+    writes_low = False
+    num_updates = 0
 
     def __init__(self, params: Iterable, numbers: Mapping[str, Any]):
         super().__init__(params, dict(numbers))
@@ -44,6 +54,9 @@ class PartOptimizer(torch.optim.Optimizer):
     def make_step(self) -> None:
         """Update the parameters with their gradients; these are not recorded."""
 
+    def restart(self) -> None:
+        """Set the state with which the optimizer begins, where that is not zero; before the first update."""
+
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, made when it is first asked for."""
         state = self.state[p]
@@ -64,6 +77,22 @@ class PartOptimizer(torch.optim.Optimizer):
         # A value that is loaded from torch's optimizer is a tensor.
         state["step"] = int(state["step"]) + 1
         return state
+
+
+class HalvedOptimizer(PartOptimizer):
+    """An optimizer whose step has two halves, between which norms of whole parameters are computed."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Make the first half, which moves no parameter."""
+
+    @abstractmethod
+    def measured(self) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        """Return (lists of tensors whose norms the second half needs, the parameters to which they belong)."""
+
+    @abstractmethod
+    def finish(self, norms: torch.Tensor) -> None:
+        """Make the second half. norms: [lists, parameters]."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

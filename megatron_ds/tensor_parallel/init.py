@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import Coordinates, ParamSpec
 from ..ops.keyed_random import generator_of
 
@@ -30,7 +31,7 @@ def initialize(
     # Each parameter is one interval.
     for parameter in parameters:
         flat = parameter.detach().view(-1)
-        initialize_interval(flat, parameter.spec, 0, seed, coordinates)
+        initialize_interval(flat, spec_of(parameter), 0, seed, coordinates)
 
 
 @torch.no_grad()

@@ -120,7 +120,7 @@ class ZeroOptimizer:
         norms_on = lambda device: ParameterNorms(
             norm_entries(plans, parameters, settings, groups), groups, device
         )
-        asks = any(group.needs_norms for group in settings.param_groups)
+        asks = any(group.traits.needs_norms for group in settings.param_groups)
         norms = norms_on(self.device) if asks else None
         matrices = whole_matrices(
             plans, parameters, settings.param_groups, groups, self.device

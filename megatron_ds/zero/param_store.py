@@ -16,6 +16,7 @@ from torch import nn
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Work
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
 from .gathering import MappedUnit, SharedParts, Unit
@@ -285,9 +286,9 @@ def fill(
         out.copy_(parameter.detach().reshape(-1)[start : start + out.numel()])
     else:
         assert draw is not None, (
-            f"{parameter.spec.name} is on the meta device and there is no `draw`"
+            f"{spec_of(parameter).name} is on the meta device and there is no `draw`"
         )
-        draw(parameter.spec, start, out)
+        draw(spec_of(parameter), start, out)
 
 
 def become(parameter: nn.Parameter, view: torch.Tensor) -> None:

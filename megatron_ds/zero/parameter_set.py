@@ -14,6 +14,7 @@ from torch import nn
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, solo
+from ..mpu.managed_parameter import spec_of
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
 from .data_groups import DataGroups, Hierarchy
 from .encoded_parameters import EncodedParameters
@@ -124,7 +125,7 @@ class SetMaker:
         counted = [
             p
             for p in plan.layout.slot_intersections(ranks.shard)
-            if is_counted(parameters[p.slot].spec, self.groups.tp.rank)
+            if is_counted(spec_of(parameters[p.slot]), self.groups.tp.rank)
         ]
         views = norm_views(buckets.flat, counted, buckets.start_of)
         padding = sum(p.padded_numel - (p.stop - p.start) for p in counted)
@@ -205,7 +206,7 @@ class SetMaker:
         """
         policy = self.settings.policy
         off = policy.gradient if plan.policy.gradient is None else policy.parameter
-        may_lack = any("ep" in p.spec.distinct_over for p in parameters)
+        may_lack = any("ep" in spec_of(p).distinct_over for p in parameters)
         return self.settings.overlap and off is None and not may_lack
 
     def _resident(
@@ -240,7 +241,7 @@ class SetMaker:
             grad = None if buckets is None else buckets.grad_of(piece)
             leaves.append(
                 make_leaf(
-                    p.spec,
+                    spec_of(p),
                     piece,
                     value,
                     grad,
@@ -271,7 +272,7 @@ class SetMaker:
             )
             buffer[:numel].copy_(weights.tensor)
             arrays[MASTER].write(buffer).wait()
-        specs = [p.spec for p in parameters]
+        specs = [spec_of(p) for p in parameters]
         group = SubGroup(
             plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers
         )

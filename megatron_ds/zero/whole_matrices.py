@@ -200,7 +200,7 @@ def whole_matrices(
     parameters: to which the indices in the plans refer. Raises ConfigError, see `matrix_entries`.
     """
     wanting = dict.fromkeys(
-        group.optimizer for group in param_groups if group.needs_matrices
+        group.optimizer for group in param_groups if group.traits.needs_matrices
     )
     entries = {
         optimizer: matrix_entries(plans, parameters, param_groups, optimizer)

@@ -12,7 +12,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.collectives import all_reduce_
 from megatron_ds.mpu.group import DONE
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
-from megatron_ds.optim import ParamGroup, default_groups
+from megatron_ds.optim import OptimizerTraits, ParamGroup, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.exchange import FullPrecisionExchange
 from megatron_ds.zero.optimizer import ZeroOptimizer
@@ -71,7 +71,7 @@ def descend(groups, **options):
     return torch.optim.SGD(groups, lr=1.0)
 
 
-descend.update_rule = VoteRule()
+descend.traits = OptimizerTraits(update_rule=VoteRule())
 
 
 def gradient(rank, step, i):

@@ -109,7 +109,7 @@ def simulated(name, workers, corrects):
     for decay in (DECAY, 0.0):
         runs[decay] = SimulatedRun(
             name,
-            OPTIMIZERS[name].update_rule(config).phases,
+            OPTIMIZERS.declared(name).rule_of(config).phases,
             weights(),
             workers,
             lr=LR,

@@ -14,7 +14,7 @@ from megatron_ds.mpu.param_spec import (
     ParamSpec,
     Split,
 )
-from megatron_ds.optim import ParamGroup, default_groups
+from megatron_ds.optim import OptimizerTraits, ParamGroup, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.norm import NormEntry, ParameterNorms
 from megatron_ds.zero.optimizer import ZeroOptimizer
@@ -51,7 +51,7 @@ def trust_ratio(groups, reduce_norms):
     return TrustRatio(groups, reduce_norms)
 
 
-trust_ratio.needs_norms = True
+trust_ratio.traits = OptimizerTraits(needs_norms=True)
 
 
 def value(shape, seed):

@@ -60,10 +60,6 @@ def whole(optimizer, parameters):
         return [p.detach().clone() for p in parameters]
 
 
-def contribute(p, gradient):
-    contribute(p, gradient)
-
-
 def gradient(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

@@ -32,7 +32,7 @@ from torch import nn
 from ...errors import ConfigError, MegatronDSError
 from ...mpu.collectives import all_gather_object, all_reduce_
 from ...mpu.group import Group
-from ...mpu.managed_parameter import ManagedParameter
+from ...mpu.managed_parameter import ManagedParameter, spec_of
 from ...zero.buckets import GradBuckets, GradientStore, SlotGradient
 from ...zero.layout import SlotPiece
 from ...zero.parameter_set import ParameterSet
@@ -145,7 +145,7 @@ class Gradients:
             stage = self._engine.zero_optimization_stage()
             raise MegatronDSError(
                 _NO_GRAD.format(
-                    name=parameter.spec.name, stage=stage, size=place.ranks.size
+                    name=spec_of(parameter).name, stage=stage, size=place.ranks.size
                 )
             )
         self._check(parameter)
@@ -180,7 +180,7 @@ class Gradients:
         view = self.shown(parameter)
         if view is None:
             raise MegatronDSError(
-                f"the gradient of {parameter.spec.name} cannot be set between "
+                f"the gradient of {spec_of(parameter).name} cannot be set between "
                 "micro-batches at this ZeRO stage: each rank holds a shard. Set it after "
                 "the last backward of an update, with "
                 "megatron_ds.utils.safe_set_full_grad."
@@ -222,13 +222,13 @@ class Gradients:
         """Raises MegatronDSError where the buffers do not hold the gradient of one rank, or the mean."""
         if self._engine.zero.settings.update_rule.keeps_gradients:
             raise MegatronDSError(
-                f"the gradient of {parameter.spec.name}: a 1-bit optimizer exchanges "
+                f"the gradient of {spec_of(parameter).name}: a 1-bit optimizer exchanges "
                 "compressed momentum, and no rank has the mean of the gradients. Read and "
                 "clip gradients with another optimizer."
             )
-        if parameter.spec.partial_over and self._engine.world.model.size > 1:
+        if spec_of(parameter).partial_over and self._engine.world.model.size > 1:
             raise MegatronDSError(
-                f"the gradient of {parameter.spec.name} is a partial sum over the "
+                f"the gradient of {spec_of(parameter).name} is a partial sum over the "
                 'model-parallel ranks until engine.step(). Use "gradient_clipping", and '
                 "engine.get_global_grad_norm() after the step."
             )
@@ -358,7 +358,7 @@ class Gradients:
         known = here.union(*all_gather_object(here, place.set.store.ranks.data))
         if kind not in known:
             raise ConfigError(
-                f"{parameter.spec.name} has no state {kind!r}. It has "
+                f"{spec_of(parameter).name} has no state {kind!r}. It has "
                 f"{', '.join(sorted(known)) or 'none'}."
             )
 
@@ -384,7 +384,7 @@ class Gradients:
 def _check_shape(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
         raise ConfigError(
-            f"a value of shape {list(value.shape)} for {parameter.spec.name} of shape "
+            f"a value of shape {list(value.shape)} for {spec_of(parameter).name} of shape "
             f"{list(parameter.shape)}. Give the whole tensor."
         )
 
