@@ -100,6 +100,11 @@ def spec_of(parameter: torch.Tensor) -> ParamSpec:
     return spec
 
 
+def describe(parameter: torch.Tensor, spec: ParamSpec) -> None:
+    """Give a parameter its description."""
+    parameter.__dict__["spec"] = spec
+
+
 def grads_of(parameter: torch.Tensor) -> ParameterGradient | None:
     """Return where the gradient of a parameter goes; None: to autograd."""
     return getattr(parameter, "grads", None)

@@ -19,7 +19,7 @@ from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
-from ..mpu.managed_parameter import spec_of
+from ..mpu.managed_parameter import describe, spec_of
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
@@ -178,11 +178,10 @@ def _scale_initial_weights(
     """Multiply the standard deviations in the specs by `init_factor` of --param-group."""
     for p in parameters:
         for rule in rules:
-            if rule.matches(spec_of(p).name):
-                init = replace(
-                    spec_of(p).init, std=spec_of(p).init.std * rule.init_factor
-                )
-                p.spec = replace(p.spec, init=init)
+            spec = spec_of(p)
+            if rule.matches(spec.name):
+                init = replace(spec.init, std=spec.init.std * rule.init_factor)
+                describe(p, replace(spec, init=init))
 
 
 def _build_stage(

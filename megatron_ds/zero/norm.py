@@ -36,6 +36,7 @@ from ..errors import ConfigError
 from ..host.device_copies import column, on_device
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import EXPERT_DATA_AXES, ParamSpec
 from .data_groups import Axes, DataGroups
 from .layout import SlotPiece
@@ -254,7 +255,7 @@ class ParameterNorms:
             yield self._groups.tied, 8 * lists * len(self._tied)
 
     def _index(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        names = tuple(p.spec.name for p in parameters)
+        names = tuple(spec_of(p).name for p in parameters)
         # Copied to the device once, since every step uses the same.
         if names not in self._indices:
             self._indices[names] = self._tensor(

@@ -29,29 +29,17 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..mpu.managed_parameter import ManagedParameter
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..optim.optimizers import traits_of
 from ..optim.part_optimizer import HalvedOptimizer, PartOptimizer, parameters_of
 from .layout import SlotPiece
+from .leaf_tensor import LeafTensor
 from .norm import ParameterNorms
 from .whole_matrices import WholeMatrices
 
 Rates = float | Mapping[str, float] | None
 """Learning rates by name (`ParamGroup.rate`), one for all groups, or None: torch's groups have their own."""
-
-
-class LeafTensor(ManagedParameter):
-    """What an optimizer updates: the master of a piece of a parameter with `spec`.
-
-    low       the part of the model's own weight in a 16-bit model, else None
-    low_grad  in place of `grad`, where gradients have another dtype
-    """
-
-    piece: SlotPiece
-    low: torch.Tensor | None
-    low_grad: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..mpu.group import Group
 from ..optim import MakeOptimizer, ParamGroup
 from ..optim.matrix_batches import change_matrices
 from .data_groups import DataGroups
+from .leaf_tensor import LeafTensor
 from .matrix_owners import ROUND, MatrixEntry, Owned, matrix_entries, plan_rounds
 from .set_plan import SetPlan
 
@@ -140,6 +141,11 @@ class SegmentExchange:
         all_to_all_(out, whole, self.group, (sent, received))
 
 
+def _leaf(tensor: torch.Tensor) -> LeafTensor:
+    assert isinstance(tensor, LeafTensor), "optimizers of matrices get leaves"
+    return tensor
+
+
 class WholeMatrices:
     """The matrices of the parameters of one optimizer, and their owners.
 
@@ -170,15 +176,16 @@ class WholeMatrices:
         parts: of an update, in the form of the parameters, padding included; they may be overwritten
         unit: see `optim.matrix_batches`
         """
-        found = {p.spec.name: part for p, part in zip(parameters, parts)}
+        leaves = [_leaf(p) for p in parameters]
+        found = {leaf.spec.name: part for leaf, part in zip(leaves, parts)}
         for round_ in self._rounds:
             round_.run(
                 change,
                 unit,
                 found,
-                {p.spec.name: p.piece.stop - p.piece.start for p in parameters},
+                {leaf.spec.name: leaf.piece.stop - leaf.piece.start for leaf in leaves},
             )
-        return [found[p.spec.name] for p in parameters]
+        return [found[leaf.spec.name] for leaf in leaves]
 
     def sent(self) -> Iterator[tuple[Group, int]]:
         """(group, bytes that this rank sends) of each all-to-all of a call."""

@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, LayoutError
-from ...mpu.managed_parameter import spec_of
+from ...mpu.managed_parameter import describe, spec_of
 from ...mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ...zero.gathering import LayerGathering, Unit
 from ..deepspeed.external_groups import SEVENTH, DataParallelWorld
@@ -77,11 +77,11 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
             full_name = names.get(name, name_of(name))
-            p.spec = _spec_of(full_name, p, world.model.size)
+            describe(p, _spec_of(full_name, p, world.model.size))
         elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
             # A spec without experts, on a parameter that is marked as one.
             full_name = names.get(name, p.spec.name)
-            p.spec = replace(p.spec, name=full_name, distinct_over=("ep",))
+            describe(p, replace(p.spec, name=full_name, distinct_over=("ep",)))
         _check_shape(name, p, world)
 
 
