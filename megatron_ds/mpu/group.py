@@ -73,11 +73,15 @@ NUM_STREAMS = {"pp": 4}
 ACTIVATION_AXES = ("tp", "cp")
 
 
-class Work(Protocol):
-    """A collective, or a message, that has begun."""
+class Waitable(Protocol):
+    """Something that has begun."""
 
     def wait(self) -> Any:
         """Return when results may be read and inputs overwritten (on a GPU: by work queued afterwards)."""
+
+
+class Work(Waitable, Protocol):
+    """A collective, or a message, that has begun."""
 
     def is_completed(self) -> bool:
         """Whether the tensor of a send may be freed. False if unknown."""

@@ -146,7 +146,8 @@ class OptimizerRegistry(Registry[Callable[..., torch.optim.Optimizer]]):
         return super().register(name, *aliases)
 
     def declared(self, name: str) -> Declared:
-        """Return what an entry declares."""
+        """Return what an entry declares. Raises ConfigError for an unknown name."""
+        self[name]
         return self._declared.get(self.name_of(name), NOTHING)
 
 
@@ -182,7 +183,6 @@ def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
     """The groups of `--optimizer`: those that its entry chooses, else the default ones; divided by
     --param-group and --decoupled-lr. Raises ConfigError for a --param-group that cannot be read."""
-    OPTIMIZERS[settings.optimizer]  # raises for an unknown name
     choose = OPTIMIZERS.declared(settings.optimizer).groups_of
     groups = (
         choose(settings)

@@ -28,7 +28,7 @@ import torch
 from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
-from ..mpu.group import Group, Work
+from ..mpu.group import Group, Waitable
 from ..mpu.managed_parameter import ManagedParameter, made_grads
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange, reads_in_place
@@ -286,7 +286,7 @@ class GradientStore:
 
     def _reduce(
         self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool
-    ) -> Work:
+    ) -> Waitable:
         if self._checksum is not None:
             self._checksum.add(whole)
         bucket = self.layout.buckets[b]
@@ -338,7 +338,7 @@ class GradBuckets(GradientStore):
         super().__init__(holders, layout, reduction, flat, pieces)
         self.sharded = sharded
         self._stays_whole = stays_whole
-        self._works: list[Work] = []
+        self._works: list[Waitable] = []
         self._views = [
             flat[slot.start : slot.stop].view(holder.parameter.shape)
             for slot, holder in zip(layout.slots, holders)

@@ -31,7 +31,7 @@ import torch
 from ..host.async_io import Then
 from ..host.side_streams import Mark, SideStream, side_stream
 from ..mpu.collectives import all_reduce_, is_read, reduce_scatter_into_
-from ..mpu.group import DONE, Group, Work
+from ..mpu.group import DONE, Group, Waitable
 from .data_groups import Hierarchy
 
 # Reductions under way before a buffer is waited for rather than allocated.
@@ -88,7 +88,7 @@ class GradientExchange(Protocol):
     def begin(self) -> None:
         """A step begins. Reductions of an earlier step that failed may be unfinished: finish them."""
 
-    def reduce(self, bucket: BucketGradient) -> Work:
+    def reduce(self, bucket: BucketGradient) -> Waitable:
         """Begin to sum a bucket; its `out` is valid after the wait."""
 
     def finish(self) -> None:
@@ -116,7 +116,7 @@ class OrderedExchange(GradientExchange):
     def begin(self) -> None:
         self.finish()
 
-    def reduce(self, bucket: BucketGradient) -> Work:
+    def reduce(self, bucket: BucketGradient) -> Waitable:
         if self._beside is None:
             return self._begin(bucket)
         with self._beside.behind_current():
@@ -139,13 +139,13 @@ class OrderedExchange(GradientExchange):
         if self._beside is not None:
             self._beside.mark().wait()
 
-    def _start(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Waitable:
         """Begin the sum of a bucket; `out` is valid after the wait."""
 
     def _retire(self) -> None:
         """Wait for what is still under way."""
 
-    def _begin(self, bucket: BucketGradient) -> Work:
+    def _begin(self, bucket: BucketGradient) -> Waitable:
         """Begin a bucket, then the second hop of the one before it.
 
         Buckets of one hop, or of one rank, do so too. The wait for any bucket but the last then begins no
@@ -159,7 +159,7 @@ class OrderedExchange(GradientExchange):
             before.go_on()
         return work
 
-    def _two_hops(self, first: Work, second: Callable[[], Work]) -> Work:
+    def _two_hops(self, first: Waitable, second: Callable[[], Waitable]) -> Waitable:
         """The second hop follows the first one when the next bucket has begun."""
         self._last = TwoHops(first, second)
         return self._last
@@ -221,7 +221,7 @@ class FullPrecisionExchange(OrderedExchange):
         if self._wire:
             self._wire.retire_all()
 
-    def _start(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Waitable:
         group = bucket.ranks.data
         whole = bucket.whole
         buffer, sent = self._cast(whole, group)
@@ -241,7 +241,7 @@ class FullPrecisionExchange(OrderedExchange):
 
     def _scatter(
         self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy
-    ) -> Work:
+    ) -> Waitable:
         """Sum over the inner group, then this rank's part over the outer one."""
         if ranks.outer.size == 1:
             return reduce_scatter_into_(shard, sent, ranks.inner, async_op=True)
@@ -270,11 +270,11 @@ class FullPrecisionExchange(OrderedExchange):
 
     def _land(
         self,
-        work: Work,
+        work: Waitable,
         buffer: torch.Tensor | None,
         part: torch.Tensor,
         bucket: BucketGradient,
-    ) -> Work:
+    ) -> Waitable:
         """Copy or add the received sum to the shard. part: the memory in which the sum arrives."""
         # A sum that arrives in its place needs nothing more.
         out = bucket.out
@@ -310,8 +310,8 @@ class Beside:
 
     __slots__ = ("_work", "_stream", "_mark")
 
-    def __init__(self, work: Work, stream: SideStream):
-        self._work: Work | None = work
+    def __init__(self, work: Waitable, stream: SideStream):
+        self._work: Waitable | None = work
         self._stream = stream
         self._mark = Mark()
 
@@ -337,7 +337,7 @@ class TwoHops:
 
     __slots__ = ("_work", "_second")
 
-    def __init__(self, first: Work, second: Callable[[], Work]):
+    def __init__(self, first: Waitable, second: Callable[[], Waitable]):
         self._work = first
         self._second = second
 
@@ -370,7 +370,7 @@ class BufferPool:
         self.nbytes = 0
         self._group = group if group and group.sums else None
         self._free: list[torch.Tensor] = []
-        self._reductions: deque[Work] = deque()
+        self._reductions: deque[Waitable] = deque()
 
     def borrow(self, numel: int, least: int) -> torch.Tensor:
         """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
@@ -389,7 +389,7 @@ class BufferPool:
         """The buffer may be borrowed again."""
         self._free.append(buffer)
 
-    def reducing(self, work: Work) -> None:
+    def reducing(self, work: Waitable) -> None:
         """A reduction is under way; its `wait` gives a buffer back."""
         self._reductions.append(work)
 

@@ -43,7 +43,7 @@ from ..host.memory_maps import PAGE, Part
 from ..host.memory_maps import Mapping as PageMapping
 from ..host.side_streams import side_stream
 from ..mpu.collectives import all_gather_into_
-from ..mpu.group import DONE, Group, Work
+from ..mpu.group import DONE, Group, Waitable
 from .layout import Bucket, Layout
 from .set_plan import ParameterUse, SetPlan
 from .tiers import Array
@@ -96,9 +96,9 @@ class Unit(GatherUnit):
         self.nbytes = flat.nbytes
         self.group = group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
-        self._works: list[Work] = []
+        self._works: list[Waitable] = []
         # Shards on the device, or on their way.
-        self._near: list[tuple[torch.Tensor, Work]] | None = None
+        self._near: list[tuple[torch.Tensor, Waitable]] | None = None
 
     @property
     def gather_bytes(self) -> int:
@@ -131,7 +131,7 @@ class Unit(GatherUnit):
         if not self.is_free:
             self._near = None  # gathered, no longer read
 
-    def _fetch(self, array: Array) -> tuple[torch.Tensor, Work]:
+    def _fetch(self, array: Array) -> tuple[torch.Tensor, Waitable]:
         if array.is_at(self.flat.device, self.flat.dtype):
             return array.tensor, DONE
         on_cpu = self.flat.device.type == "cpu"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..mpu.group import DONE, AllOf, Work
+from ..mpu.group import DONE, AllOf, Waitable
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup
 from .layout import Layout, SlotPiece
@@ -103,7 +103,7 @@ class Staged:
     """The state of a sub-group on the host, or, until the end of `work`, on the way to it."""
 
     tensors: Mapping[str, torch.Tensor]
-    work: Work
+    work: Waitable
 
 
 class SubGroup:
@@ -193,7 +193,7 @@ class SubGroup:
 
     def write(
         self, staged: Staged, buffers: Buffers, without: Sequence[str] = ()
-    ) -> Work:
+    ) -> Waitable:
         """Begin to write what the update changed to its tiers. without: arrays that it did not change."""
         self.rest()
         return AllOf(
@@ -296,7 +296,7 @@ class OffloadedUpdate:
         self, unread: Sequence[str] = (), unwritten: Sequence[str] = ()
     ) -> Iterator[tuple[SubGroup, Staged]]:
         """The sub-groups, each to be updated before the next is asked for."""
-        writing: list[Work] = [DONE] * IN_FLIGHT
+        writing: list[Waitable] = [DONE] * IN_FLIGHT
 
         def stage(k: int) -> Staged:
             writing[k % IN_FLIGHT].wait()

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
-from ..mpu.group import DONE, Work
+from ..mpu.group import DONE, Waitable
 from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
@@ -88,7 +88,7 @@ class WholeParameters(ParameterStore):
     ):
         super().__init__(layout, ranks, sharded)
         first = parameters[0]
-        self._under_way: dict[int, Work] = {}  # gathers by bucket
+        self._under_way: dict[int, Waitable] = {}  # gathers by bucket
         self.flat = huge_page_zeros(
             layout.numel, dtype=first.dtype, device=device or first.device
         )
@@ -223,7 +223,7 @@ class ShardedParameters(ParameterStore):
             for work in works:
                 work.wait()
 
-    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
+    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Waitable:
         """An offloaded array is copied to the device for it."""
         start = shard.start - part.start
         stop = shard.stop - part.start

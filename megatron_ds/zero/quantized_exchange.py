@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 
 from ..host.async_io import Then
-from ..mpu.group import Group, Work
+from ..mpu.group import Group, Waitable
 from .data_groups import Hierarchy
 from .exchange import UNDER_WAY, BucketGradient, OrderedExchange, Sent
 from .number_blocks import Blocks, exchange_into
@@ -69,7 +69,7 @@ class QuantizedExchange(OrderedExchange):
     def _inner_format(self, ranks: Hierarchy) -> Blocks:
         return self._last_format if ranks.outer.size == 1 else self._first_format
 
-    def _start(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Waitable:
         ranks = bucket.ranks
         hops = [Hop(bucket.whole, ranks.inner, self._inner_format(ranks))]
 
@@ -82,7 +82,7 @@ class QuantizedExchange(OrderedExchange):
 
 
 class Hop:
-    """A `Work`: an all-to-all of pieces of `x` that has begun. x: flat, in whole blocks for each rank."""
+    """A `Waitable`: an all-to-all of pieces of `x` that has begun. x: flat, in whole blocks for each rank."""
 
     __slots__ = ("_blocks", "_group", "_own", "_sent", "_received", "_work")
 

@@ -19,7 +19,7 @@ from ..host.memory_maps import huge_page_zeros, round_up
 from ..host.page_locked import PageLockedPool, page_locked
 from ..host.scratch_file import Region, ScratchFile
 from ..host.side_streams import Mark, side_stream
-from ..mpu.group import DONE, Work
+from ..mpu.group import DONE, Waitable
 from ..mpu.host_reads import wait_for_mark
 
 DEVICE = "device"
@@ -139,13 +139,13 @@ class Array:
         """Whether `tensor` has this device and dtype, so that no copy is needed."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
-    def read(self, out: torch.Tensor) -> Work:
+    def read(self, out: torch.Tensor) -> Waitable:
         """Begin to copy to a buffer, which may be of another dtype. The host waits for a buffer of its own;
         for one on a GPU the current stream waits."""
         copied = _copy(out, self.tensor)
         return copied if out.is_cuda else Then(DONE, partial(wait_for_mark, copied))
 
-    def write(self, values: torch.Tensor) -> Work:
+    def write(self, values: torch.Tensor) -> Waitable:
         """Begin to copy from a buffer; after the wait the host may use both."""
         return Then(DONE, partial(wait_for_mark, _copy(self.tensor, values)))
 
@@ -249,7 +249,7 @@ class OnDisk(Array):
         """Never: a map would read through the page cache."""
         return False
 
-    def read(self, out: torch.Tensor) -> Work:
+    def read(self, out: torch.Tensor) -> Waitable:
         """Read directly into host memory of the same dtype; otherwise through a buffer in host memory."""
         dtype = self.tensor.dtype
         if out.is_cuda:
@@ -262,7 +262,7 @@ class OnDisk(Array):
             lambda: _copy(out, buffer[: out.numel()]).wait(),
         )
 
-    def _read_to_device(self, out: torch.Tensor) -> Work:
+    def _read_to_device(self, out: torch.Tensor) -> Waitable:
         buffer, is_copied = self.pool.borrow(self.region.nbytes)
         wait_for_mark(is_copied)  # the disk writes to it without a stream
 
@@ -273,7 +273,7 @@ class OnDisk(Array):
 
         return Then(self.region.read_into(buffer), copy)
 
-    def write(self, values: torch.Tensor) -> Work:
+    def write(self, values: torch.Tensor) -> Waitable:
         return self.region.write_from(values)
 
 
