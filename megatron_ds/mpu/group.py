@@ -219,6 +219,24 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def link(self) -> Transport:
+        """The transport of a group of several ranks."""
+        assert self.transport is not None, f"{self} of one rank moves no bytes"
+        return self.transport
+
+    @property
+    def shared_memory(self) -> "SharedPages":
+        """The memory of a group whose ranks share some."""
+        assert self.memory is not None, f"the ranks of {self} share no memory"
+        return self.memory
+
+    @property
+    def shared_sums(self) -> "SharedSums":
+        """The reductions of a group whose ranks share memory."""
+        assert self.sums is not None, f"the ranks of {self} share no memory"
+        return self.sums
+
     def __repr__(self) -> str:
         return f"Group({self.axes}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
 

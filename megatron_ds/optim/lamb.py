@@ -23,7 +23,7 @@ import torch
 
 from ..config import OptimizerConfig
 from .optimizers import OPTIMIZERS, Declared, OptimizerTraits
-from .part_optimizer import HalvedOptimizer
+from .part_optimizer import HalvedOptimizer, gradients_of
 
 Norms = Callable[
     [Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor
@@ -92,7 +92,8 @@ class Lamb(HalvedOptimizer):
         for group, parameters in self._moving:
             if not parameters:
                 continue
-            (beta1, beta2), grads = group["betas"], [p.grad for p in parameters]
+            beta1, beta2 = group["betas"]
+            grads = gradients_of(parameters)
             states = [self.count_step(p) for p in parameters]
             m, v = (
                 [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")
@@ -123,12 +124,12 @@ class Lamb(HalvedOptimizer):
         ratios = torch.where(
             (of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0
         )
-        us = iter(us)
-        ratios = iter(ratios.split([len(members) for _, members in self._moving]))
-        for (group, members), of_group in zip(self._moving, ratios):
+        moves = iter(us)
+        of_groups = ratios.split([len(members) for _, members in self._moving])
+        for (group, members), of_group in zip(self._moving, of_groups):
             if members:
                 _, _, factor = self._corrections(group, members)
-                of_members = [next(us) for _ in members]
+                of_members = [next(moves) for _ in members]
                 rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (
                     -group["lr"] * factor
                 )

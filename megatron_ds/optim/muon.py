@@ -35,7 +35,7 @@ from .optimizers import (
     RegisteredOptimizer,
     default_groups,
 )
-from .part_optimizer import PartOptimizer
+from .part_optimizer import PartOptimizer, gradients_of
 
 # for_each(change, unit, parts of updates, parameters) → the parts after `change` of the matrices.
 ForEachMatrix = Callable[
@@ -134,7 +134,7 @@ class Muon(PartOptimizer):
         """New tensors, u of each parameter of a group, after its momentum is updated."""
         if not members:
             return ()
-        grads = [p.grad for p in members]
+        grads = gradients_of(members)
         momentum = group["momentum"]
         moments = [self.state_of(p)["momentum_buffer"] for p in members]
         torch._foreach_lerp_(moments, grads, 1 - momentum)

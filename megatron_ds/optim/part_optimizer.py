@@ -2,7 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class PartOptimizer(torch.optim.Optimizer):
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]  # torch overloads it for the two kinds of `closure`
         self, closure: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor | None:
         """Update the parameters; returns the loss of `closure`. Collective if `make_step` is."""
@@ -98,6 +98,11 @@ class HalvedOptimizer(PartOptimizer):
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of all groups of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of parameters that all have one."""
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def gradient_of(p: torch.Tensor) -> torch.Tensor | None:

@@ -22,6 +22,8 @@ fp16 overflows, and experts, which process the tokens of their whole expert-para
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import GetSetDescriptorType
+from typing import cast
 
 import torch
 
@@ -31,13 +33,13 @@ from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Waitable
 from ..mpu.managed_parameter import ManagedParameter, made_grads
 from .data_groups import Hierarchy
-from .exchange import BucketGradient, GradientExchange, reads_in_place
+from .exchange import BucketGradient, GradientExchange, is_off, reads_in_place
 from .gradient_checksum import GradientChecksum
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
 # The gradient of a parameter, whatever a class of its own shows as `grad`.
-OWN_GRAD = torch.Tensor.grad
+OWN_GRAD = cast(GetSetDescriptorType, torch.Tensor.grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,7 @@ class GradientStore:
 
     def start_of(self, piece: SlotPiece) -> int:
         """Where a piece begins in `flat`."""
+        raise NotImplementedError
 
     def view(self, index: int) -> torch.Tensor:
         """Return the whole gradient of a slot, in the shape of the parameter: a view."""
@@ -322,7 +325,7 @@ class GradBuckets(GradientStore):
         # A buffer that other ranks read in place lies in shared memory.
         is_read = data.sums is not None and reads_in_place(reduction.exchange)
         flat = (
-            data.memory.zeros(layout.numel, dtype)
+            data.shared_memory.zeros(layout.numel, dtype)
             if is_read
             else huge_page_zeros(
                 layout.numel, dtype=dtype, device=holders[0].parameter.device
@@ -366,7 +369,7 @@ class GradBuckets(GradientStore):
         """
         self._launch_up_to(len(self.layout.buckets))
         self._wait()
-        if self._stays_whole and self._exchange.is_off:
+        if self._stays_whole and is_off(self._exchange):
             pass
         elif self.sharded:
             at = 0

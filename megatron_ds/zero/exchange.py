@@ -100,6 +100,11 @@ def reads_in_place(exchange: GradientExchange) -> bool:
     return getattr(exchange, "sums_in_place", False)
 
 
+def is_off(exchange: GradientExchange) -> bool:
+    """Whether an exchange leaves the gradients of each rank as they are, in this step."""
+    return getattr(exchange, "is_off", False)
+
+
 class OrderedExchange(GradientExchange):
     """A `GradientExchange` of one or two hops that runs beside the backward, in one order on all ranks.
 
@@ -141,6 +146,7 @@ class OrderedExchange(GradientExchange):
 
     def _start(self, bucket: BucketGradient) -> Waitable:
         """Begin the sum of a bucket; `out` is valid after the wait."""
+        raise NotImplementedError
 
     def _retire(self) -> None:
         """Wait for what is still under way."""
@@ -279,6 +285,7 @@ class FullPrecisionExchange(OrderedExchange):
         # A sum that arrives in its place needs nothing more.
         out = bucket.out
         add = bucket.add
+        wire = self._wire
         factor = self._divisor_of(bucket.ranks.data)
         if part is out and factor == 1:
             return work
@@ -291,13 +298,13 @@ class FullPrecisionExchange(OrderedExchange):
                     out.copy_(part)
                 if factor != 1:
                     out.mul_(factor)
-            if buffer is not None:
-                self._wire.give_back(buffer)
+            if buffer is not None and wire is not None:
+                wire.give_back(buffer)
 
         # The borrowed buffer is free when the sum has landed.
         landing = Then(work, then)
-        if buffer is not None:
-            self._wire.reducing(landing)
+        if buffer is not None and wire is not None:
+            wire.reducing(landing)
         return landing
 
 
@@ -339,7 +346,7 @@ class TwoHops:
 
     def __init__(self, first: Waitable, second: Callable[[], Waitable]):
         self._work = first
-        self._second = second
+        self._second: Callable[[], Waitable] | None = second
 
     def go_on(self) -> None:
         """Wait for the first collective and begin the second. Collective."""
@@ -401,7 +408,7 @@ class BufferPool:
     def _make(self, numel: int) -> torch.Tensor:
         if self._group is None:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
-        return self._group.memory.zeros(numel, self.dtype)
+        return self._group.shared_memory.zeros(numel, self.dtype)
 
     def _fitting(self, numel: int, wait_seconds: float = 0.0) -> torch.Tensor | None:
         """The smallest free buffer that is long enough and, within the time, read by no other rank."""

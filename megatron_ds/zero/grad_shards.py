@@ -119,12 +119,12 @@ class GradShards(GradientStore):
 
     def _buffer(self, b: int) -> torch.Tensor:
         """The whole buffer of a bucket, borrowed if it has none."""
-        if self._buffers[b] is None:
+        buffer = self._buffers[b]
+        if buffer is None:
             bucket = self.layout.buckets[b]
-            self._buffers[b] = self._pool.borrow(
-                bucket.stop - bucket.start, self._least
-            )
-        return self._buffers[b]
+            buffer = self._pool.borrow(bucket.stop - bucket.start, self._least)
+            self._buffers[b] = buffer
+        return buffer
 
     def _launch(self, b: int) -> None:
         bucket = self.layout.buckets[b]

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..mpu.managed_parameter import spec_of
-from ..mpu.param_spec import ParamSpec
+from ..mpu.param_spec import Matrices, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from .data_groups import Axes, DataGroups, shard_of
 from .set_plan import SetPlan
@@ -39,7 +39,13 @@ class MatrixEntry:
     @property
     def cost(self) -> int:
         """Multiplications of an update, as `Matrices.cost` counts them."""
-        return self.spec.matrices.cost(self.spec.shape)
+        return self.matrices.cost(self.spec.shape)
+
+    @property
+    def matrices(self) -> Matrices:
+        """What the parameter consists of."""
+        assert self.spec.matrices is not None, "`matrix_entries` checks it"
+        return self.spec.matrices
 
 
 def matrix_entries(

@@ -16,7 +16,6 @@ part of it (weights, gradients, moments). Sub-groups begin at a page of a file f
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any
 
 import torch
 
@@ -265,7 +264,7 @@ class OffloadedUpdate:
 
     def optimizers(self) -> dict[int, ShardOptimizer]:
         """The optimizer of each leaf, by the `id` of the leaf's tensor."""
-        found = {}
+        found: dict[int, ShardOptimizer] = {}
         for group in self.groups:
             found |= {id(leaf.tensor): group.optimizer for leaf in group.leaves}
         return found
@@ -302,10 +301,12 @@ class OffloadedUpdate:
             writing[k % IN_FLIGHT].wait()
             return self.groups[k].stage(self._buffers[k % IN_FLIGHT], unread)
 
-        ahead = stage(0) if self.groups else None
+        # The next sub-group is staged while one is updated.
+        ahead = [stage(0)] if self.groups else []
         for k, group in enumerate(self.groups):
-            staged = ahead
-            ahead = stage(k + 1) if k + 1 < len(self.groups) else None
+            staged = ahead.pop()
+            if k + 1 < len(self.groups):
+                ahead.append(stage(k + 1))
             yield group, staged
             writing[k % IN_FLIGHT] = group.write(
                 staged, self._buffers[k % IN_FLIGHT], unwritten
@@ -333,9 +334,10 @@ class UpdateInHalves:
         self._norms = norms
         self._host_norms = host_norms
 
-    def step(self, *numbers: Any) -> None:
+    def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update all leaves, with the numbers of `ShardOptimizer.step`. Collective."""
         # The resident part has all optimizers that need norms.
+        numbers = lr, weight_decay, divisor
         squares = self._resident.begin(*numbers, self._norms)
         for found in self._offloaded.begin(numbers, self._host_norms):
             for maker, of_maker in found.items():

@@ -49,6 +49,7 @@ class ParameterStore:
     @property
     def nbytes(self) -> int:
         """Bytes of parameters held now, in any tier."""
+        raise NotImplementedError
 
     @property
     def is_shared(self) -> bool:
@@ -57,9 +58,11 @@ class ParameterStore:
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The model's weights of a piece, padding included: a view."""
+        raise NotImplementedError
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
         """`numel` weights from the beginning of a piece on, in one bucket."""
+        raise NotImplementedError
 
     def refresh(self) -> None:
         """Make the updates of all ranks visible, after each rank has updated its pieces: on return, or when
@@ -223,7 +226,9 @@ class ShardedParameters(ParameterStore):
             for work in works:
                 work.wait()
 
-    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Waitable:
+    def _refresh_part(
+        self, array: Array, part: ShardPiece, shard: ShardPiece
+    ) -> Waitable:
         """An offloaded array is copied to the device for it."""
         start = shard.start - part.start
         stop = shard.stop - part.start
@@ -247,7 +252,7 @@ class ShardedParameters(ParameterStore):
         start = buckets[0].start
         dtype = parameters[0].dtype
         if self._shared:
-            unit = MappedUnit(
+            unit: Unit = MappedUnit(
                 layer, first, stop - 1, dtype, self._shared.map(first, stop), group
             )
         else:

@@ -77,7 +77,9 @@ class QuantizedExchange(OrderedExchange):
             hops[0] = Hop(hops[0].total(), ranks.outer, self._last_format)
             return hops[0]
 
-        work = hops[0] if ranks.outer.size == 1 else self._two_hops(hops[0], second)
+        work: Waitable = hops[0]
+        if ranks.outer.size > 1:
+            work = self._two_hops(work, second)
         return Then(work, lambda: land(hops.pop().total(), bucket.out, bucket.add))
 
 
@@ -89,8 +91,8 @@ class Hop:
     def __init__(self, x: torch.Tensor, group: Group, blocks: Blocks):
         self._blocks = blocks
         self._group = group
-        self._own = x
-        self._work = None
+        self._own: torch.Tensor | None = x
+        self._work: Waitable | None = None
         if group.size > 1:
             # kept until it has been sent
             self._own = None

@@ -176,6 +176,7 @@ def plan_parameters(
                 "not the update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into "
                 "a group whose optimizer treats elements one by one."
             )
+        stage, layer = places.get(p, (None, 0))
         facts.append(
             Fact(
                 spec_of(p).name,
@@ -184,7 +185,8 @@ def plan_parameters(
                 spec_of(p).reduced_over,
                 is_tied(p, groups),
                 not p.requires_grad,
-                *places.get(p, (None, 0)),
+                stage,
+                layer,
                 whole,
                 settings.frozen_blocks is not None
                 and not p.requires_grad
@@ -309,9 +311,9 @@ def _plan_set(
         policy = ShardPolicy(None, None, None)
         shards = 1
     align = settings.align
-    inner = (
-        inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
-    )
+    inner = shards
+    if policy.parameter == "inner" and axes == DATA_AXES and inner_shards is not None:
+        inner = inner_shards
     if not gathered:
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
@@ -329,9 +331,9 @@ def _plan_set(
     if whole and policy.optimizer is not None:
         layout = plan_whole_layout(items, bucket_elements, shards, align, alone=tied)
     else:
-        units = [facts[i].layer for i in forward] if gathered else None
+        layers = [facts[i].layer for i in forward] if gathered else None
         layout = plan_layout(
-            items, 1 if tied else bucket_elements, shards, align, units=units
+            items, 1 if tied else bucket_elements, shards, align, units=layers
         )
     index_of = {facts[i].name: i for i in forward}
     in_buffer = tuple(index_of[slot.name] for slot in layout.slots)

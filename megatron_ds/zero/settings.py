@@ -131,7 +131,7 @@ class ZeroSettings:
             bucket_elements=zero.reduce_bucket_size,
             gather_elements=zero.allgather_bucket_size,
             overlap=zero.overlap_comm is not False,
-            grad_dtype=_dtype(o.gradient_dtype),
+            grad_dtype=getattr(torch, o.gradient_dtype),
             sent_dtype=_dtype(zero.sent_dtype),
             sent_divisor=zero.sent_divisor,
             weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block)

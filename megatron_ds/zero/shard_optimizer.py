@@ -144,8 +144,8 @@ class ShardOptimizer:
         # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
         # zero yet).
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = 0.0, 0.0
+            for numbers in optimizer.param_groups:
+                numbers["lr"], numbers["weight_decay"] = 0.0, 0.0
             with torch.no_grad(), _wide_grads(optimizer):
                 optimizer.step()
         self.set_num_updates(0)

@@ -9,7 +9,6 @@ instead.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 
@@ -64,7 +63,7 @@ class OffloadSettings:
         )
 
 
-class Tier(Protocol):
+class Tier:
     """A place for offloaded state.
 
     place     "device", "cpu" or "nvme"
@@ -73,8 +72,9 @@ class Tier(Protocol):
 
     is_plain: bool
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list["Array"]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence["Array"]:
         """Make arrays of zeros."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Write back what was written through `Array.tensor`, so that `read` returns it."""
@@ -89,8 +89,9 @@ class Tiers:
 
     def settle(self) -> None:
         """`Tier.settle` of both."""
-        for tier in {self.optimizer, self.parameters} - {None}:
-            tier.settle()
+        for tier in {self.optimizer, self.parameters}:
+            if tier is not None:
+                tier.settle()
 
 
 def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
@@ -102,6 +103,7 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
             return None
         if place == "cpu":
             return MemoryTier(torch.device("cpu"), page_locked=device.type == "cuda")
+        assert folder is not None, "the rules demand a folder for nvme"
         return DiskTier(
             folder,
             make_io(
@@ -158,7 +160,7 @@ class MemoryTier(Tier):
         self._page_locked = page_locked
         self.is_plain = device.type == "cpu" and not page_locked
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Array]:
         numel = sum(sizes)
         zeros = (
             page_locked(numel, dtype)
@@ -203,7 +205,8 @@ def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             marks[out.is_cuda] = _copy(out, values)
     if near:
-        torch._foreach_copy_(*map(list, zip(*near)))
+        outs, values = zip(*near)
+        torch._foreach_copy_(outs, values)
     for mark in marks.values():
         wait_for_mark(mark)
 
@@ -290,7 +293,7 @@ class DiskTier(Tier):
         self._regions: list[Region] = []
         self._pool = PageLockedPool()
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Array]:
         made = []
         for numel in sizes:
             region = self._file.allocate(round_up(numel * dtype.itemsize, ALIGNMENT))

@@ -97,10 +97,11 @@ class SegmentExchange:
     def sent(self) -> tuple[int, int]:
         """Bytes that this rank sends to others there, and back."""
         here = self.group.rank
-        return tuple(
+        there, back = (
             FP32_BYTES * (sum(sizes) - sizes[here])
             for sizes in (self._outward(), self._inward())
         )
+        return there, back
 
     @property
     def _ranks(self) -> range:
@@ -228,6 +229,7 @@ class MatrixRound:
         self._tp = groups.tp
         sizes = {"tp": groups.tp.size}
         self._specs = {entry.spec.name: entry.spec for entry, _, _ in owned}
+        self._matrices = {entry.spec.name: entry.matrices for entry, _, _ in owned}
         self._shapes = {
             name: spec.local_shape(sizes) for name, spec in self._specs.items()
         }
@@ -299,7 +301,7 @@ class MatrixRound:
         change_matrices(
             change,
             unit,
-            [(whole, self._specs[name].matrices) for name, whole in wholes.items()],
+            [(whole, self._matrices[name]) for name, whole in wholes.items()],
         )
         # And back.
         local |= {name: whole.reshape(-1) for name, whole in wholes.items()}
@@ -320,7 +322,8 @@ class MatrixRound:
             for name in flat
             if not _is_same(flat[name], changed[name])
         ]:
-            torch._foreach_copy_(*map(list, zip(*moved)))
+            outs, values = zip(*moved)
+            torch._foreach_copy_(outs, values)
 
     def _joined(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The flat slice of a parameter from the pieces of all data-parallel ranks."""
@@ -335,7 +338,8 @@ class MatrixRound:
         boxes = self._boxes(
             name, whole, [flat.view(self._shapes[name]) for flat in slices]
         )
-        torch._foreach_copy_(*map(list, zip(*boxes)))
+        outs, values = zip(*boxes)
+        torch._foreach_copy_(outs, values)
         return whole
 
     def _cut(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
