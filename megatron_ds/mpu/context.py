@@ -122,6 +122,7 @@ class ParallelContext:
     def split_cp(self) -> tuple[Group, Group]:
         """(ranks that exchange tokens for heads, ranks of equal position) of the context-parallel group.
         Collective over the world when it is first used."""
+        assert self.groups is not None, "a layer of one rank divides no heads"
         return self.groups.split(self.cp_heads, "cp")
 
     @cached_property

@@ -32,8 +32,8 @@ class Traffic:
     log: records also message sizes and times, if there is one
     """
 
-    bytes: Counter = field(default_factory=Counter)
-    calls: Counter = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     log: "TrafficLog | None" = None
 
     def add(
@@ -46,7 +46,8 @@ class Traffic:
     def add_all(self, other: "Traffic", times: int = 1) -> None:
         """Count what `other` counted, `times` times."""
         for key, num_bytes in other.bytes.items():
-            self.add(*key, times * num_bytes, times * other.calls[key])
+            operation, axes, size = key
+            self.add(operation, axes, size, times * num_bytes, times * other.calls[key])
 
     def clear(self) -> None:
         """Set all counters to zero."""
@@ -140,10 +141,11 @@ class Transport(Protocol):
     Each method is collective over the group, except `isend`, `irecv` and `exchange`. Tensors are contiguous;
     results are written in place. `op` is one of "sum", "max", "min".
 
-    wait_seconds  how long an operation may take, after which it fails
     """
 
-    wait_seconds: float
+    @property
+    def wait_seconds(self) -> float:
+        """How long an operation may take, after which it fails."""
 
     def all_reduce(self, tensor: "Tensor", op: str) -> Work:
         """`tensor` becomes the reduction over all ranks."""

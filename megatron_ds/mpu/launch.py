@@ -338,8 +338,8 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if not text and default is not None:
         return default
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        return int(text or "")
+    except ValueError:
         raise ConfigError(
             f"environment variable {name}={text!r} is not an integer; the launcher should set "
             "it."
@@ -473,7 +473,9 @@ def world_timeout() -> timedelta | None:
 
     from .transport import timeout_of
 
-    return timeout_of(dist.group.WORLD)
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return timeout_of(world)
 
 
 def transport_over(

@@ -301,7 +301,7 @@ class _Then:
 
     def __init__(self, first: Work, second: Callable[[], Work]):
         self._work = first
-        self._second = second
+        self._second: Callable[[], Work] | None = second
 
     def wait(self) -> None:
         self._work.wait()

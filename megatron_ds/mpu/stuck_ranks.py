@@ -83,7 +83,9 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
 
 def _store() -> dist.Store:
     """A connection of its own: the process group's may be in the middle of a request."""
-    return dist.PrefixStore("failed ranks", dist.group.WORLD.get_group_store().clone())
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return dist.PrefixStore("failed ranks", world.get_group_store().clone())
 
 
 def _write(store: dist.Store) -> bool:

@@ -139,7 +139,9 @@ class TorchTransport:
         received: Sequence[int] | None = None,
     ) -> Work:
         """Send `sent[i]` rows to rank i and receive `received[i]` from it; equal pieces without these numbers."""
-        splits = () if sent is None else (list(received), list(sent))
+        splits = (
+            () if sent is None or received is None else (list(received), list(sent))
+        )
         return self._start(
             "all-to-all", dist.all_to_all_single, out.detach(), tensor.detach(), *splits
         )
@@ -172,7 +174,9 @@ class TorchTransport:
 
         They are one batch: on NCCL, unbatched messages in both directions can deadlock.
         """
-        operations = [(dist.irecv, tensor, peer) for tensor, peer in receives]
+        operations: list[tuple[Any, Tensor, int]] = [
+            (dist.irecv, tensor, peer) for tensor, peer in receives
+        ]
         operations += [(dist.isend, tensor, peer) for tensor, peer in sends]
         batch = [
             dist.P2POp(
@@ -225,7 +229,7 @@ class TorchTransport:
         for process_group in (*self.lanes, self.process_group):
             dist.destroy_process_group(process_group)
         self.lanes = ()
-        self.process_group = None
+        self.process_group = None  # type: ignore[assignment]  # of a closed one, which nothing uses
         self.control = None
 
     def _lane(

@@ -102,8 +102,8 @@ class SplitBackward:
     def __init__(self, modules: Sequence[nn.Module]):
         holders: dict[Tensor, list[int]] = defaultdict(list)
         for layer, module in enumerate(modules):
-            for p in module.parameters():
-                holders[p].append(layer)
+            for parameter in module.parameters():
+                holders[parameter].append(layer)
         self.num_layers = len(modules)
         self.parameters = list(holders)
         self._layer_of = {

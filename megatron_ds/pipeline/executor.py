@@ -246,7 +246,7 @@ class Executor:
 
     def _forward(self, i: Instruction) -> None:
         stage = self.stages[i.stage]
-        k = i.microbatch
+        k = i.k
         x = None if stage.is_first else _arrived(self._activations.pop((i.stage, k)))
         output = stage.forward(k, self._microbatches[k], x, self._scale)
         if stage.is_last:
@@ -257,7 +257,7 @@ class Executor:
 
     def _backward(self, i: Instruction) -> None:
         stage = self.stages[i.stage]
-        k = i.microbatch
+        k = i.k
         backward = stage.backward if i.op is Op.B else stage.backward_input
         # No local variable holds the gradient of the output, which the backward may free.
         grad = backward(
@@ -267,7 +267,7 @@ class Executor:
             self._gradients[i.stage - 1, k] = grad.contiguous()
 
     def _backward_weights(self, i: Instruction) -> None:
-        self.stages[i.stage].backward_weights(i.microbatch)
+        self.stages[i.stage].backward_weights(i.k)
 
     def _send(self, i: Instruction) -> None:
         kind, tensors, to = (
@@ -286,14 +286,14 @@ class Executor:
         tensors[i.stage, i.microbatch] = self.channels.recv(
             kind,
             self.stage_rank(source),
-            self._shapes[i.microbatch],
+            self._shapes[i.k],
             self.dtype,
             self.device,
         )
 
     def _check(self, i: Instruction, output: Tensor) -> None:
         """Raise CommunicationError unless `output` has the shape and dtype that the next stage expects."""
-        expected = self._shapes[i.microbatch]
+        expected = self._shapes[i.k]
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
             raise CommunicationError(
@@ -354,7 +354,7 @@ class Executor:
 
 def program_length(program: Program) -> int:
     """Number of micro-batches that a program computes."""
-    return 1 + max((i.microbatch for i in program if i.op is Op.F), default=-1)
+    return 1 + max((i.k for i in program if i.op is Op.F), default=-1)
 
 
 def _described(i: Instruction) -> str:

@@ -115,7 +115,7 @@ class _Blocks:
     def __init__(self, spec: ParamSpec, seed: int):
         self.spec = spec
         self.seed = seed
-        self.last: tuple[int, torch.Tensor | None] = (-1, None)
+        self.last = (-1, torch.empty(0))
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """`count` rows of dimension 0 of the logical tensor."""

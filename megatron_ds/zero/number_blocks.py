@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from ..mpu.collectives import all_gather_into_, all_to_all_
-from ..mpu.group import AllOf, Group, Waitable
+from ..mpu.group import AllOf, Group, Work
 from ..ops.normal_float import bytes_of_decoding, decode_normal, encode_normal
 from ..ops.quantize import dequantize, quantize
 
@@ -108,19 +108,19 @@ class NormalBlocks(Blocks):
         return bytes_of_decoding(numel)
 
 
-def gather_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Waitable:
+def gather_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:
     """Concatenate what the ranks have encoded. `mine` may be this rank's part of `out`. Two collectives."""
     return _both(partial(all_gather_into_, group=group, async_op=True), out, mine)
 
 
-def exchange_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Waitable:
+def exchange_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:
     """Send piece i to rank i; piece j of `out` comes from rank j. Two collectives."""
     return _both(partial(all_to_all_, group=group, async_op=True), out, mine)
 
 
 def _both(
-    collective: Callable[..., Waitable], out: EncodedBlocks, mine: EncodedBlocks
-) -> Waitable:
+    collective: Callable[..., Work], out: EncodedBlocks, mine: EncodedBlocks
+) -> Work:
     return AllOf(
         [collective(out.codes, mine.codes), collective(out.scales, mine.scales)]
     )

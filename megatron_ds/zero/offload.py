@@ -19,7 +19,7 @@ from itertools import chain, groupby
 
 import torch
 
-from ..mpu.group import DONE, AllOf, Waitable
+from ..mpu.group import DONE, Waitable
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup
 from .layout import Layout, SlotPiece
@@ -97,6 +97,22 @@ def _cut(pieces: list[SlotPiece], room: int) -> tuple[list[SlotPiece], list[Slot
     return pieces, []
 
 
+class Each:
+    """Several reads or writes as one. Waiting again returns at once."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Waitable]):
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each, in order."""
+        works = self._works
+        self._works = ()
+        for work in works:
+            work.wait()
+
+
 @dataclass(frozen=True)
 class Staged:
     """The state of a sub-group on the host, or, until the end of `work`, on the way to it."""
@@ -142,8 +158,8 @@ class SubGroup:
 
     def stage(self, buffers: Buffers, without: Sequence[str] = ()) -> Staged:
         """Begin to copy to the host the state that is not there. without: arrays that are not needed."""
-        tensors = {}
-        works = []
+        tensors: dict[str, torch.Tensor] = {}
+        works: list[Waitable] = []
         for name, array in self.arrays.items():
             if name in without:
                 continue
@@ -155,7 +171,7 @@ class SubGroup:
             tensors[name] = buffer[: array.tensor.numel()]
             if name != LOW:
                 works.append(array.read(buffer))
-        return Staged(tensors, AllOf(works))
+        return Staged(tensors, Each(works))
 
     def update(
         self, staged: Staged, lr: Rates, weight_decay: float, divisor: float
@@ -195,7 +211,7 @@ class SubGroup:
     ) -> Waitable:
         """Begin to write what the update changed to its tiers. without: arrays that it did not change."""
         self.rest()
-        return AllOf(
+        return Each(
             [
                 array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
                 for name, array in self.arrays.items()

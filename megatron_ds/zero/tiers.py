@@ -205,8 +205,8 @@ def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             marks[out.is_cuda] = _copy(out, values)
     if near:
-        outs, values = zip(*near)
-        torch._foreach_copy_(outs, values)
+        outs, sources = zip(*near)
+        torch._foreach_copy_(outs, sources)
     for mark in marks.values():
         wait_for_mark(mark)
 
