@@ -111,7 +111,8 @@ class GlooTransport(TorchTransport):
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Start a message. A thread waits for it, so that its tensor is freed early (`_Outbox`)."""
-        return self._outbox.put(super().isend(tensor, destination, tag))
+        work = super().isend(tensor, destination, tag)
+        return self._outbox.put(work)
 
     def close(self) -> None:
         """End the thread after the last send, then destroy the process groups."""

@@ -174,8 +174,10 @@ class SharedSums:
         """Wait for the tensors of a round and read them."""
         self._until_none(lambda: self._missing(number))
         begun = self._waiting[number]
+        tensor, read = begun.tensor, begun.read
+        assert tensor is not None and read is not None, "a round is completed once"
         places = self._ready[number]
-        nbytes = begun.tensor.nbytes
+        nbytes = tensor.nbytes
         for peer, (_, theirs) in places.items():
             if theirs != nbytes:
                 raise self._translate(
@@ -185,7 +187,7 @@ class SharedSums:
                         f"{nbytes}: the ranks reduce different tensors"
                     ),
                 )
-        begun.read(
+        read(
             {
                 peer: self._memory.view(peer, places[peer][0], nbytes)
                 for peer in self._others

@@ -85,7 +85,8 @@ def _store() -> dist.Store:
     """A connection of its own: the process group's may be in the middle of a request."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialized"
-    return dist.PrefixStore("failed ranks", world.get_group_store().clone())
+    store = world.get_group_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return dist.PrefixStore("failed ranks", store)
 
 
 def _write(store: dist.Store) -> bool:

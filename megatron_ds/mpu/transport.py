@@ -152,7 +152,7 @@ class TorchTransport:
             "broadcast", dist.broadcast, tensor.detach(), self.ranks[source]
         )
 
-    def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
+    def isend(self, tensor: Tensor, destination: int, tag: int) -> "TranslatedWork":
         """Start a message to the rank at position `destination`."""
         what = f"send to rank {self.ranks[destination]}"
         lane = self._lane(tensor, self.rank, destination, tag)
@@ -161,7 +161,7 @@ class TorchTransport:
             lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
         )
 
-    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> "TranslatedWork":
         """Start to receive a message of the tensor's shape and dtype into it."""
         what = f"receive from rank {self.ranks[source]}"
         lane = self._lane(tensor, source, self.rank, tag)
@@ -267,7 +267,7 @@ class TorchTransport:
             arguments[i].copy_(near[i])
         return DONE
 
-    def _guard(self, what: str, call: Callable[[], Any]) -> Work:
+    def _guard(self, what: str, call: Callable[[], Any]) -> "TranslatedWork":
         with _Translated(self, what):
             return TranslatedWork(call(), self, what)
 

@@ -210,6 +210,7 @@ class Executor:
 
     def _in_range(self, handler: Handler, i: Instruction) -> None:
         """Run an instruction in a range that has its name."""
+        assert self.ranges is not None, "`run` chooses this way only with it"
         with self.ranges(str(i)):
             handler(i)
 
@@ -234,6 +235,7 @@ class Executor:
 
     def _device_place(self) -> str:
         """The instruction at which the device is, for messages."""
+        assert self._place is not None, "`_where` asks only with it"
         done, launched, i = self._place.current()
         at = (
             "behind them: at reductions of gradients, their norm, or metrics"
@@ -264,6 +266,7 @@ class Executor:
             k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k)))
         )
         if not stage.is_first:
+            assert grad is not None, "only the first stage returns none"
             self._gradients[i.stage - 1, k] = grad.contiguous()
 
     def _backward_weights(self, i: Instruction) -> None:
@@ -275,7 +278,8 @@ class Executor:
             if i.op is Op.SEND_ACT
             else ("grad", self._gradients, i.stage - 1)
         )
-        self.channels.send(kind, self.stage_rank(to), tensors.pop((to, i.microbatch)))
+        tensor = _arrived(tensors.pop((to, i.microbatch)))
+        self.channels.send(kind, self.stage_rank(to), tensor)
 
     def _receive(self, i: Instruction) -> None:
         kind, tensors, source = (

@@ -26,12 +26,13 @@ from types import GetSetDescriptorType
 from typing import cast
 
 import torch
+from torch import nn
 
 from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Waitable
-from ..mpu.managed_parameter import ManagedParameter, made_grads
+from ..mpu.managed_parameter import made_grads, spec_of
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange, is_off, reads_in_place
 from .gradient_checksum import GradientChecksum
@@ -50,7 +51,7 @@ class Holder:
     stage  the pipeline stage to which it belongs, None if the rank has only one
     """
 
-    parameter: ManagedParameter
+    parameter: nn.Parameter
     uses: int = 1
     stage: int | None = None
 
@@ -181,7 +182,7 @@ class GradientStore:
         self._partial = [
             self.grad_of(p)
             for p in pieces
-            if holders[p.slot].parameter.spec.partial_over
+            if spec_of(holders[p.slot].parameter).partial_over
         ]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
         self.contributions = 0
@@ -389,7 +390,7 @@ class GradBuckets(GradientStore):
 
     def _refuse(self, i: int) -> None:
         raise MegatronDSError(
-            f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
+            f"{spec_of(self.holders[i].parameter).name} received more than the {self.holders[i].uses} "
             "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
             "and the rest would be lost. Give the true number in `ParameterUse.counts`."
         )

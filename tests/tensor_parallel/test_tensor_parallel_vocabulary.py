@@ -64,7 +64,7 @@ def test_embedding_equals_torch(t, padded, sequence_parallel, main_grad):
         x = layer(TOKENS)
         x.backward(DX.chunk(t)[rank] if sequence_parallel else DX)
         assert ready == [1] * main_grad and (layer.weight.grad is None) == main_grad
-        gradient = accumulated(layer.weight) - main_grad
+        gradient = accumulated(layer.weight) - float(main_grad)
         return x.detach(), gradient, layer.weight.spec
 
     xs, gradients, specs = zip(*run_ranks(t, rank_main))
