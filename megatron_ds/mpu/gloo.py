@@ -111,8 +111,7 @@ class GlooTransport(TorchTransport):
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Start a message. A thread waits for it, so that its tensor is freed early (`_Outbox`)."""
-        work = super().isend(tensor, destination, tag)
-        return self._outbox.put(work)
+        return self._outbox.put(self._send(tensor, destination, tag))
 
     def close(self) -> None:
         """End the thread after the last send, then destroy the process groups."""

@@ -152,16 +152,11 @@ class TorchTransport:
             "broadcast", dist.broadcast, tensor.detach(), self.ranks[source]
         )
 
-    def isend(self, tensor: Tensor, destination: int, tag: int) -> "TranslatedWork":
+    def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Start a message to the rank at position `destination`."""
-        what = f"send to rank {self.ranks[destination]}"
-        lane = self._lane(tensor, self.rank, destination, tag)
-        return self._guard(
-            what,
-            lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
-        )
+        return self._send(tensor, destination, tag)
 
-    def irecv(self, tensor: Tensor, source: int, tag: int) -> "TranslatedWork":
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive a message of the tensor's shape and dtype into it."""
         what = f"receive from rank {self.ranks[source]}"
         lane = self._lane(tensor, source, self.rank, tag)
@@ -242,6 +237,14 @@ class TorchTransport:
             self.lanes[2 * (tag % 2) + (source < destination)]
             if self.lanes
             else self.process_group
+        )
+
+    def _send(self, tensor: Tensor, destination: int, tag: int) -> "TranslatedWork":
+        what = f"send to rank {self.ranks[destination]}"
+        lane = self._lane(tensor, self.rank, destination, tag)
+        return self._guard(
+            what,
+            lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
         )
 
     def _start(self, what: str, function: Callable, *arguments: Any) -> Work:

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..mpu.collectives import barrier
 from ..mpu.host_reads import read_numbers
+from ..mpu.managed_parameter import spec_of
 from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
 from .encoded_parameters import EncodedParameters
@@ -316,7 +317,7 @@ class ZeroOptimizer:
         found: dict[str, bool] = {}
         for s in self.trained:
             if s.plan.reduced_over == DATA_AXES:
-                names = (h.parameter.spec.name for h in s.gradients.holders)
+                names = (spec_of(h.parameter).name for h in s.gradients.holders)
                 found |= zip(names, (g.received for g in s.gradients.gradients))
         return found
 
