@@ -95,7 +95,7 @@ def spec_of(parameter: torch.Tensor) -> ParamSpec:
     if spec is None:
         raise LayoutError(
             f"a parameter of shape {list(parameter.shape)} has no `.spec`, from which its name, its shards and "
-            "its gradient's ranks follow. Make it with megatron_ds.mpu.new_parameter, or set `.spec`."
+            "its gradient's ranks follow. Make it with megatron_ds.mpu.context.new_parameter, or set `.spec`."
         )
     return spec
 
