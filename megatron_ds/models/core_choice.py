@@ -1,11 +1,10 @@
 """`make_core`: the core attention of a layer, by the ranks that share its tokens."""
 
-from torch import nn
 
 from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
 from ..ops.attention_pattern import CAUSAL, AttentionPattern
-from .attention import CoreAttention
+from .attention import Core, CoreAttention
 
 
 def make_core(
@@ -15,7 +14,7 @@ def make_core(
     *,
     pattern: AttentionPattern = CAUSAL,
     comm_type: str = "p2p",
-) -> nn.Module:
+) -> Core:
     """Return the core attention of a layer. name: of its dropout site."""
     if ctx.cp.size == 1:
         return CoreAttention(config, name, ctx, pattern=pattern)

@@ -2,7 +2,9 @@
 
 from .optimizers import (
     OPTIMIZERS,
+    Declared,
     MakeOptimizer,
+    OptimizerTraits,
     ParamGroup,
     RegisteredOptimizer,
     default_groups,
@@ -22,7 +24,9 @@ for _name, _module in {
 
 __all__ = [
     "OPTIMIZERS",
+    "Declared",
     "MakeOptimizer",
+    "OptimizerTraits",
     "ParamGroup",
     "RegisteredOptimizer",
     "default_groups",

@@ -135,9 +135,10 @@ def _posts(
 ) -> list[Moment]:
     """When the receives of a lane are posted. program, starts: of the rank that receives."""
     use_of = _uses(program)
-    uses = [use_of.get(m.receive) for m in messages]
-    if None in uses:
-        raise _never_used(messages[uses.index(None)].receive)
+    for message in messages:
+        if message.receive not in use_of:
+            raise _never_used(message.receive)
+    uses = [use_of[message.receive] for message in messages]
     posts = []
     for n, (message, use) in enumerate(zip(messages, uses)):
         post = (message.made, FIRST)
@@ -256,9 +257,8 @@ def _one_ahead(program: Program) -> Program:
 def _with_reduces(program: Program, reduce_each: bool) -> Program:
     completing = [at for at, i in enumerate(program) if i.op in (Op.B, Op.W)]
     if not reduce_each:
-        completing = {
-            program[at].stage: at for at in completing
-        }.values()  # the last of each stage wins
+        # The last of each stage wins.
+        completing = [*{program[at].stage: at for at in completing}.values()]
     reduce_before = set(completing)
     result = []
     for at, i in enumerate(program):

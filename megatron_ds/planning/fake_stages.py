@@ -41,6 +41,7 @@ from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
+from ..mpu.managed_parameter import TensorAccumulator, made_grads
 from ..mpu.mesh import Mesh
 from ..ops.kernel_table import selected
 from ..ops.widened_products import WORKSPACE
@@ -278,8 +279,8 @@ class StageRunner:
         stage = self._stage(index, modules)
         gradients = DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
-            p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
-            p.grad_ready = lambda: None  # no optimizer manages it
+            total = torch.empty(p.shape, dtype=gradients, device=self.device)
+            made_grads(p).accumulator = TensorAccumulator(total)
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
             # The first forward allocates what a rank has once.
             self._forward(stage, planned_batch(self.config, self.device))

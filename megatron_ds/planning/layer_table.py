@@ -7,6 +7,7 @@ import torch
 from ..config import RunConfig
 from ..models import Layer
 from ..mpu.context import ParallelContext
+from ..mpu.managed_parameter import spec_of
 from .flops import tokens_of
 from .run_model import model_layers
 
@@ -74,7 +75,9 @@ def _kind_name(layer: Layer) -> str:
 
 
 def _parameters(layer: Layer) -> int:
-    return sum(p.spec.numel for p in layer.make().parameters() if not p.spec.tied_copy)
+    return sum(
+        spec_of(p).numel for p in layer.make().parameters() if not spec_of(p).tied_copy
+    )
 
 
 def _recomputed(

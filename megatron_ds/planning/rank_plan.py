@@ -18,6 +18,7 @@ from ..moe.balance import balances_of
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.group import Group, Traffic, solo
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, Matrices, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.executor import program_length
@@ -180,7 +181,7 @@ def plan_rank(
         config, settings, plans, parameters, use, groups, microbatches
     )
     buffers += messages_held * message
-    of_experts = [p for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES]
+    of_experts = [p for p in parameters if spec_of(p).reduced_over == EXPERT_DATA_AXES]
     return RankPlan(
         rank=rank,
         stages=tuple(stage.index for stage in stages),
@@ -232,7 +233,7 @@ def _element_bytes(
     config: RunConfig, settings: ZeroSettings, parameters: Sequence[nn.Parameter]
 ) -> ElementBytes:
     """Bytes of an element of each kind of state."""
-    specs = {p.spec.name: p.spec for p in parameters}
+    specs = {spec_of(p).name: spec_of(p) for p in parameters}
     return ElementBytes(
         DTYPES[config.optimizer.params_dtype].itemsize,
         settings.grad_dtype.itemsize,
@@ -337,7 +338,7 @@ def _norms_sent(
         norm_entries(plans, parameters, settings, groups), groups, torch.device("cpu")
     )
     for optimizer in dict.fromkeys(
-        g.optimizer for g in settings.param_groups if g.needs_norms
+        g.optimizer for g in settings.param_groups if g.traits.needs_norms
     ):
         yield from norms.sent(_tried(optimizer)[1])
         yield from settings.update_rule.norm_messages(norms)

@@ -17,6 +17,7 @@ from ..config.training_schedule import make_batch_size
 from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
+from ..mpu.managed_parameter import spec_of
 from ..optim import OPTIMIZERS
 from ..pipeline import passes
 from ..pipeline.instruction import Op, Program, Schedule, StageCosts
@@ -309,12 +310,17 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         config = replace(config, model=replace(config.model, vocab_size=1))
     ctx = ParallelContext(device=torch.device("meta"))
     layers = model_layers(config, ctx)
-    specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
+    specs = {
+        spec_of(p).name: spec_of(p)
+        for layer in layers
+        for p in layer.make().parameters()
+    }
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))
     for rule in rules:
-        needs = rule.optimizer is not None and getattr(
-            OPTIMIZERS[rule.optimizer], "needs_matrices", False
+        needs = (
+            rule.optimizer is not None
+            and OPTIMIZERS.declared(rule.optimizer).traits.needs_matrices
         )
         others = [
             name

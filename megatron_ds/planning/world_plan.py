@@ -12,6 +12,7 @@ from ..models import Layer
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.group import RING_FACTOR
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
 from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
@@ -115,7 +116,7 @@ class WorldPlan:
         """The logical tensors of the model, tied ones once."""
         by_name: dict[str, ParamSpec] = {}
         for stage in self.stages:
-            by_name |= {p.spec.name: p.spec for p in stage.parameters}
+            by_name |= {spec_of(p).name: spec_of(p) for p in stage.parameters}
         return tuple(by_name.values())
 
     @property

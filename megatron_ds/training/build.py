@@ -21,6 +21,7 @@ from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
+from ..mpu.managed_parameter import describe, spec_of
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
@@ -155,7 +156,7 @@ def build_engine(
     _scale_initial_weights(parameters, group_rules(config.optimizer.param_groups))
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.coordinates)
-    frozen = {p.spec.name for p in parameters if not p.requires_grad}
+    frozen = {spec_of(p).name for p in parameters if not p.requires_grad}
     for parameter in parameters:
         parameter.requires_grad_(parameter.requires_grad and trains)
 
@@ -193,9 +194,10 @@ def _scale_initial_weights(
     """Multiply the standard deviations in the specs by `init_factor` of --param-group."""
     for p in parameters:
         for rule in rules:
-            if rule.matches(p.spec.name):
-                init = replace(p.spec.init, std=p.spec.init.std * rule.init_factor)
-                p.spec = replace(p.spec, init=init)
+            spec = spec_of(p)
+            if rule.matches(spec.name):
+                init = replace(spec.init, std=spec.init.std * rule.init_factor)
+                describe(p, replace(spec, init=init))
 
 
 def _build_stage(

@@ -17,6 +17,7 @@ from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
+from ..mpu.managed_parameter import spec_of
 from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
@@ -208,7 +209,7 @@ def count_parameters(config: RunConfig, grid: Grid) -> ParameterCounts:
     """Parameters of the model: logical shapes without padding, tied weights counted once. Uses no memory."""
     layers = describe_layers(config, fake_mesh(grid, 0))
     parameters = build_stages({0: layers})[0].parameters()
-    numbers = {p.spec.name: (p.spec.numel, p.requires_grad) for p in parameters}
+    numbers = {spec_of(p).name: (spec_of(p).numel, p.requires_grad) for p in parameters}
     trained = sum(numel for numel, is_trained in numbers.values() if is_trained)
     return ParameterCounts(sum(numel for numel, _ in numbers.values()), trained)
 

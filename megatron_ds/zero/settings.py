@@ -132,7 +132,7 @@ class ZeroSettings:
             bucket_elements=zero.reduce_bucket_size,
             gather_elements=zero.allgather_bucket_size,
             overlap=zero.overlap_comm is not False,
-            grad_dtype=_dtype(o.gradient_dtype),
+            grad_dtype=getattr(torch, o.gradient_dtype),
             sent_dtype=_dtype(zero.sent_dtype),
             sent_divisor=zero.sent_divisor,
             weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block)
@@ -175,16 +175,16 @@ class ZeroSettings:
             )
         # Optimizers that need whole tensors or norms, where only parts are at hand.
         for group in self.param_groups:
-            if group.needs_whole_tensors and self.policy.parameter is not None:
+            if group.traits.needs_whole_tensors and self.policy.parameter is not None:
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
                     "splits every parameter over all ranks and gathers it for its layer only. Use "
                     "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam."
                 )
             needs_all = (
-                group.needs_whole_tensors
-                or group.is_collective
-                and not group.steps_in_halves
+                group.traits.needs_whole_tensors
+                or group.traits.is_collective
+                and not group.traits.steps_in_halves
             )
             if needs_all and self.offload.optimizer != "device":
                 raise ConfigError(
@@ -196,12 +196,13 @@ class ZeroSettings:
     @property
     def update_rule(self) -> UpdateRule:
         """What ranks exchange, and keep for it; the same for all parameter groups."""
-        declared = (group.update_rule for group in self.param_groups)
+        declared = (group.traits.update_rule for group in self.param_groups)
         return next((rule for rule in declared if rule is not None), SUMMED)
 
     def _check_update_rule(self) -> None:
         rules = [
-            (group.name, group.update_rule or SUMMED) for group in self.param_groups
+            (group.name, group.traits.update_rule or SUMMED)
+            for group in self.param_groups
         ]
         for name, rule in rules:
             if rule != rules[0][1]:

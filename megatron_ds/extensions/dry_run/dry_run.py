@@ -12,6 +12,7 @@ from dataclasses import replace
 from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
 from ...mpu.launch import Launch
+from ...mpu.managed_parameter import spec_of
 from ...pipeline.picture import draw
 from ...planning.fake_stages import FakeStage
 from ...planning.flops import layers_of_run, model_flops
@@ -151,7 +152,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
 
 def _elements(stage: FakeStage) -> int:
     """Elements of the parameters of a stage, in their logical shapes."""
-    return sum(p.spec.numel for p in stage.parameters)
+    return sum(spec_of(p).numel for p in stage.parameters)
 
 
 def schedule_text(plan: WorldPlan) -> Iterator[str]:

@@ -21,7 +21,6 @@ class CompressedOptimizer(PartOptimizer):
     """On flat fp32 tensors. A subclass has the names of its state and `update`.
 
     phases       what is exchanged in each step
-    num_updates  steps so far
     differs      whether "exp_avg" and sums of updates differ between ranks now
     grad_scale   None or a number: gradients are divided by it while they are read
     parameter.low_grad  optional, a 16-bit tensor of the same length: read in place of `grad`
@@ -44,7 +43,6 @@ class CompressedOptimizer(PartOptimizer):
         self.phases = phases
         self.bias_correction = bias_correction
         self.grad_scale: float | None = None
-        self.num_updates = 0
         self.differs = False
 
     def make_step(self) -> None:

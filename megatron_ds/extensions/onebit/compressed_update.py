@@ -32,6 +32,7 @@ import torch
 
 from ...errors import ConfigError
 from ...mpu.collectives import all_gather_into_
+from ...mpu.managed_parameter import spec_of
 from ...zero.data_groups import DataGroups
 from ...zero.norm import is_counted, norm_views, squared_norm
 from ...zero.parameter_set import ParameterSet
@@ -307,7 +308,9 @@ def matrices_of(
     Where tensor parallelism can split some of them, only these: gradients of others may still be partial sums
     when they are reduced, and the noise is to be measured on the same parameters under every layout.
     """
-    matrices = [p.spec for s in sets for p in s.parameters if not is_vector(p.spec)]
+    matrices = [
+        spec_of(p) for s in sets for p in s.parameters if not is_vector(spec_of(p))
+    ]
     wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {
         spec.name for spec in matrices
     }
@@ -319,8 +322,8 @@ def matrices_of(
         counted = {
             piece.slot: piece
             for piece in layout.whole_slots()
-            if s.parameters[piece.slot].spec.name in wanted
-            and is_counted(s.parameters[piece.slot].spec, groups.tp.rank)
+            if spec_of(s.parameters[piece.slot]).name in wanted
+            and is_counted(spec_of(s.parameters[piece.slot]), groups.tp.rank)
         }
         for bucket in layout.buckets:
             pieces = [

@@ -22,7 +22,7 @@ import torch
 
 from ...config import OptimizerConfig
 from ...optim.lamb import NUMBERS as LAMB_NUMBERS
-from ...optim.optimizers import OPTIMIZERS
+from ...optim.optimizers import OPTIMIZERS, Declared, OptimizerTraits
 from .adam import frozen_rule, frozen_variance
 from .compressed_optimizer import CompressedOptimizer, Tensors
 from .phases import Exchange, Phases
@@ -237,7 +237,10 @@ class WholeParameterNorms:
         return values
 
 
-@OPTIMIZERS.register("onebit_lamb")
+@OPTIMIZERS.register(
+    "onebit_lamb",
+    declares=Declared(OptimizerTraits(needs_norms=True), rule_of=frozen_rule),
+)
 def make_onebit_lamb(
     groups: list[dict],
     settings: OptimizerConfig,
@@ -263,7 +266,3 @@ def make_onebit_lamb(
         betas=(settings.adam_beta1, settings.adam_beta2),
         bias_correction=settings.adam_bias_correction,
     )
-
-
-make_onebit_lamb.update_rule = frozen_rule  # type: ignore[attr-defined]  # functions take attributes
-make_onebit_lamb.needs_norms = True  # type: ignore[attr-defined]  # the same

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...config import OptimizerConfig
-from ...optim.optimizers import OPTIMIZERS
+from ...optim.optimizers import OPTIMIZERS, Declared
 from .adam import NUMBERS, descend
 from .compressed_optimizer import CompressedOptimizer
 from .phases import Exchange, Phases, ZeroOnePhases
@@ -120,21 +120,6 @@ def write_low(
         torch._foreach_copy_(written, read)
 
 
-@OPTIMIZERS.register("zero_one_adam")
-def make_zero_one_adam(
-    groups: list[dict], settings: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """DeepSpeed's "ZeroOneAdam"."""
-    return ZeroOneAdam(
-        groups,
-        zero_one_phases(settings),
-        lr=0.0,
-        eps=settings.adam_eps,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        bias_correction=settings.adam_bias_correction,
-    )
-
-
 def zero_one_phases(settings: OptimizerConfig) -> Phases:
     """The exchanges of 0/1 Adam."""
     return ZeroOnePhases(
@@ -150,4 +135,16 @@ def zero_one_rule(settings: OptimizerConfig) -> OneBitRule:
     return OneBitRule(zero_one_phases(settings))
 
 
-make_zero_one_adam.update_rule = zero_one_rule  # type: ignore[attr-defined]  # functions take attributes
+@OPTIMIZERS.register("zero_one_adam", declares=Declared(rule_of=zero_one_rule))
+def make_zero_one_adam(
+    groups: list[dict], settings: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """DeepSpeed's "ZeroOneAdam"."""
+    return ZeroOneAdam(
+        groups,
+        zero_one_phases(settings),
+        lr=0.0,
+        eps=settings.adam_eps,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        bias_correction=settings.adam_bias_correction,
+    )
