@@ -51,7 +51,7 @@ def layer_rows(
     rows: dict[str, LayerRow] = {}
     blocks = 0
     sizes: dict[str, int] = {}
-    # Layers of one name, which is that of the kind unless `each`, share a row.
+    # Layers of one name share a row. Unless `each` is set, the name is that of their kind.
     for layer in layers:
         drops = layer.is_block and blocks in dropping
         blocks += layer.is_block

@@ -26,12 +26,12 @@ class LayoutCheck:
     def __init__(self, words: Sequence[str], world_size: int):
         self._found = _training(words)
         self._elastic = None if self._found else _elastic_file(words)
-        # A program with the name of ours may have other flags.
+        # A program may have the name of ours and other flags: if they are wrong at the start, it is not ours.
         if self.problem(world_size):
             self._found = None
 
     def problem(self, world_size: int) -> str:
-        """What is wrong with that many ranks; "" for nothing, and for a program of the user.
+        """Return what is wrong with so many ranks; "" for nothing, and for a program of the user.
 
         Such a program is checked by the section "elasticity" of its --deepspeed_config, if that has one.
         """
