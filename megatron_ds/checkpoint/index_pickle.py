@@ -177,7 +177,7 @@ class _TensorProperties(dcp.TensorProperties):
 def _format(number: int) -> Constant:
     """A member of the memory formats by its number."""
     if not isinstance(number, int):
-        raise pickle.UnpicklingError("the number of a memory format is none")
+        raise pickle.UnpicklingError("it gives a memory format by something that is no number")
     return Constant(_FORMATS(number))
 
 

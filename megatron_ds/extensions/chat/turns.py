@@ -147,7 +147,7 @@ class Turns:
         low = self._stop_of(number - 1)
         if low is None:
             return None
-        # The content of the answer comes behind its header.
+        # The content of the answer comes after its header.
         high = self._start_of(number)
         if high is None:
             high = self._start_of(number + 1)

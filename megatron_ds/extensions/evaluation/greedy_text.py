@@ -1,6 +1,6 @@
 """Greedy continuations of texts, by a generator.
 
-Under context parallelism no rank keeps the keys of whole texts. There each step scores one token behind every text,
+Under context parallelism no rank keeps the keys of whole texts. There each step scores one token after every text,
 which costs a forward over the whole text for each token.
 """
 

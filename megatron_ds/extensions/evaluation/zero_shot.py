@@ -1,7 +1,7 @@
 """Megatron's zero-shot tasks: the perplexity of a long text, and the last words of passages.
 
 WIKITEXT103   one text, read in windows that overlap: each token is predicted once, from at least
-              seq_length - stride tokens before it (of the first window, from those that there are)
+              seq_length - stride tokens before it (in the first window, from fewer)
 LAMBADA       JSON lines with "text": is the last word the likeliest one? (Paperno et al. 2016,
               arXiv:1606.06031)
 """

@@ -8,7 +8,7 @@ from ..chat.conversation import Message
 from ..chat.template import ChatTemplate
 from .model_text import rendered_ids
 
-PROBE = "probe"  # an answer that shows what the template writes behind one
+PROBE = "probe"  # an answer that shows what the template writes after it
 
 
 class ChatTurns:

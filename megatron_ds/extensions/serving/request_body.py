@@ -179,7 +179,7 @@ class Body:
         )
 
     def _chunk_length(self) -> int:
-        """The number in hexadecimal before a chunk; extensions behind it have no effect."""
+        """Return the hexadecimal number before a chunk; extensions after it have no effect."""
         digits = self._line().partition(b";")[0].strip(b" \t")
         is_number = digits and not digits.strip(b"0123456789abcdefABCDEF")
         if not is_number or len(digits) > 16:

@@ -165,7 +165,7 @@ def check_length(length: int | None, positions: int) -> None:
 
 
 def template_of(model: LoadedModel, path: str | None) -> ChatTemplate | None:
-    """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is none."""
+    """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is no template."""
     tokenizer = model.engine.config.data.tokenizer_model
     if path is None and tokenizer is None:
         return None
