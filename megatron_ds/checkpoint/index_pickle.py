@@ -185,7 +185,7 @@ def _member(formats: Function, owner: Any, name: str) -> Constant:
     """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
     if owner is not formats or not isinstance(name, str):
         raise pickle.UnpicklingError(
-            "it names an attribute of something else than the memory formats"
+            "it reads an attribute of an object other than the memory formats"
         )
     return Constant(_FORMATS[name])
 
