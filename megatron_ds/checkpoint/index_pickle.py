@@ -177,7 +177,9 @@ class _TensorProperties(dcp.TensorProperties):
 def _format(number: int) -> Constant:
     """A member of the memory formats by its number."""
     if not isinstance(number, int):
-        raise pickle.UnpicklingError("it gives a memory format by something that is no number")
+        raise pickle.UnpicklingError(
+            "it gives a memory format by something that is no number"
+        )
     return Constant(_FORMATS(number))
 
 

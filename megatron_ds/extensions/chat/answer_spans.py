@@ -134,7 +134,7 @@ def _check_is_encodable(text: str) -> None:
 
 
 def _all_answers(conversation: Conversation) -> bool:
-    """Whether every message of the assistant is an answer to learn. Marks of a template cannot tell them apart."""
+    """Whether every message of the assistant is an answer to learn. The marks of a template are around all of them."""
     by_role = tuple(m["role"] == "assistant" for m in conversation.messages)
     return by_role == conversation.trained
 

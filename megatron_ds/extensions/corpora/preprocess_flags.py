@@ -9,7 +9,7 @@ from .plain_text import WHERE
 from .sentences import ABBREVIATIONS, TRAINING_BYTES
 from .text_files import INPUT_HELP
 
-# Flags that say what a document is.
+# Flags that choose what a document is.
 TEXT: dict[str, dict[str, Any]] = {
     "--input": {
         "nargs": "+",

@@ -13,6 +13,8 @@ from ...mpu.param_spec import ParamSpec
 from ...planning.rank_plan import RankPlan
 from ...planning.world_plan import WorldPlan
 
+Rows = tuple[int, int, int | None]  # experts, planned rows, most rows
+
 
 def has_experts(config: RunConfig) -> bool:
     """Whether any layer has experts."""
@@ -38,7 +40,7 @@ def active_parameters(specs: Sequence[ParamSpec], topk: int) -> int:
     return used
 
 
-def expert_rows(config: RunConfig) -> list[tuple[int, int, int | None]]:
+def expert_rows(config: RunConfig) -> list[Rows]:
     """(experts, planned rows, most rows) of a micro-batch on a rank, for layers of each number of experts.
 
     The most is None if the data do not change the number. Without a capacity all tokens of all expert-parallel
@@ -52,7 +54,7 @@ def expert_rows(config: RunConfig) -> list[tuple[int, int, int | None]]:
     whole = config.train.micro_batch_size * model.seq_length
     tokens = whole // cp  # of an expert-parallel rank
     topk = model.moe_router_topk
-    found: list[tuple[int, int, int | None]] = []
+    found: list[Rows] = []
     for experts in numbers_of_experts(config):
         capacity = Capacity.of(model, experts, training=True)
         local = experts // ep

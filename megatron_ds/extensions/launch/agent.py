@@ -294,7 +294,7 @@ class Node:
         # The threads that read output end with this process, and what they have not read yet would be lost.
         for rank in self.ranks:
             rank.read_to_end()
-        # The last report tells the launcher that the node has ended.
+        # By the last report the launcher learns that the node has ended.
         _print_line(watch.look(is_last=True) or NodeReport(self.host, is_last=True))
         if any(codes):
             for rank in self.ranks:

@@ -68,7 +68,7 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
 
 def _elastic_problem(ds_config: dict, world_size: int) -> str:
     check = ELASTIC_CHECK.find()
-    assert check is not None  # of the feature that says that it is elastic
+    assert check is not None  # the feature that has one has the other
     try:
         check(ds_config, world_size=world_size)
     except ConfigError as error:

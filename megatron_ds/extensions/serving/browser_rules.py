@@ -69,7 +69,7 @@ class BrowserRules:
         return origin in self.origins or ANY in self.origins
 
     def _is_own(self, name: str) -> bool:
-        """Whether the name leads to this machine whatever a foreign name server says; an address does."""
+        """Whether the name leads to this machine without a foreign name server, as an address does."""
         return name in ("localhost", self.host.lower()) or _is_address(name)
 
 

@@ -235,7 +235,7 @@ class GenerationLoop:
             self._unfinished.discard(part)
 
     def _refuse(self, reason: RefusedRequest) -> None:
-        """Tell all jobs why no further token will come."""
+        """Give all jobs the reason why no further token will come."""
         with self._changed:
             self._refusal = reason
             jobs = {job for job, _ in self._unfinished}

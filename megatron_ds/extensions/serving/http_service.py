@@ -249,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, body: bytes) -> Reply | None:
         """Answer at once, or read what has to be generated. Raises RefusedRequest."""
-        # A page of another site is refused before anything else is told.
+        # The page of another site is refused before it learns anything else.
         self.server.browsers.require(self.headers)
         known = known_path(path)
         methods = {method for method, one in (*PAGES, *ENDPOINTS) if one == known}
