@@ -23,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -351,9 +351,14 @@ def times(out: Path, rounds: int = 9) -> None:
 
 
 def step_flops(model, length: int, kept: int) -> float:
-    from megatron_ds.planning.flops import model_flops
+    from megatron_ds.planning.flops import layers_of, model_flops
 
-    return model_flops(model, BATCH, length, 2048, (1, 2, 3, 4), kept)
+    # All blocks but the first and the last drop tokens.
+    names = {f"decoder.layers.{number}" for number in (1, 2, 3, 4)}
+    layers = [
+        replace(layer, drops_tokens=layer.name in names) for layer in layers_of(model)
+    ]
+    return model_flops(layers, BATCH, length, 2048, kept)
 
 
 def config_of(contestant: Contestant, parse):
@@ -380,8 +385,8 @@ def cost(out: Path, contestant: Contestant) -> float | None:
     lines between.
     """
     from megatron_ds.config import parse
-    from megatron_ds.config.training_schedule import make_token_drop
     from megatron_ds.extensions.data_efficiency.options import (
+        CurriculumConfig,
         length_difficulty,
     )
 
@@ -392,10 +397,10 @@ def cost(out: Path, contestant: Contestant) -> float | None:
         for length, kept, middle, *_ in json.loads((out / "times.json").read_text())
     }
     config = config_of(contestant, parse)
-    drop = make_token_drop(config)
+    drop = config.kept_tokens
     grows = (
-        length_difficulty(config.curriculum, LENGTH)
-        if config.curriculum.curriculum_type
+        length_difficulty(config.of(CurriculumConfig), LENGTH)
+        if config.of(CurriculumConfig).curriculum_type
         else None
     )
     # The time of each step is interpolated between those that were measured.

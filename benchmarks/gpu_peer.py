@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_train import AS_TRAINED, GPT, SMALL
 from megatron_ds.config import ModelConfig, parse
-from megatron_ds.planning.flops import model_flops, peak_flops, utilization
+from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utilization
 
 RATE = 1e-4
 BETAS = (0.9, 0.999)
@@ -183,7 +183,7 @@ def speed_of(
     """What follows from the times of steps."""
     step = statistics.median(seconds[len(seconds) // 3 :])
     samples = shape.samples * micro_batches
-    flops = model_flops(model, samples, shape.positions, shape.vocabulary)
+    flops = model_flops(layers_of(model), samples, shape.positions, shape.vocabulary)
     speed = flops / step
     peak = peak_flops(device, torch.bfloat16)
     allocated = None

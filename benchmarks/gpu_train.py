@@ -42,7 +42,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import ParamSpec
 from megatron_ds.ops import kernel_table
-from megatron_ds.planning.flops import model_flops, peak_flops, utilization
+from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utilization
 from megatron_ds.planning.keep_gathered import free_memory
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress.ramps import Progress
@@ -230,7 +230,9 @@ class Steps:
         measured = statistics.median(seconds[steps // 3 :])
         config = self._engine.config
         length = config.model.seq_length
-        flops = model_flops(config.model, size, length, config.padded_vocab_size)
+        flops = model_flops(
+            layers_of(config.model), size, length, config.padded_vocab_size
+        )
         speed = flops / measured
         device = self._device
         gpu = device.type == "cuda"

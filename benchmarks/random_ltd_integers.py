@@ -13,7 +13,7 @@ import sys
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 
 from megatron_ds.extensions.data_efficiency.difficulty import Rise
-from megatron_ds.progress.token_drop import TokenDrop
+from megatron_ds.progress.kept_tokens import KeptTokens
 
 
 def upstream_of(
@@ -51,7 +51,7 @@ def compare(draw: random.Random) -> tuple[int, int]:
     batch = draw.randint(1, 2048)
     dropping = draw.randint(1, blocks)
     # The same schedule in both libraries.
-    drop = TokenDrop(
+    drop = KeptTokens(
         tuple(range(dropping)), blocks, Rise(least, most, steps, multiple, lowest=0)
     )
     upstream = upstream_of(least, most, steps, multiple, blocks, dropping, batch)

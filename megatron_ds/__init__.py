@@ -16,6 +16,7 @@ those of compat/deepspeed/aliases.py.
 
 import sys
 from importlib import import_module
+from importlib.machinery import PathFinder
 from typing import Any
 
 from .version import __version__
@@ -89,8 +90,16 @@ def install_as_deepspeed() -> None:
 
 def foreign_name(module: str, name: str) -> Any:
     """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
+    # `from package import module` asks for the attribute first.
+    package = sys.modules.get(module)
+    folders = () if package is None else vars(package).get("__path__")
+    if folders and PathFinder.find_spec(f"{module}.{name}", folders) is not None:
+        return import_module(f"{module}.{name}")
+    if name == "__path__":
+        # A file here may be a package in DeepSpeed, whose modules `_ForeignModules` finds.
+        return []
     find = None
-    if not name.startswith("__") or name == "__path__":
+    if not name.startswith("__"):
         find = import_module(".features", __name__).find_provided("foreign names")
     if find is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

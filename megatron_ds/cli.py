@@ -86,7 +86,7 @@ def _end_process(code: int) -> NoReturn:
     """End as the interpreter does, but do not take it apart: after an error torch's store may abort the process
     meanwhile, with another exit code."""
     # Waits for threads, and ends those of pools, which would be waited for without it.
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]  # typeshed declares no private function
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -245,7 +245,7 @@ class Arguments(argparse.ArgumentParser):
         """All flags."""
         return list(self._option_string_actions)
 
-    def parse_args(
+    def parse_args(  # type: ignore[override]  # typeshed's overload for other namespaces is not needed
         self,
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
@@ -266,7 +266,7 @@ class Arguments(argparse.ArgumentParser):
             raise ConfigError(f"{' '.join(wrong)} --help lists the flags.")
         return super().parse_args(args, namespace)
 
-    def parse_known_args(
+    def parse_known_args(  # type: ignore[override]  # as of parse_args
         self,
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
@@ -276,7 +276,7 @@ class Arguments(argparse.ArgumentParser):
         import_features(vars(found).pop("import", None) or ())
         return found, rest
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Raise the message as a ConfigError."""
         raise ConfigError(
             f"{message.removeprefix('argument ')}. --help lists the flags."

@@ -82,6 +82,20 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Sequences of a run that are shorter than its samples in some steps.
+
+    is_on      (RunConfig) -> whether the run has them
+    make       (RunConfig) -> `progress.sequence_lengths.SequenceLengths`. Raises ConfigError
+    shortened  (those lengths, batch, length) -> the batch with sequences of that length
+    """
+
+    is_on: Callable[[Any], bool]
+    make: Callable[[Any], Any]
+    shortened: Callable[[Any, Any, int], Any]
+
+
+@dataclass(frozen=True)
 class MetricSink:
     """Where the metrics of a run go, besides the files of the log. On rank 0 alone.
 
@@ -106,13 +120,27 @@ class Feature:
     name       of the feature, and of its section of options
     title      of the section, in texts of help
     options    the section: a frozen dataclass whose fields are declared with `config.option`
+    extends    name of a section of the package → a dataclass of options that the section has as a base class; only of
+               features in the wings
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
-    registers  noun of a registry → name of a module that registers entries there, imported at the first look-up
+    registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used
+    optimizers name of an optimizer that it registers → its `config.optimizer_facts.OptimizerFacts`
+    models     name of a model that it registers → `config.model_facts.ModelFacts`, where they are not those of a GPT
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model. Runs and their
-               plans of memory and traffic have them; counted FLOPs and conversions are those of the model alone
+               plans of memory, traffic and FLOPs have them; conversions are those of the model alone
+    layouts    a function that returns the `models.attention_layouts.AttentionLayouts`, by which layers see some keys
+    after      names of features whose `layers` come first
+    added      (RunConfig) -> `config.added_weights.AddedWeights`, if the run trains those alone, beside frozen weights
+    unloadable (identity of a checkpoint, identity of the run or None where a whole model is wanted, folder) -> why its
+               weights cannot be loaded, as sentences
+    lengths    lengths of sequences that change from step to step
+    order      (RunConfig) -> `config.sample_order.SampleOrder`, if the samples of one epoch have an order of their own
+    kept       (RunConfig) -> `progress.kept_tokens.KeptTokens`, if some blocks process a part of each sequence
+    least_length  (RunConfig) -> tokens that a sequence must have at least for its options
+    synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
     commands   name → `commands.Command`, whose module is an absolute name
@@ -126,9 +154,21 @@ class Feature:
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
     provides: Mapping[str, Later] = field(default_factory=dict)
-    registers: Mapping[str, str] = field(default_factory=dict)
+    registers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    extends: Mapping[str, type] = field(default_factory=dict)
+    optimizers: Mapping[str, Later] = field(default_factory=dict)
+    models: Mapping[str, Any] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
+    layouts: Callable[[], Any] | None = None
+    after: Sequence[str] = ()
+    added: Callable[[Any], Any | None] | None = None
+    unloadable: Callable[[Mapping, Mapping | None, Any], Iterable[str]] | None = None
+    lengths: Lengths | None = None
+    order: Callable[[Any], Any | None] | None = None
+    kept: Callable[[Any], Any | None] | None = None
+    least_length: Callable[[Any], int] | None = None
+    synonyms: Mapping[str, str] = field(default_factory=dict)
     sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)
     observers: Sequence[Callable[[Any], Any]] = ()
@@ -205,6 +245,49 @@ def find_provided(name: str) -> Any | None:
     found = (feature.provides.get(name) for feature in _LOADED.features)
     later = next((one for one in found if one is not None), None)
     return None if later is None else later.load()
+
+
+def own_features() -> tuple[Feature, ...]:
+    """Return the features of the wings. Those of installed distributions are not looked for, as by `find_provided`."""
+    _load_own()
+    return tuple(_LOADED.features)
+
+
+def the_one(
+    part: Callable[[Feature], Callable[[Any], T | None] | None], config: Any
+) -> T | None:
+    """Return what a part of a feature has for a configuration, of which a run has one; None where none has any.
+
+    part: takes the part of a feature. Raises ConfigError if two features have one.
+    """
+    found: dict[str, T] = {}
+    for feature in features():
+        asked = part(feature)
+        answer = None if asked is None else asked(config)
+        if answer is not None:
+            found[feature.name] = answer
+    if len(found) > 1:
+        raise ConfigError(
+            f"{' and '.join(found)} change the same part of a run, which has it once. Switch all but one of them off."
+        )
+    return next(iter(found.values()), None)
+
+
+def layer_changes() -> list[Callable[[list, Any, Any], list]]:
+    """Return the parts `layers` of all features, each behind those that it names in `after`."""
+    waiting = {feature.name: feature for feature in features()}
+    changes: list[Callable[[list, Any, Any], list]] = []
+
+    def place(feature: Feature) -> None:
+        for name in feature.after:
+            if name in waiting:
+                place(waiting.pop(name))
+        if feature.layers is not None:
+            changes.append(feature.layers)
+
+    while waiting:
+        place(waiting.pop(next(iter(waiting))))
+    return changes
 
 
 def metric_sinks(config: Any) -> list[MetricSink]:
@@ -399,6 +482,10 @@ def _names(found: Sequence[Feature]) -> Iterator[str]:
             "rules": feature.rules,
             "objective": feature.objective,
             "layers": feature.layers,
+            "added weights": feature.added,
+            "lengths": feature.lengths,
+            "order": feature.order,
+            "kept tokens": feature.kept,
             "sinks": feature.sinks,
             "observers": feature.observers,
         }

@@ -5,8 +5,9 @@ Models, schedules, tokenizers and optimizers have one `Registry` each. `tests/co
 
 import difflib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from types import FrameType
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
@@ -27,10 +28,10 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, noun: str):
-        """noun: for messages, and under which features name modules that register entries."""
+        """noun: for messages, and under which features name their entries."""
         self.noun = noun
-        self._registering: set[str] = set()
         self._things: dict[str, T] = {}
+        self._modules: dict[str, str] = {}
         self._aliases: dict[str, str] = {}
         self._owners: dict[str, str] = {}
         watch_names(self._of_others)
@@ -42,7 +43,9 @@ class Registry(Generic[T]):
         def add(thing: T) -> T:
             self._check(name, thing)
             for key in (name, *aliases):
-                assert key not in (*self._things, *self._aliases), (
+                known = key in self._things or self._aliases.get(key, name) != name
+                declared = key in self._modules and owner != PACKAGE
+                assert not known and not declared, (
                     f"{self.noun} {key!r} is registered twice"
                 )
             self._things[name] = thing
@@ -51,6 +54,16 @@ class Registry(Generic[T]):
             return thing
 
         return add
+
+    def declare(
+        self, module: str, *names: str, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        """Name entries that a module registers, which is imported when the first of them is used.
+
+        aliases: alias → name
+        """
+        self._modules.update(dict.fromkeys(names, module))
+        self._aliases.update(aliases or {})
 
     def _check(self, name: str, thing: T) -> None:
         """Raise TypeError for a thing that is no entry of this registry."""
@@ -62,43 +75,40 @@ class Registry(Generic[T]):
                 yield owner, f"{self.noun} {name}"
 
     def __getitem__(self, name: str) -> T:
-        """Raises ConfigError with the most similar name."""
-        self._load()
-        try:
-            return self._things[self._aliases.get(name, name)]
-        except KeyError:
-            raise ConfigError(
-                f"unknown {self.noun} "
-                f"{name!r}{did_you_mean(name, [*self._things, *self._aliases]) or '.'} Known: "
-                f"{', '.join(sorted(self._things))}.{missing_wings()}"
-            ) from None
+        """Return an entry. Raises ConfigError with the most similar name."""
+        modules = self._of_modules()
+        listed = self._aliases.get(name, name)
+        if listed not in self._things and listed in modules:
+            import_module(modules[listed])
+        if listed in self._things:
+            return self._things[listed]
+        known = [*self.names(), *self._aliases]
+        raise ConfigError(
+            f"unknown {self.noun} {name!r}{did_you_mean(name, known) or '.'} Known: "
+            f"{', '.join(sorted(self.names()))}.{missing_wings()}"
+        )
 
     def name_of(self, name: str) -> str:
-        """The listed name for a name or an alias."""
-        self._load()
+        """Return the listed name for a name or an alias."""
         return self._aliases.get(name, name)
 
     def __contains__(self, name: str) -> bool:
-        self._load()
-        return name in self._things or name in self._aliases
+        listed = self._aliases.get(name, name)
+        return listed in self._things or listed in self._of_modules()
 
     def __iter__(self) -> Iterator[str]:
-        self._load()
-        return iter(self._things)
+        return iter(self.names())
 
     def names(self) -> tuple[str, ...]:
-        """All listed names, in the order of registration."""
-        self._load()
-        return tuple(self._things)
+        """Return all listed names: the package's, then those of features and of scripts."""
+        return tuple(dict.fromkeys((*self._of_modules(), *self._things)))
 
-    def _load(self) -> None:
-        """Import the modules of features that register entries here, at the first look-up."""
+    def _of_modules(self) -> dict[str, str]:
+        """Return name → module of the declared entries, those of features included."""
+        found = dict(self._modules)
         for feature in features():
-            module = feature.registers.get(self.noun)
-            if module is not None and module not in self._registering:
-                # First, since the module may look up entries.
-                self._registering.add(module)
-                import_module(module)
+            found.update(feature.registers.get(self.noun, {}))
+        return found
 
 
 def _caller() -> str:
@@ -107,7 +117,7 @@ def _caller() -> str:
     A module of the package that is imported for the first time registers its own entries: what called it is the
     import system.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("importlib."):

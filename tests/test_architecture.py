@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds import features
+from megatron_ds.config.run import all_options
 from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +74,7 @@ WITHOUT_TORCH = (
     "registry",
     "progress.ramps",
     "progress.cycles",
-    "progress.token_drop",
+    "progress.kept_tokens",
     "progress.sequence_lengths",
     "extensions.data_efficiency.rules",
     "extensions.lora.rules",
@@ -413,6 +414,50 @@ def test_what_a_wing_provides_is_asked_for():
     assert len(provided) > 20
     assert sorted(provided) == sorted(set(provided))
     assert [name for name in provided if name not in asked] == []
+
+
+# Words of features of the wings; the core knows the interface of a feature, never its name.
+WORDS_OF_WINGS = re.compile(
+    r"lora|adapter|distil|teacher|preference|\bdpo\b|dpo_|wandb|comet|mlflow|otel|opentelemetry|curricul|"
+    r"random.?ltd|(?<!moe.)token.?drop|one_?bit|zero_one|sparse.?(?:attention|layouts)|upcycl|bert",
+    re.IGNORECASE,
+)
+# (file, word) -> why the core has it. Entries may only go.
+WORDS_THAT_STAY = {
+    ("data/samples/gpt_data.py", "dpo"): "advice of an error names the flag",
+    ("training/run_checkpoint.py", "upcycl"): "advice of an error names the command",
+    (
+        "data/tokenizers/file_tokenizers.py",
+        "bert",
+    ): "two classes of the library tokenizers",
+}
+
+
+def words_of_wings(pattern, files):
+    """Yield (file, line, word) of the words in the names and in the lines of files."""
+    for path in files:
+        name = str(path.relative_to(PACKAGE))
+        for number, line in enumerate([name, *path.read_text().split("\n")]):
+            for word in pattern.findall(line):
+                yield name, number, word.lower().removeprefix("--")
+
+
+def test_the_core_has_no_words_of_the_wings():
+    """Identifiers, texts, comments and names of files; and every flag of a section of theirs."""
+    wings = (*features.WINGS, "commands")
+    core = [path for path in FILES if module_of(path)[0] not in wings]
+    own = {feature.name for feature in features.features() if feature.options}
+    flags = [option.flag for option in all_options().values() if option.section in own]
+    assert len(core) > 200 and len(flags) > 50
+    of_options = re.compile(rf"(?<![\w-])(?:{'|'.join(flags)})(?![\w-])")
+    found = {*words_of_wings(WORDS_OF_WINGS, core), *words_of_wings(of_options, core)}
+    offenders = [
+        f"{file}:{line} {word}"
+        for file, line, word in sorted(found)
+        if (file, word) not in WORDS_THAT_STAY
+    ]
+    assert offenders == []
+    assert {(file, word) for file, _, word in found} == set(WORDS_THAT_STAY)
 
 
 def test_the_core_names_no_file_of_a_wing():

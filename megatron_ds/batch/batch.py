@@ -17,7 +17,7 @@ from .ledger import NO_LEDGER, Ledger
 from .past import Past
 
 if TYPE_CHECKING:
-    from ..progress.token_drop import TokenDrop
+    from ..progress.kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,9 @@ class Batch:
                   GPU; None: they are read from the ids if these are on the CPU, else unknown
     token_types     int64 [b, s], the segment of each token, for models with segment embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
-    reference     what another model predicts. Of pairs of answers float32 [b, 1, 2], the logarithm of
-                  the probability that it gives to each of the two; of a micro-batch that is distilled the
-                  teacher's predictions, as extensions/distillation keeps them
-    kept_tokens   tokens of each sample that a token-dropping layer keeps; None: all of
+    reference     what another model predicts, as an objective keeps it. Of pairs of answers float32
+                  [b, 1, 2], the logarithm of the probability that it gives to each of the two
+    kept_tokens   tokens of each sample that a layer keeps which drops some; None: all of
                   them
     places        positions of the tokens where only some are present: inside such a layer, or under context
                   parallelism; None where all tokens are present
@@ -140,12 +139,12 @@ class Batch:
         """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(torch.Tensor.pin_memory)
 
-    def keeping(self, drop: "TokenDrop | None", step: int) -> "Batch":
+    def keeping(self, kept: "KeptTokens | None", step: int) -> "Batch":
         """This batch with the `kept_tokens` of a step; the batch itself if all are kept."""
         return (
             self
-            if drop is None
-            else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+            if kept is None
+            else replace(self, kept_tokens=kept.kept_at(step, self.seq_length))
         )
 
     @property
@@ -210,7 +209,7 @@ class Batch:
 
         Tokens keep their positions. A batch that holds some of the tokens already is narrowed further.
         """
-        kept = {
+        kept: dict[str, Any] = {
             name: _picked(t, index)
             for name, t in self.tensors().items()
             if t.dim() == 2
@@ -234,7 +233,9 @@ class Batch:
         return replace(self, **kept, places=places, boundaries=None)
 
     def _rows(self, start: int, stop: int) -> "Batch":
-        rows = {name: t[start:stop] for name, t in self.tensors().items()}
+        rows: dict[str, Any] = {
+            name: t[start:stop] for name, t in self.tensors().items()
+        }
         whole = None if self.whole is None else self.whole._rows(start, stop)
         boundaries = None if self.boundaries is None else self.boundaries[start:stop]
         return replace(
@@ -256,9 +257,8 @@ class Batch:
             )
 
         whole = None if self.whole is None else self.whole._map(move)
-        return replace(
-            self, **{name: moved(t) for name, t in self.tensors().items()}, whole=whole
-        )
+        tensors: dict[str, Any] = {name: moved(t) for name, t in self.tensors().items()}
+        return replace(self, **tensors, whole=whole)
 
 
 def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ class Entry:
 
         tokens: per-token losses weigh a micro-batch by its tokens.
         """
+        assert self.weight is not None, "a metric is no part of the objective"
         gradient = torch.full_like(self.value, scale * self.weight)
         if tokens is not None:
             gradient = gradient * tokens

@@ -1,7 +1,6 @@
 """`Past`: what a batch of generated text needs besides its tokens, kept by the generator between batches."""
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,16 +11,17 @@ class Past(Protocol):
     wanted  int64 [r], positions in the batch whose logits are needed; the head computes no others
     """
 
-    wanted: torch.Tensor
+    @property
+    def wanted(self) -> torch.Tensor: ...
 
     def attend(
         self,
         name: str,
-        core: Callable,
+        core: Any,  # a `CoreAttention`, of a later floor
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        batch: object,
+        batch: Any,  # the `Batch` that has this past
     ) -> torch.Tensor:
         """Keep k and v [s, 1, g, d] of the attention layer `name`, and attend with q [s, 1, n, d] to all tokens
         that each query sees → [s, 1, n * d]."""

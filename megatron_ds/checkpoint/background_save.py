@@ -59,7 +59,7 @@ class BackgroundSave:
 
     copied    the copies, whose `wait` must precede any change of the pieces
     path      of the checkpoint, once it is published
-    reasons   of each rank, why it does not want this state to be saved; there is no checkpoint with any
+    reasons   of each rank, why this state must not be saved, or None. One reason drops the save
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BackgroundSave:
         reason_against: Callable[[Iterable[Piece]], str | None] = lambda pieces: None,
         pace: Pace | None = None,
     ):
-        """Begin the save: the pieces may change behind `copied.wait()`. Collective over the world.
+        """Begin the save: the pieces may change after `copied.wait()`. Collective over the world.
 
         reason_against: called by the thread with the copies; a reason drops the save, without an error
         pace: of the thread that writes, as long as nothing waits for it
@@ -86,7 +86,7 @@ class BackgroundSave:
         self._pace = pace or Pace()
         saving.begin(pieces, run)
 
-        # An error of one rank is raised by `advance`, on all.
+        # `advance` raises an error of one rank on all ranks.
         self.copied = CopiesUnderWay()
         failed: Exception | None = None
         try:
@@ -113,13 +113,13 @@ class BackgroundSave:
         return not self._next
 
     def finish(self) -> Path | None:
-        """Take all steps that are left. Returns the path, None where `reasons` are against it. Collective."""
+        """Take all steps that are left. Returns the path, None if there are `reasons`. Collective."""
         while self._next:
             self.advance()
         return self.path
 
     def _write(self, failed: Exception | None) -> tuple[Any, str | None]:
-        """Thread: this rank's part of the index, and its reason against the save."""
+        """Write in the thread. Return this rank's part of the index, and its reason against the save."""
         if failed is not None:
             raise failed
         tiles = self._pace.checked(self.copied.tiles())
@@ -127,15 +127,15 @@ class BackgroundSave:
             reason = self._reason_against(tiles)
             if reason is not None:
                 return None, reason
-            # What was not looked at is copied, too.
+            # `reason_against` may have stopped early, and all tiles must be copied.
             deque(tiles, maxlen=0)
         finally:
-            # The update waits for the copies, also where there is a reason or an error.
+            # The update waits for the end of the copies, even if there is a reason or an error.
             self.copied.end()
         return self._saving.write(self.copied.pieces, self._pace), None
 
     def _publish(self) -> None:
-        found = self._saving.collect(self._work.result)
+        found = self._saving.collect(self._outcome)
         self.reasons = [reason for _, reason in found]
         if any(self.reasons):
             self._saving.abandon()
@@ -145,13 +145,16 @@ class BackgroundSave:
         self._work = self._on_rank_0(lambda: self._saving.publish(parts))
 
     def _agree(self) -> None:
-        self.path = self._saving.agree(lambda: self._work.result())
+        self.path = self._saving.agree(self._outcome)
         self._work = self._on_rank_0(self._saving.prune)
 
     def _end(self) -> None:
-        if self._work is not None:
-            self._work.result()
+        self._outcome()
         self._saving.close()
+
+    def _outcome(self) -> Any:
+        """Wait for this rank's thread, and return its value or raise its error. None without a thread."""
+        return self._work.result() if self._work else None
 
     def _on_rank_0(self, function: Callable[[], Any]) -> ThreadedCall | None:
         return self._threaded(function) if self._saving.is_first_rank else None

@@ -17,7 +17,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.serialization import skip_data
@@ -50,7 +50,7 @@ BYTE_ORDER = "archive/byteorder"
 # The signature, and the lengths of the name and of the extra field.
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 CENTRAL_HEADER = 46  # bytes before the name
-# positions in them
+# offsets of the CRC-32 in the descriptor and in the central header
 CRC_OF_DESCRIPTOR = 4
 CRC_OF_CENTRAL = 16
 
@@ -75,7 +75,7 @@ class Checksummed(BlockFile):
 
 
 class ChecksummedFile(Checksummed, DirectFile):
-    """One of a file system."""
+    """A checksummed file of a file system."""
 
 
 # ------------------------------------------------------------------ writing
@@ -104,7 +104,7 @@ def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]
     parts = _Parts()
     with skip_data():
         # Its memory is not touched.
-        torch.save(torch.empty(tuple(shape), dtype=dtype), parts)
+        torch.save(torch.empty(tuple(shape), dtype=dtype), cast(IO[bytes], parts))
     before, after = parts.content
     assert parts.skipped == [math.prod(shape) * dtype.itemsize], (
         f"torch.save skipped {parts.skipped} bytes"
@@ -115,10 +115,10 @@ def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]
 class _Parts(io.RawIOBase):
     """Collects what is written before and after a seek."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.content = [bytearray()]
-        self.skipped = []
+        self.skipped: list[int] = []
 
     def writable(self) -> bool:
         return True
@@ -136,9 +136,9 @@ class _Parts(io.RawIOBase):
 
 # ------------------------------------------------------------------ reading
 def read_archive(content: torch.Tensor, with_checksums: bool) -> Any:
-    """What the archive holds: a tensor, unless the archive is not of a chunk. A large one is a view.
+    """Return what the archive holds, a tensor if it is that of a chunk. A large tensor is a view of `content`.
 
-    content: uint8. with_checksums: compare those of the records; `content` was not compared with any
+    content: uint8. with_checksums: compare the checksums of the records, if `content` was not checked before
 
     Raises ValueError for records or names that no tensor needs, and what torch.load raises.
     """
@@ -176,7 +176,8 @@ def read_archive(content: torch.Tensor, with_checksums: bool) -> Any:
 
 def _load(stream: "_Bytes") -> Any:
     stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=True)
+    file = cast(IO[bytes], stream)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _view(
@@ -216,7 +217,7 @@ def _view(
         raise ValueError(
             f"its record {VALUES} ends after {len(flat)} of {record.file_size} bytes"
         )
-    # Files of an earlier version align nothing.
+    # Earlier versions did not align the values in a file.
     if flat.storage_offset() % blank.dtype.itemsize:
         flat = flat.clone()
     return flat.view(blank.dtype).view(blank.shape)
@@ -243,7 +244,7 @@ class _Bytes(io.RawIOBase):
 
     def __init__(self, content: torch.Tensor):
         super().__init__()
-        self._content = memoryview(content.numpy())
+        self._content = content.numpy().data
         self._at = 0
 
     def readable(self) -> bool:

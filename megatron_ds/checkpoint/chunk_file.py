@@ -12,6 +12,7 @@ CRC-32 finds damage and mixed-up files. It does not protect against a forged che
 compute checksums too. Therefore an archive may contain only what torch.save writes for a tensor.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import singledispatch
@@ -41,16 +42,24 @@ class ChecksummedFiles(FileSystem):
     Writers call `tell()` at the start and end of a chunk; these positions are the borders.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._written: dict[str, Checksummed] = {}
 
     @contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[Checksummed]:
+    def create_stream(
+        self, path: str | os.PathLike, mode: str
+    ) -> Iterator[Checksummed]:
         """Open a file for writing. DCP calls this."""
         assert mode == "wb", (
             f"{path} is opened with mode {mode}: this file system only writes"
         )
+        with self.create(Path(path)) as file:
+            yield file
+
+    @contextmanager
+    def create(self, path: Path) -> Iterator[Checksummed]:
+        """Open a file for writing."""
         with new_file(path) as file:
             self._written[path.name] = file
             yield file

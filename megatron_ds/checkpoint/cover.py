@@ -7,8 +7,10 @@ from typing import Protocol
 class ChunkBox(Protocol):
     """A box of a tensor: its corner, and its number of elements in each dimension."""
 
-    offsets: Sequence[int]
-    sizes: Sequence[int]
+    @property
+    def offsets(self) -> Sequence[int]: ...
+    @property
+    def sizes(self) -> Sequence[int]: ...
 
 
 def covers_once(shape: Sequence[int], chunks: Sequence[ChunkBox]) -> bool:
@@ -28,7 +30,7 @@ def covers_once(shape: Sequence[int], chunks: Sequence[ChunkBox]) -> bool:
         ((0,) * len(shape), shape, -1),
         *((c.offsets, c.sizes, 1) for c in chunks),
     ]:
-        corners = [((), sign)]
+        corners: list[tuple[tuple[int, ...], int]] = [((), sign)]
         for at, n in zip(offsets, sizes):
             corners = [(corner + (at,), s) for corner, s in corners] + [
                 (corner + (at + n,), -s) for corner, s in corners

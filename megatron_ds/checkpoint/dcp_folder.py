@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,25 +56,27 @@ def write_dcp_folder(
                 values = values.clone()  # torch.save writes the whole storage of a view
             mine = tensors.setdefault(chunk.key, [])
             index = dcp.MetadataIndex(chunk.key, torch.Size(chunk.offset), len(mine))
-            places[index] = file.add(
-                lambda stream, values=values: torch.save(values, stream)
-            )
+            places[index] = file.add(partial(torch.save, values))
             mine.append(chunk)
         for key, value in objects.items():
             content = io.BytesIO()
             torch.save(value, content)
-            places[dcp.MetadataIndex(key)] = file.add(
-                lambda stream, content=content: stream.write(content.getvalue())
-            )
+            places[dcp.MetadataIndex(key)] = file.add(partial(_append, content))
     finally:
         file.close()
     # The index is last: a folder without it is not complete.
-    described = {key: _described(found) for key, found in tensors.items()}
-    described |= {key: dcp.BytesStorageMetadata() for key in objects}
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {
+        **{key: _described(found) for key, found in tensors.items()},
+        **{key: dcp.BytesStorageMetadata() for key in objects},
+    }
     with open(path / INDEX_FILE, "wb") as stream:
         pickle.dump(dcp.Metadata(described, None, places, dcp.StorageMeta()), stream)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _append(content: io.BytesIO, stream: io.BufferedWriter) -> None:
+    stream.write(content.getvalue())
 
 
 def _described(chunks: list[DcpChunk]) -> dcp.TensorStorageMetadata:
@@ -87,13 +90,13 @@ def _described(chunks: list[DcpChunk]) -> dcp.TensorStorageMetadata:
 
 
 class _Files:
-    """__0_0.distcp, __0_1.distcp, …: the next one begins when one has its bytes."""
+    """The files __0_0.distcp, __0_1.distcp, …: the next one begins when one has `most_bytes`."""
 
     def __init__(self, path: Path, most_bytes: int):
         self._path = path
         self._most = most_bytes
         self._number = 0
-        self._stream = None
+        self._stream: io.BufferedWriter | None = None
 
     def add(self, write: Callable[[io.BufferedWriter], object]) -> _StorageInfo:
         if self._stream is not None and self._stream.tell() >= self._most:

@@ -82,7 +82,7 @@ def read_tracker(folder: Path) -> str | None:
 
 @singledispatch
 def clear(folder: Path) -> None:
-    """Remove what saves left that did not end. Their processes, if they continue, cannot publish it afterwards.
+    """Remove the files of saves that did not end. If their processes continue, they cannot publish them.
 
     The caller holds the folder's lock.
     """
@@ -118,12 +118,12 @@ def publish(folder: Path, step: int, writing: Path) -> Path:
     replaced = _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
-        os.stat(writing)  # gone, and an error, if another job has taken over
+        os.stat(writing)  # an error if another job has taken over and removed it
         _move_aside(target, replaced)
     try:
         os.rename(writing, target)
     except FileNotFoundError:
-        # Another job has taken over since the last look: what was moved is its own.
+        # Another job has taken over meanwhile: the directory that was moved aside is its checkpoint.
         with contextlib.suppress(OSError):
             os.rename(replaced, target)
         raise
@@ -250,7 +250,7 @@ def remove(path: Path) -> None:
 @singledispatch
 @contextlib.contextmanager
 def in_file_system(path: Path) -> Iterator[Path]:
-    """A directory of the file system whose new files are those of `path` when the block has ended."""
+    """Yield a directory of the file system; its files are written to `path` when the block ends."""
     yield path
 
 
@@ -262,7 +262,7 @@ def local_copy(path: Path) -> Path:
 
 @singledispatch
 def write_directory(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a temporary folder, sync it and rename it: `folder` is complete or absent, and not damaged."""
+    """Write a temporary folder, sync it and rename it: `folder` is complete or absent, never partial."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
@@ -293,7 +293,7 @@ def _next_tracker(writing: Path) -> Path:
 
 
 def _write_new(path: Path, text: str, named: Path | None = None) -> None:
-    """Create a file with the text, and sync it. Nothing is left if that fails. named: the path in an error"""
+    """Create a file with the text, and sync it. If that fails, remove it. named: the path that an error names"""
     handle = regular_file.create_new(path)
     try:
         with naming(named or path), open(handle, "w") as file:
@@ -321,13 +321,13 @@ def _restore_replaced(folder: Path) -> None:
 
 
 def _remove_at_once(path: Path, hidden: Path) -> None:
-    """Give a directory a name that nothing looks for, then remove it: no part of it is ever under its own name."""
+    """Hide a directory by a rename, then remove it: a partly deleted one is never visible."""
     os.rename(path, hidden)
     _remove(hidden)
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with its files, or a file; of a link, which users make, only the link."""
+    """Remove a directory with its files, or a file. Of a link, which users make, remove only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -350,7 +350,7 @@ def _move_aside(target: Path, replaced: Path) -> None:
 def to_delete(
     steps: Iterable[int], saved: int, limit: int | None, retain: int | None = None
 ) -> list[int]:
-    """Which of the complete checkpoints `steps` to delete after `saved` was written, to keep `limit` of them.
+    """Return the steps to delete after `saved` was written, so that `limit` of the complete checkpoints stay.
     retain: of those before `saved`, keep only the multiples of this.
 
     Steps later than `saved` belong to training that the user discarded by editing the tracker. They are
@@ -374,7 +374,11 @@ def prune(
     The new checkpoint is already durable, so a failed deletion is a warning and training continues.
     """
     try:
-        ours = [step for step in steps_in(folder) if is_ours(find(folder, step))]
+        ours = [
+            step
+            for step in steps_in(folder)
+            if (path := find(folder, step)) and is_ours(path)
+        ]
     except OSError as error:
         logger.warning("could not list the checkpoints of %s: %s", folder, error)
         return

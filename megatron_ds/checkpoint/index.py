@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -25,7 +26,7 @@ from .index_pickle import unpickled
 from .pickle_guards import reason_of
 from .run_file import check_crc32, read_run_file
 
-COMPILED = "_orig_mod"  # a part of names, where torch.compile(module) keeps the module
+COMPILED = "_orig_mod"  # part of the names in a module that torch.compile has wrapped
 MOST_DIMENSIONS = 8  # 2**8 corners of a box
 
 
@@ -42,10 +43,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def without_compiled_names(index: dcp.Metadata) -> dcp.Metadata:
-    """The index with tensors named as in modules that torch.compile has not wrapped.
+    """Return the index with the names of modules that torch.compile has not wrapped.
 
-    Checkpoints of engines had the names of the wrapped module: weight/_orig_mod.head.bias. Where a tensor has
-    the other name already, the names stay.
+    Engines once saved the names of the wrapped module, weight/_orig_mod.head.bias. If one of the new names is
+    taken, all names stay.
     """
     new = {
         name: ".".join(part for part in name.split(".") if part != COMPILED).replace(
@@ -71,6 +72,17 @@ def without_compiled_names(index: dcp.Metadata) -> dcp.Metadata:
     return replace(index, state_dict_metadata=tensors, storage_data=places)
 
 
+def save_id_in(index: dcp.Metadata) -> str | None:
+    """Return the identifier of the save that the index records; None in format 1."""
+    assert index.storage_meta is not None, "it records nothing about the save"
+    return index.storage_meta.save_id
+
+
+def tensors_in(index: dcp.Metadata) -> dict[str, dcp.TensorStorageMetadata]:
+    """Return the entries by name: checkpoints of this package hold tensors alone."""
+    return cast(dict[str, dcp.TensorStorageMetadata], index.state_dict_metadata)
+
+
 def read_index(path: Path) -> dcp.Metadata:
     """The verified index of the checkpoint at `path`. Also validates run.json.
 
@@ -89,7 +101,6 @@ def index_of(
     files    {name: {"bytes": size, "crc32": checksum}}; None for a checkpoint of format 1 (no save_id)
     """
     file_name = path / INDEX_FILE
-    # Its bytes.
     try:
         content = read_regular(file_name)
     except FileNotFoundError as error:
@@ -100,14 +111,14 @@ def index_of(
         raise CheckpointError(
             f"{file_name} cannot be read: {error.strerror or error}."
         ) from error
-    # Its content, if the bytes are those that were saved.
+    # Only bytes with the saved checksum are unpickled.
     try:
         if files is not None:
             check_crc32(content, files[INDEX_FILE])
         index = unpickled(content)
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{file_name} is damaged: {reason_of(error)}") from error
-    # What it describes, compared with the files.
+    # An index that can be read may still contradict the files.
     try:
         problem = next(_problems(path, index, save_id, files), None)
     except Exception as error:  # its parts may have any type
@@ -123,9 +134,10 @@ def _problems(
     save_id: str | None,
     files: Mapping[str, Mapping] | None,
 ) -> Iterator[str]:
-    if index.storage_meta.save_id != save_id:
+    found = save_id_in(index)
+    if found != save_id:
         yield (
-            f"{INDEX_FILE} is of the save {index.storage_meta.save_id}, and run.json of the save "
+            f"{INDEX_FILE} is of the save {found}, and run.json of the save "
             f"{save_id}: one of them comes from another checkpoint"
         )
     sizes: dict[str, int] = {}
@@ -134,7 +146,7 @@ def _problems(
         sizes[name] = (path / name).stat().st_size
     if files is not None and files.keys() != sizes.keys() | {INDEX_FILE}:
         yield f"the index stores tensors in {sorted(sizes)}, and run.json lists {sorted(files)}"
-    for name, tensor in index.state_dict_metadata.items():
+    for name, tensor in tensors_in(index).items():
         yield from _tensor_problems(
             name, tensor, index.storage_data, sizes, files is not None
         )
@@ -178,7 +190,6 @@ def _tensor_problems(
         or len(shape) > MOST_DIMENSIONS
     ):
         yield f"{name!r} has the invalid shape {shape}"
-    # Each chunk: inside the tensor, inside its file, long enough, with a checksum if others have one.
     for chunk in tensor.chunks:
         place = storage[dcp.MetadataIndex(name, chunk.offsets)]
         if not _inside(chunk, shape):
@@ -206,7 +217,6 @@ def _tensor_problems(
                 f"a chunk of {name} has {'no' if with_checksums else 'a'} checksum, unlike the rest of "
                 "the checkpoint"
             )
-    # All chunks together: every element once.
     if not covers_once(shape, tensor.chunks):
         held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         yield (
@@ -216,7 +226,7 @@ def _tensor_problems(
 
 
 def _overlaps(storage: Mapping) -> Iterator[str]:
-    """Chunks that share bytes: a small file could otherwise describe tensors of any size."""
+    """Find chunks that share bytes: with them a small file could describe tensors of any size."""
     extents = sorted(
         (place.relative_path, place.offset, place.length) for place in storage.values()
     )

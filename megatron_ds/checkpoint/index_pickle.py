@@ -52,7 +52,7 @@ FIXED = (
     "REDUCE",
     "BUILD",
 )
-# Opcodes with a length, and so many bytes after it.
+# Opcodes with a length n, and n bytes after it.
 LENGTHS = {
     "SHORT_BINUNICODE": "<B",
     "BINUNICODE": "<I",
@@ -61,7 +61,7 @@ LENGTHS = {
 check_opcodes = Opcodes("index", FIXED, LENGTHS).check
 _NONE = type(None)
 # Fields of the dataclasses of the index, with the types of their values; `chunk_file.py` adds crc32.
-_FIELDS = {
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "Metadata": {
         "state_dict_metadata": dict,
         "planner_data": object,
@@ -102,7 +102,7 @@ _DTYPES = (
     "uint8",
     "bool",
 )
-_FORMATS = dcp._MEM_FORMAT_ENCODING
+_FORMATS: type[dcp._MEM_FORMAT_ENCODING] = dcp._MEM_FORMAT_ENCODING
 
 
 def unpickled(content: bytes) -> dcp.Metadata:
@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
         return self._known[module, name]
 
     def persistent_load(self, _: dict) -> Table:
-        """The table that takes the place of a dict, after whose opcode BINPERSID was inserted."""
+        """Return the table that replaces a dict; BINPERSID, which `check_opcodes` has inserted, calls this."""
         return self._keys.table()
 
 
@@ -170,8 +170,8 @@ class _TensorProperties(dcp.TensorProperties):
         super().__setstate__(
             (dtype, layout, bool(requires_grad), memory_format.value, bool(pin_memory))
         )
-        # From now on BUILD finds torch's own method, which refuses every state: a `Constant` is no format.
-        self.__class__ = dcp.TensorProperties
+        # A second BUILD then calls torch's own method, which refuses a `Constant` as memory format.
+        object.__setattr__(self, "__class__", dcp.TensorProperties)
 
 
 def _format(number: int) -> Constant:
@@ -196,7 +196,7 @@ def _layout(name: str) -> torch.layout:
         raise pickle.UnpicklingError("the name of a layout is no text")
     try:
         return torch.serialization._get_layout(name)
-    except KeyError:  # whose text would hold the whole name
+    except KeyError:  # its text would hold the whole name
         raise pickle.UnpicklingError(
             "it names a layout that torch does not have"
         ) from None

@@ -62,7 +62,7 @@ class KnownSaves:
         found = identifier_of(folder, steps[-1])
         if found in known.get(steps[-1], ()):
             return
-        path = folders.find(folder, steps[-1])
+        path = folders.find(folder, steps[-1]) or folder / folders.name_of(steps[-1])
         if found is None and steps[-1] in known:
             raise _unreadable(path, "it is gone")
         raise CheckpointError(
@@ -78,11 +78,13 @@ class KnownSaves:
 
 
 def identifier_of(folder: Path, step: int) -> str | None:
-    """The random save_id of a checkpoint, or a checksum of its run.json where that has none; None without a run.json.
+    """The random save_id of a checkpoint, or a checksum of its run.json where that has none; None if either is gone.
 
-    A read that fails identifies nothing: it is tried again. Raises CheckpointError when the last one fails.
+    A read that fails is tried again. Raises CheckpointError when the last one fails.
     """
     path = folders.find(folder, step)
+    if path is None:
+        return None
     for pause in (*PAUSES, None):
         try:
             return _identifier_in(folders.read_regular(path / folders.RUN_FILE))

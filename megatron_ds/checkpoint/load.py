@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..mpu.agree import gather_from_all_ranks, on_all_ranks, on_one_rank
+from ..mpu.agree import Failing, gather_from_all_ranks, on_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
@@ -28,14 +28,14 @@ ABSENT = "(absent)"
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """The step to load: the tracker's or, with a warning, the newest complete one if that is not loadable.
+    """Return the step to load: the tracker's, or with a warning the newest complete one if that cannot be loaded.
 
     None when there is no checkpoint. Raises CheckpointError when there are some and none is complete, since a
     silent start from scratch would look like a resumed run.
     """
     folder = place_of(directory)
     folders.check_reachable(folder)
-    # Paths that are one level too deep, or no folder.
+    # A user may give a path that is one level too deep, or a file.
     check_directory(folder)
     if folders.is_ours(folder):
         raise CheckpointError(
@@ -147,7 +147,7 @@ def load(
 
     folder = place_of(directory)
     wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
-    failing = {
+    failing: Failing = {
         "doing": f"cannot load iteration {step} from {directory}",
         "kind": CheckpointError,
     }

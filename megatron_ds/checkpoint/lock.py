@@ -21,10 +21,11 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import get_type_hints
 
 from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
@@ -151,8 +152,8 @@ class SaveLock:
                 why = f"which did not renew it for {self._stale:.0f} seconds"
             logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
             self._remove(owner)
-        # The lock is ours: renew it in the background until it is released. What an earlier holder was writing is
-        # removed before the look: behind it nothing appears that this one does not know.
+        # The lock is ours: renew it in the background until it is released. First remove what an earlier holder was
+        # writing, so that no checkpoint can appear after the look that this holder does not know.
         self._thread.start()
         folders.clear(self.folder)
         self.saves.look(self.folder)
@@ -178,7 +179,7 @@ class SaveLock:
         self.saves.check(self.folder)
 
     def release(self) -> None:
-        """Stop renewing, and remove the file if this lock owns it, which it need not."""
+        """Stop renewing, and remove the file if it is still that of this lock."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -219,7 +220,7 @@ class SaveLock:
             if found and found[0] == self.mine:
                 if self._file.touch():
                     return
-                found = self._read()  # it was replaced behind the first read
+                found = self._read()  # it was replaced after the first read
             if not found and not self.folder.is_dir():
                 self._warn_of_removal()
             elif not found:
@@ -231,7 +232,7 @@ class SaveLock:
                 self._lose(f"{self.folder} was taken over by {found[0]}")
 
     def _found(self) -> tuple[Owner | None, int] | None:
-        """Read the lock; a missing one is looked for once more after a moment."""
+        """Read the lock; if it is missing, look once more after a moment."""
         found = self._read()
         if not found:
             time.sleep(min(ABSENT, self._beat))
@@ -258,7 +259,7 @@ def _owner_in(content: bytes) -> Owner | None:
     try:
         values = json.loads(content)
         owner = Owner(
-            **{field.name: field.type(values[field.name]) for field in fields(Owner)}
+            **{name: kind(values[name]) for name, kind in get_type_hints(Owner).items()}
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -287,12 +288,13 @@ def locked(
     """
     # A save inside a run that holds the lock already reuses it.
     place = (os.getpid(), str(folder.resolve()))
-    held = None
-    lock = None
+    held: SaveLock | None = None
+    lock: SaveLock | None = None
+    acquire: Callable[[], str | None] = lambda: None
     if world.rank == 0:
         held = _held.get(place)
         lock = held or SaveLock(folder, beat, stale)
-    acquire = held.check if held else lock and lock.try_acquire
+        acquire = held.check if held else lock.try_acquire
     try:
         # All ranks learn the result together: rank 0 asks, the others wait in a short collective.
         waiting = False

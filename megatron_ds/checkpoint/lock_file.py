@@ -56,7 +56,7 @@ class LockFile:
         self.path.unlink()
 
     def take_away(self, is_expected: Callable[[bytes], bool]) -> None:
-        """Remove the file if its content is the expected one; renamed first, as another job may replace it."""
+        """Remove the file if its content is the expected one. A rename precedes, since another job may replace it."""
         aside = self._beside(".old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -74,12 +74,12 @@ class LockFile:
             probe.unlink()
 
     def look_again(self) -> None:
-        """Drop what the system remembers of a missing file: NFS may."""
+        """Have the system forget that the file was missing: NFS remembers it for a while."""
         with contextlib.suppress(FileNotFoundError):
             os.listdir(self._folder)
 
     def check(self) -> None:
-        """Raises CheckpointError if the name is there and is no file."""
+        """Raise CheckpointError if the name is a broken link."""
         if self.path.is_symlink():
             raise CheckpointError(f"{self.path} is a broken link. Delete it.")
 

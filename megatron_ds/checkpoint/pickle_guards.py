@@ -18,15 +18,15 @@ MOST_DIMENSIONS = 64
 
 
 def reason_of(error: Exception) -> str:
-    """Why a pickle was not read, which is never empty: a MemoryError has no text."""
+    """Return why a pickle was not read. The text is never empty, although that of a MemoryError is."""
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
     return str(error) or type(error).__name__
 
 
 class Allowance:
-    """Elements that the calls in a pickle may still copy. A pickle that a program wrote has the bytes of each
-    of them.
+    """The number of elements that the calls in a pickle may still copy. One that a program wrote has at least a
+    byte for each of them.
     """
 
     def __init__(self, content: bytes):
@@ -84,9 +84,9 @@ class Constant:
 class Records:
     """Classes with the fields of dataclasses, for the objects of one pickle.
 
-    An object gets its state from BUILD, with fields of the declared types only, and becomes an object of the
-    dataclass in `finish`: until then, BUILD could follow again. A dict compares keys whose hashes are equal,
-    which those that a program wrote seldom are; so comparisons take from the allowance.
+    BUILD sets the state of an object, whose fields must have the declared types. The object becomes one of the
+    dataclass only in `finish`, since BUILD may follow again. Comparisons take from the allowance: a dict compares
+    keys of equal hash, of which a harmless pickle has few.
     """
 
     def __init__(self, allowance: Allowance) -> None:
@@ -102,7 +102,7 @@ class Records:
 
         def __eq__(self: Any, other: Any) -> bool:
             allowance.take(1)
-            return kind.__eq__(self, other)
+            return kind.__eq__(self, other)  # type: ignore[call-arg]  # mypy takes it for that of the metaclass
 
         def __setstate__(self: Any, state: Any) -> None:
             if not isinstance(state, dict):

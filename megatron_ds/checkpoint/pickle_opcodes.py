@@ -20,6 +20,7 @@ _MOST_AT_ONCE = 10_000  # bounds the memory that the regular expression takes
 # Integers of more than 8 bytes: millions of them can have one hash, and fill a dict in quadratic time.
 _MOST_WIDE = 10_000
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
+_OPCODE_OF = {opcode.code: opcode for opcode in pickletools.opcodes}
 _TABLES = ("EMPTY_DICT", "EMPTY_SET")
 _FRAME_LENGTH = struct.Struct("<Q")
 
@@ -84,7 +85,7 @@ class Opcodes:
             )
         parts = [content[start:end] + more for start, end, more in kept]
         changed = b"".join(parts)
-        # Frames of the file would be too short. The unpickler reads what is in one at once.
+        # The frames of the file would now be too short, and the unpickler reads a whole frame at once.
         length = _FRAME_LENGTH.pack(len(changed))
         return _FRAME + length + changed
 
@@ -118,7 +119,6 @@ class Opcodes:
             if code == STOP:
                 kept.append((begin, at + 1, b""))
                 return at + 1, kept
-            # Of the other opcodes, those that the kind of file needs.
             if self._protocol2 and code in (_MEMO, _GLOBAL):
                 at = _end_of_protocol2(content, at)
                 continue
@@ -129,7 +129,6 @@ class Opcodes:
             if at + 1 + length.size > end:
                 raise ValueError(f"byte {at} of {end}: it ends within a length")
             count = length.unpack_from(content, at + 1)[0]
-            # Wide integers are few.
             is_wide = code == _LONG and count > 8
             wide += is_wide
             if wide > _MOST_WIDE:
@@ -141,10 +140,10 @@ class Opcodes:
                 raise ValueError(f"a text in it would end at byte {at} of {end}")
 
     def _name_of(self, code: bytes) -> str:
-        """What is wrong with a byte that no rule accepts, for a message."""
+        """Return what is wrong with a byte that is not accepted."""
         if code == b"":
             return "it ends without STOP"
-        known = pickletools.code2op.get(code.decode("latin-1"))
+        known = _OPCODE_OF.get(code.decode("latin-1"))
         if known is None:
             return f"not an opcode of a pickle ({code.hex()})"
         if known.name in self._fixed:

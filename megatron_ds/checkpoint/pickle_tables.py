@@ -31,7 +31,7 @@ class Table(dict):
         dict.__setitem__(self, key, value)
 
     def __setstate__(self, state: Any) -> None:
-        """Nothing: an OrderedDict that torch saved has attributes, which each of its copies would hold."""
+        """Drop the attributes: an OrderedDict that torch saved has some, which each of its copies would hold."""
 
     def __reduce__(self) -> tuple:
         return dict, (dict(self),)
@@ -54,7 +54,7 @@ class Keys:
         self._tuples = 0
 
     def check(self, key: Any) -> None:
-        """Raises UnpicklingError for a key whose hash could take long."""
+        """Raise UnpicklingError for a key whose hash could take long."""
         if isinstance(key, tuple) and self._parts:
             self._check_tuple(key)
         elif not isinstance(key, self._types):

@@ -41,13 +41,20 @@ class Piece(Protocol):
     replica   position of this rank among the `replicas` data-parallel ranks that hold the same content
     """
 
-    spec: ParamSpec
-    kind: str
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    replica: int
-    replicas: int
+    @property
+    def spec(self) -> ParamSpec: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def views(piece: Piece, coordinates: Coordinates) -> list[View]:
 
 
 def values_of(piece: Piece, view: View) -> torch.Tensor:
-    """The values of one of the `views` of a piece, made now if it is a `MadePiece`, before they are cast."""
+    """Return the values of one of the `views` of a piece, not cast yet. Those of a `MadePiece` are made now."""
     if not isinstance(piece, MadePiece):
         return view.tensor
     made = piece.make()

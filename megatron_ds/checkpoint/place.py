@@ -18,7 +18,7 @@ def is_store(directory: str | os.PathLike) -> bool:
 
 
 def absolute(directory: str | os.PathLike) -> str:
-    """The name of the same folder in every working directory; places in a store have one."""
+    """Return a name of the folder that does not depend on the working directory."""
     return str(directory) if is_store(directory) else os.path.abspath(directory)
 
 

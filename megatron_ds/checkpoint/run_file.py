@@ -24,10 +24,13 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..features import features, missing_wings
 from ..progress.ramps import Progress
 from .folder import INDEX_FILE, RUN_FILE, read_regular, write_durably
 
 FORMAT_VERSION = 2
+# of the identity of a run that trains a whole model
+PARTS = ("model", "tokenizer", "data")
 MOST = 2**62  # larger counters do not fit into the integers of torch
 BLOCK = 2**24  # bytes read at once to verify a file
 
@@ -65,7 +68,7 @@ def write_run_file(
 
 
 def checksum_of(content: Mapping) -> str:
-    """Eight hex digits over all values but "checksum", independent of indentation and key order."""
+    """Return eight hex digits over all values but "checksum"; indentation and the order of keys do not matter."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
@@ -76,7 +79,7 @@ def entry_of(size: int, crc32: int) -> dict[str, Any]:
 
 
 def check_crc32(content: bytes, entry: Mapping) -> None:
-    """Raises ValueError when `content` does not match its entry in `files`."""
+    """Raise ValueError when `content` does not match its entry in `files`."""
     if len(content) != entry["bytes"]:
         raise ValueError(
             f"it has {len(content)} bytes, and {entry['bytes']} were saved"
@@ -145,11 +148,26 @@ def require(run: Mapping, path: str | Path, *names: str) -> None:
 
 
 def require_whole_model(run: Mapping, folder: str | Path) -> None:
-    """Raises CheckpointError if the checkpoint in `folder` holds adapters alone."""
-    if "adapters" in run.get("identity", {}):
-        raise CheckpointError(
-            f"--load {folder} holds adapters and not the weights of a model. Add them to the weights with megatron-ds "
-            f"merge-adapter --load {folder} --save DIR, and give --load DIR."
+    """Raises CheckpointError if the checkpoint in `folder` does not hold the weights of a whole model."""
+    for why in unloadable(run.get("identity", {}), None, folder):
+        raise CheckpointError(why)
+
+
+def unloadable(
+    saved: Mapping, current: Mapping | None, folder: str | Path
+) -> Iterator[str]:
+    """Yield why the weights of a checkpoint cannot be loaded.
+
+    saved, current: identities of the checkpoint and of the run; None where a whole model is wanted
+    """
+    for feature in features():
+        if feature.unloadable is not None:
+            yield from feature.unloadable(saved, current, folder)
+    unknown = saved.keys() - {*PARTS, *(feature.name for feature in features())}
+    if unknown:
+        yield (
+            f"--load {folder} holds {', '.join(sorted(unknown))}, which no feature that is loaded knows, and not the "
+            f"weights of a model alone.{missing_wings()}"
         )
 
 
@@ -171,7 +189,7 @@ def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
                 yield f"it has no {name}"
     elif not run.keys().isdisjoint(("save_id", "files")):
         yield "it has no checksum"
-    step = run.get("step")
+    step: Any = run.get("step")
     if not _is_count(step):
         yield f"step is {_show(step)}, not a number of steps"
     elif step_of_folder is not None and step != step_of_folder:

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..host.direct_file import DirectFile
-from ..mpu.agree import on_one_rank
+from ..mpu.agree import Failing, on_one_rank
 from ..mpu.group import Group
 from ..registry import did_you_mean
 from .folder import read_regular, sync_directory, write_durably
@@ -71,7 +71,7 @@ def write_folder(
     mixture. Other files stay. Collective over `world`. Raises CheckpointError when rank 0 cannot write.
     """
     folder = Path(directory)
-    failing = {
+    failing: Failing = {
         "doing": f"could not write safetensors to {directory}",
         "kind": CheckpointError,
     }
@@ -87,7 +87,7 @@ def write_folder(
         ]
     )
     named = dict(zip(names, files))
-    # An error of rank 0 is raised after all ranks have sent their tensors: they would wait for it.
+    # An error of rank 0 is raised after all ranks have sent their tensors: otherwise they would wait for rank 0.
     error = None
     arriving = iter(tensors([entry for file in files for entry in file]))
     try:
@@ -117,7 +117,7 @@ def cut_into_files(
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
     """The bytes of a file before its first tensor."""
-    places = {"__metadata__": {"format": "pt"}}
+    places: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
         places[entry.name] = {
@@ -134,15 +134,16 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
 def _write_hidden(
     folder: Path,
     files: Mapping[str, Sequence[TensorEntry]],
-    tensors: Iterator[torch.Tensor],
+    tensors: Iterator[torch.Tensor | None],
 ) -> OSError | None:
-    """Write all files under temporary names. An error is returned, since other ranks are still sending."""
+    """Write all files under temporary names. Return an error, since other ranks are still sending."""
     try:
         for name, entries in files.items():
             with DirectFile(folder / _hidden(name)) as file:
                 file.write(header_of(entries))
                 for entry in entries:
                     tensor = next(tensors)
+                    assert tensor is not None, f"{entry}: rank 0 got no tensor"
                     is_alike = tensor.dtype == entry.dtype or (
                         tensor.dtype.is_floating_point and entry.dtype.is_floating_point
                     )
@@ -164,14 +165,16 @@ def _publish(
     if error is not None:
         raise error
     several = len(files) > 1
-    if several or not (folder / SINGLE).exists():  # one file is replaced atomically
+    if (
+        several or not (folder / SINGLE).exists()
+    ):  # a single file is replaced by the rename
         _forget(folder, (SINGLE, INDEX))
     for name in files:
         os.replace(folder / _hidden(name), folder / name)
     sync_directory(folder)
     if several:
         total = sum(entry.nbytes for entries in files.values() for entry in entries)
-        places = {}
+        places: dict[str, str] = {}
         for name, entries in files.items():
             places |= {entry.name: name for entry in entries}
         index = {"metadata": {"total_size": total}, "weight_map": places}

@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..host.pace import Pace
-from ..mpu.agree import gather_from_all_ranks, on_one_rank
+from ..mpu.agree import Failing, gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .disk_space import bytes_written_here, explained, free_bytes
 from .folder import prune
-from .lock import locked
+from .lock import SaveLock, locked
 from .pieces import Piece, written_here
 from .place import place_of
 from .run_file import plain, write_run_file
@@ -86,7 +86,7 @@ class Saving:
         self._coordinates = coordinates
         self._world = world
         self._kept = (limit, retain)
-        self._failing = {
+        self._failing: Failing = {
             "doing": f"could not save iteration {step} to {directory}",
             "kind": CheckpointError,
         }
@@ -109,8 +109,8 @@ class Saving:
         self._lock = self._held.enter_context(locked(self.folder, self._world))
 
         def prepare() -> tuple[int, int | None, Path | None]:
-            """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
-            if self._world.rank:
+            """Return the bytes that this rank will write. Rank 0 removes leftovers and makes the hidden directory."""
+            if self._lock is None:
                 return share, None, None
             self._lock.check()
             writing = folders.begin(self.folder, self.step)
@@ -122,11 +122,18 @@ class Saving:
             self._held.close()
             raise
         needed = sum(share for share, *_ in begun)
-        _, free, self._writing = begun[0]
+        _, free, writing = begun[0]
+        assert writing is not None  # of rank 0
+        self._writing = writing
         self._numbers = (needed, free, share)
 
+    @property
+    def _own_lock(self) -> SaveLock:
+        assert self._lock is not None, "rank 0 alone publishes and prunes"
+        return self._lock
+
     def write(self, pieces: Iterable[Piece], pace: Pace | None = None) -> Any:
-        """Write and sync this rank's own pieces; its part of the index. Not collective.
+        """Write and sync this rank's own pieces. Return its part of the index. Not collective.
 
         pace: of a thread that writes beside a computation
         """
@@ -143,7 +150,7 @@ class Saving:
         return self._guarded(write)
 
     def collect(self, written: Callable[[], Any]) -> list:
-        """What `written` returns on each rank, when all have written. Collective over the world.
+        """Return what `written` returned on each rank, when all have written. Collective over the world.
 
         Raises CheckpointError on all ranks if it raises on any; the save is then abandoned.
         """
@@ -151,7 +158,7 @@ class Saving:
             return gather_from_all_ranks(self._world, written, **self._failing)
 
     def publish(self, parts: list) -> Path:
-        """Rank 0: write and sync the index and run.json, and make the checkpoint visible. Not collective.
+        """Write and sync the index and run.json, and make the checkpoint visible. On rank 0; not collective.
 
         parts: what `write` returned on each rank
         Returns the path of the checkpoint.
@@ -163,9 +170,9 @@ class Saving:
             write_run_file(self._writing, self.step, self._values, self._save_id, index)
 
         self._guarded(write)
-        self._lock.check()
-        # An error may come when the checkpoint is visible already.
-        self._lock.saves.wrote(self.folder, self.step, self._save_id)
+        self._own_lock.check()
+        # Before the publication, which may fail after the checkpoint has become visible.
+        self._own_lock.saves.wrote(self.folder, self.step, self._save_id)
         publish = lambda: folders.publish(self.folder, self.step, self._writing)
         return self._guarded(publish)
 
@@ -178,9 +185,9 @@ class Saving:
             return on_one_rank(self._world, published, **self._failing)
 
     def prune(self) -> None:
-        """Rank 0: delete old checkpoints, if the folder is still this job's. Not collective."""
+        """Delete old checkpoints, if the folder is still that of this job. On rank 0; not collective."""
         try:
-            self._lock.check()
+            self._own_lock.check()
         except Exception as error:  # of a file system, or of a store's own kind
             logger.warning("old checkpoints are kept: %s", error)
             return
@@ -191,7 +198,7 @@ class Saving:
         self._held.close()
 
     def complete(self, parts: list) -> Path:
-        """`publish`, `agree`, `prune` and `close`, one after the other. Collective over the world."""
+        """Call `publish`, `agree`, `prune` and `close`. Collective over the world."""
         path = self.agree(lambda: self.publish(parts))
         if self.is_first_rank:
             self.prune()
@@ -213,9 +220,9 @@ class Saving:
             raise
 
     def _guarded(self, action: Callable[[], T]) -> T:
-        """`action()`, with an explained error when the disk is full (`disk_space.explained`).
+        """Return `action()`; explain its error when the disk is full (`disk_space.explained`).
 
-        A job that has taken over removes what this one was writing: then the lost lock is the error.
+        If another job has taken over and removed what this one was writing, the lost lock is the error.
         """
         try:
             return action()

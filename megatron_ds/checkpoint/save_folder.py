@@ -53,8 +53,8 @@ def saved_run_in(folder: Path) -> SavedRun | None:
     """The run in `folder`; None when a new run may save there: it has no checkpoint and no metrics."""
     steps = folders.steps_in(folder)
     metrics = folder / METRICS
-    if steps:
-        path = folders.find(folder, steps[-1])
+    path = folders.find(folder, steps[-1]) if steps else None
+    if path is not None:
         run_id = None
         with suppress(CheckpointError):
             run_id = run_id_of(read_run_file(path))
@@ -112,7 +112,7 @@ def _run_of_metrics(metrics: Path) -> str | None:
 
 
 def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
-    """Move checkpoints, tracker and metrics into a subfolder; its path, None when there is nothing to move.
+    """Move checkpoints, tracker and metrics into a subfolder. Return its path, None when there is nothing to move.
 
     Tokenizer folders are copied, not moved, because the new run may use one of them. Other files stay. The
     caller holds the folder's lock.
@@ -136,12 +136,13 @@ def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
 
 
 def _new_directory(folder: Path, name: str) -> Path:
-    """Create folder/name; name-2, name-3, … where it exists, as after another start in the same second."""
+    """Create folder/name, or name-2, name-3, … if another start in the same second has created it."""
     for number in count(1):
         path = folder / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             path.mkdir()
             return path
+    raise AssertionError("the numbers do not end")
 
 
 def run_id_of(run: Mapping) -> str | None:

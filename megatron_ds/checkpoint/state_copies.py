@@ -35,7 +35,7 @@ class CopiesUnderWay:
     """The copies of one save.
 
     sources   the tensors of the pieces, whose memory is kept until they are copied
-    mark      of the GPU's stream, behind which its copies are complete
+    mark      in the GPU's stream; when it is reached, the copies of the GPU are complete
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CopiesUnderWay:
             self._host_copies_have_ended.set()
 
     def wait(self) -> None:
-        """Wait until the sources may change: the host for the thread, the current stream for the copies of the GPU."""
+        """Wait until the sources may change: the current stream waits for the GPU, the host for the thread."""
         self._mark.wait()
         self._host_copies_have_ended.wait()
 
@@ -62,14 +62,14 @@ class CopiesUnderWay:
         return self._copies
 
     def end(self) -> None:
-        """What is not copied from host memory yet is not copied any more."""
+        """End the copies from host memory, complete or not."""
         self._host_copies_have_ended.set()
 
     def tiles(self) -> Iterator[CopiedPiece]:
-        """Copy what lies in host memory, wait for the GPU, and yield all values. Called by the thread of the save,
-        which also calls `end` where it does not take all tiles.
+        """Copy what lies in host memory, wait for the GPU, and yield all values. For the thread of the save, which
+        calls `end` if it does not take all tiles.
 
-        A tile is yielded while the processor's cache has it. It is so small that torch computes with the calling thread
+        A tile is yielded while it is in the processor's cache. It is so small that torch computes with this thread
         alone. A parallel operation would give this thread a team of its own, and where a process has more OpenMP
         threads than processors, those of the step sleep at each barrier.
         """
@@ -100,7 +100,7 @@ class Copies:
         return sum(tensor.nbytes for tensor in self._memory.values())
 
     def take(self, pieces: Iterable[Piece]) -> CopiesUnderWay:
-        """Memory for the values; a GPU begins to copy them."""
+        """Return the copies under way: there is memory for them, and a GPU has begun to copy."""
         pairs = [(piece, piece.tensor.detach()) for piece in pieces]
         sources = [source for _, source in pairs]
         device = next((s.device for s in sources if s.is_cuda), torch.device("cpu"))
@@ -141,7 +141,7 @@ def _tiles(copied: CopiedPiece) -> Iterator[CopiedPiece]:
 
 
 def _copy_tiles(copied: CopiedPiece, source: torch.Tensor) -> Iterator[CopiedPiece]:
-    """Copy the values of a flat source, and yield each tile behind its copy."""
+    """Copy the values of a flat source, and yield each tile when it is copied."""
     for tile, values in zip(_tiles(copied), source.view(-1).split(TILE)):
         tile.tensor.copy_(values)
         yield tile

@@ -38,7 +38,13 @@ from ..host.reused_pages import reused_pages
 from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32, write_chunk
 from .folder import INDEX_FILE, in_file_system
-from .index import index_of, read_index, without_compiled_names
+from .index import (
+    index_of,
+    read_index,
+    save_id_in,
+    tensors_in,
+    without_compiled_names,
+)
 from .pieces import WEIGHT, Piece, View, key, rectangle, values_of, views
 from .run_file import entry_of
 
@@ -67,14 +73,14 @@ def _write_file(path: Path, chunks: Sequence["Chunk"], pace: Pace) -> list[Write
     """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
     files = ChecksummedFiles()
     places = []
-    with files.create_stream(path, "wb") as file:
+    with files.create(path) as file:
         for chunk in chunks:
             pace.pause()
             values = values_of(chunk.piece, chunk.view).detach().cpu()
             places.append(write_chunk(file, path.name, values, chunk.view.tensor.dtype))
         file.sync()
     for place in places:
-        place.crc32 = files.crc32_around(place)  # ignored by DCP's reader
+        vars(place)["crc32"] = files.crc32_around(place)  # ignored by DCP's reader
     return [
         WriteResult(chunk.item.index, place.length, place)
         for chunk, place in zip(chunks, places)
@@ -107,9 +113,15 @@ def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
         for place in sorted(places, key=lambda place: place.offset)
     }
     return {
-        name: entry_of(place.offset + place.length, saved_crc32(place)[1])
+        name: entry_of(place.offset + place.length, _crc32_at_end(place))
         for name, place in sorted(last.items())
     }
+
+
+def _crc32_at_end(place: _StorageInfo) -> int:
+    around = saved_crc32(place)
+    assert around is not None, f"{place} was written without a checksum"
+    return around[1]
 
 
 @dataclass(frozen=True)
@@ -150,11 +162,11 @@ class Writer(FileSystemWriter):
 
     def __init__(self, path: Path, save_id: str | None = None):
         super().__init__(path)
-        self.fs = ChecksummedFiles()
+        self.fs: ChecksummedFiles = ChecksummedFiles()
         self._save_id = save_id
 
     def storage_meta(self) -> dcp.StorageMeta:
-        """What the index records about the save as a whole: its id."""
+        """Return what the index records about the save: its identifier."""
         return dcp.StorageMeta(save_id=self._save_id)
 
 
@@ -162,17 +174,19 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
     """The index of all ranks' chunks. Raises CheckpointError unless they hold every element once."""
     seen: dict[str, tuple] = {}
     for item in itertools.chain.from_iterable(plan.items for plan in plans):
-        this = (list(item.tensor_data.size), item.tensor_data.properties.dtype)
+        about = item.tensor_data
+        assert about is not None, f"{item.index.fqn} is no tensor"
+        this = (list(about.size), about.properties.dtype)
         if seen.setdefault(item.index.fqn, this) != this:
             raise CheckpointError(
                 f"{item.index.fqn} is {seen[item.index.fqn]} on one rank and {this} on "
                 "another (shape, dtype), so they are not parts of one tensor. Give the "
                 "parameter the same full shape and dtype on all ranks."
             )
-    _, index = create_default_global_save_plan(plans)
+    _, index = create_default_global_save_plan(list(plans))
     counts = {
         name: (_elements(t.chunks), math.prod(t.size))
-        for name, t in index.state_dict_metadata.items()
+        for name, t in tensors_in(index).items()
     }
     wrong = [
         f"{name} has {held} of {total}"
@@ -206,7 +220,7 @@ class Reading:
         exact: bool,
     ):
         self._reader = reader
-        stored = reader.index.state_dict_metadata
+        stored = reader.tensors
         pieces = list(pieces)
         self._views: dict[str, list[View]] = {}
         self._padded: list[torch.Tensor] = []
@@ -216,14 +230,16 @@ class Reading:
             if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
                 self._padded.append(piece.tensor.detach())
         problems = {
-            _problem(piece, stored.get(key(piece)), exact) for piece in pieces
-        } - {None}
+            problem
+            for piece in pieces
+            if (problem := _problem(piece, stored.get(key(piece)), exact))
+        }
         if problems:
             listed = sorted(
                 problems, key=lambda text: (not text.startswith(WEIGHT), text)
             )
             raise CheckpointError(_listing(listed) + _hint(stored))
-        self._items = []
+        self._items: list[ReadItem] = []
         for name, asked in self._views.items():
             self._items += _items(name, stored[name], asked)
 
@@ -232,7 +248,8 @@ class Reading:
         for tensor in self._padded:
             tensor.zero_()
         for item, values in self._reader.read(self._items):
-            target = self._views[item.dest_index.fqn][item.dest_index.index].tensor
+            index = item.dest_index
+            target = self._views[index.fqn][_number(index)].tensor
             rectangle(target, item.dest_offsets, item.lengths).copy_(values)
 
 
@@ -281,11 +298,12 @@ class Reader:
     def __init__(self, path: Path):
         self._path = path
         self.index = without_compiled_names(read_index(path))
-        self.has_checksums = self.index.storage_meta.save_id is not None
+        self.tensors = tensors_in(self.index)
+        self.has_checksums = save_id_in(self.index) is not None
 
     def whole(self, name: str) -> torch.Tensor | None:
         """A tensor that is stored as one chunk; None for others."""
-        stored = self.index.state_dict_metadata[name]
+        stored = self.tensors[name]
         if len(stored.chunks) != 1:
             return None
         return self._read_chunk(dcp.MetadataIndex(name, stored.chunks[0].offsets), 0)
@@ -299,15 +317,16 @@ class Reader:
         with reused_pages():
             for _, group in itertools.groupby(sorted(items, key=order), key=order):
                 first, *others = group
-                chunk = self._read_chunk(first.storage_index, first.storage_index.index)
+                place = first.storage_index
+                chunk = self._read_chunk(place, _number(place))
                 for item in (first, *others):
                     yield item, rectangle(chunk, item.storage_offsets, item.lengths)
                 del chunk
 
     def _read_chunk(self, index: dcp.MetadataIndex, number: int) -> torch.Tensor:
-        """number: of the chunk among those of its tensor."""
+        """Read a chunk. number: its position among those of its tensor"""
         place = self.index.storage_data[index]
-        stored = self.index.state_dict_metadata[index.fqn]
+        stored = self.tensors[index.fqn]
         return read_chunk(
             self._path / place.relative_path,
             index.fqn,
@@ -315,6 +334,12 @@ class Reader:
             stored.chunks[number],
             stored.properties.dtype,
         )
+
+
+def _number(index: dcp.MetadataIndex) -> int:
+    """Return the position of a part among those of its tensor."""
+    assert index.index is not None, f"{index} is not numbered"  # DCP numbers them
+    return index.index
 
 
 def _chunk(view: View) -> dcp.ChunkStorageMetadata:

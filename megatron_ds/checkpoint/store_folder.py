@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from upath import UPath
 
 from ..errors import CheckpointError
 from ..host.direct_file import BLOCK, BlockFile, read_range
@@ -42,6 +41,7 @@ from .chunk_archive import Checksummed
 from .chunk_file import new_file
 from .disk_space import free_bytes
 from .folder import TRACKER, name_of
+from .store_path import UPath
 
 COMMIT = ".commit"
 AT_ONCE = 8  # blocks that are read at the same time
@@ -56,7 +56,7 @@ def open_store(text: str) -> UPath:
 
 @contextlib.contextmanager
 def _errors_of(place: UPath) -> Iterator[None]:
-    """Raises CheckpointError for an error of the store's library: errors of these have no common base."""
+    """Raise CheckpointError for any error of the store's library: such errors have no common base class."""
     try:
         yield
     except (FileNotFoundError, PermissionError, CheckpointError):
@@ -100,21 +100,24 @@ def _files_at(path: UPath, commit: _Commit) -> UPath | None:
 
 
 def _commits_in(folder: UPath, names: list[str] | None = None) -> dict[int, _Commit]:
-    """Step → its commit, also where that only announces a save. names: as of `_names_in`"""
+    """Return step → its commit, even if that only announces a save. names: as of `_names_in`"""
     names = _names_in(folder) if names is None else names
-    found = [folder / name for name in names if _COMMITTED.fullmatch(name)]
+    found = {
+        int(match[1]): folder / match[0]
+        for match in map(_COMMITTED.fullmatch, names)
+        if match
+    }
     with _errors_of(folder):
         contents = folder.fs.cat_ranges(
-            [path.path for path in found], None, None, on_error="return"
+            [path.path for path in found.values()], None, None, on_error="return"
         )
     commits = {}
-    for path, content in zip(found, contents, strict=True):
+    for step, content in zip(found, contents, strict=True):
         if isinstance(content, FileNotFoundError):
             continue  # deleted in the meantime
         with _errors_of(folder):
             if isinstance(content, Exception):
                 raise content
-        step = int(_COMMITTED.fullmatch(path.name)[1])
         commits[step] = _parsed(content)
     return commits
 
@@ -140,8 +143,8 @@ def _(folder: UPath) -> list[int]:
 
 @folders.clear.register
 def _(folder: UPath) -> None:
-    # After the second lines are erased, no save of an earlier holder of the lock commits: then names that no first line
-    # has, among those that were listed before, are of no use.
+    # Once the second lines are erased, no save of an earlier holder of the lock can commit. Of the names listed before,
+    # those that no first line has are then of no use.
     names = _names_in(folder)
     for step, commit in _commits_in(folder, names).items():
         if commit.writing:
@@ -178,7 +181,7 @@ def _(folder: UPath, step: int) -> UPath:
 
 @folders.publish.register
 def _(folder: UPath, step: int, writing: UPath) -> UPath:
-    # The tracker is read before the commit, behind which the lock may change hands.
+    # The tracker is read before the commit: the lock may change hands after that.
     tracker = objects.read(folder / TRACKER)
     path = _commit(folder, step)
     found = objects.read(path)
@@ -197,13 +200,13 @@ def _(folder: UPath, step: int, writing: UPath) -> UPath:
 @folders.abandon.register
 def _(writing: UPath) -> None:
     path = writing.parent / f"{writing.name.partition('.')[0]}{COMMIT}"
-    # Behind an error of the store this may fail, too. The next save removes what stays.
+    # After an error of the store this may fail, too. The next save removes what stays.
     with contextlib.suppress(Exception):
         found = objects.read(path)
         if found and _parsed(found.content).writing == writing.name:
             _withdraw(path)
             found = objects.read(path)
-        # An error may come when the commit has been written.
+        # The commit may have been written in spite of the error.
         if not found or _parsed(found.content).files != writing.name:
             folders.remove(writing)
 
@@ -212,7 +215,9 @@ def _(writing: UPath) -> None:
 def _(folder: UPath, step: int) -> None:
     path = _commit(folder, step)
     found = objects.read(path)
-    files = found and _files_at(path, _parsed(found.content))
+    if found is None:
+        return
+    files = _files_at(path, _parsed(found.content))
     if files and objects.remove(path, found):
         folders.remove(files)
 
@@ -306,7 +311,7 @@ def _(folder: UPath, contents: Mapping[str, bytes]) -> None:
 
 @read_range.register
 def _(path: UPath, offset: int, length: int) -> torch.Tensor:
-    """Several blocks are in flight at a time."""
+    """Read a part of an object, several blocks at a time."""
     length = max(0, min(length, path.stat().st_size - offset))
     found = torch.empty(length, dtype=torch.uint8)
     for begin in range(0, length, AT_ONCE * BLOCK):
@@ -332,7 +337,7 @@ class StoreFile(BlockFile):
         self._is_complete = False
 
     def sync(self) -> None:
-        """Send the rest, and make it an object."""
+        """Send the rest; the object exists then."""
         self._object.write(memoryview(self._blocks[0])[: self._filled])
         self._object.close()
         self._is_complete = True
@@ -351,7 +356,7 @@ class StoreFile(BlockFile):
 
 
 class ChecksummedStoreFile(Checksummed, StoreFile):
-    """One of a store."""
+    """A checksummed file of a store."""
 
 
 @new_file.register

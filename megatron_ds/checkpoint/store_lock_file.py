@@ -3,22 +3,21 @@
 import json
 from collections.abc import Callable
 
-from upath import UPath
-
 from . import store_objects as objects
-from .lock_file import LOCK, lock_file
+from .lock_file import LOCK, LockFile, lock_file
+from .store_path import UPath
 
 
-class StoreLockFile:
+class StoreLockFile(LockFile):
     """`LockFile` with the operations of a store.
 
-    All of them are conditional (`store_objects.py`): the creation fails on one of two jobs, and a renewal or a removal
-    that arrives when another job has taken over changes nothing. Each renewal has another content, so that one is
-    noticed by a job that has read the former one.
+    All are conditional (`store_objects.py`): of two jobs one fails to create the object, and a renewal or a removal
+    that arrives after another job has taken over changes nothing. Each renewal writes another content, so that a job
+    that has read the former one notices it.
     """
 
     def __init__(self, folder: UPath, token: str):
-        self.path = folder / LOCK
+        self.path: UPath = folder / LOCK
         self._clock = folder / f"{LOCK}.{token}.now"
         self._text = ""
         self._beats = 0
@@ -33,12 +32,14 @@ class StoreLockFile:
         """(content, time of the last write in ns); None when there is none."""
         try:
             self._found = objects.read(self.path)
-            return self._found and (self._found.content, _time_of(self.path))
+            if self._found is None:
+                return None
+            return self._found.content, _time_of(self.path)
         except FileNotFoundError:
             return None
 
     def touch(self) -> bool:
-        """Write the object that was read last again: its time is that of the last write. False if it was replaced."""
+        """Write the object that was read last again, which renews its time. False if it was replaced."""
         self._beats += 1
         content = json.loads(self._text) | {"beats": self._beats}
         return objects.write(self.path, json.dumps(content).encode(), self._found)
@@ -63,10 +64,10 @@ class StoreLockFile:
             self._clock.unlink()
 
     def look_again(self) -> None:
-        """A store remembers nothing of a missing object."""
+        """Do nothing: a store does not remember that an object was missing."""
 
     def check(self) -> None:
-        """A store has no links."""
+        """Do nothing: a store has no links."""
 
 
 @lock_file.register

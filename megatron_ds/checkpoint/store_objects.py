@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
-from upath import UPath
+
+from .store_path import UPath
 
 PAUSES = (0.1, 1.0)  # seconds before a write that failed is tried again
 READS = 10  # of an object that changes while it is read
@@ -58,10 +59,10 @@ def read(path: UPath) -> ReadObject | None:
 
 
 def write(path: UPath, content: bytes, found: ReadObject | None) -> bool:
-    """Write the object if it is still the one that was found; None: if there is none.
+    """Write the object if it is still the one that was found. found: None if there must be no object
 
     Returns whether it has the content.
-    No two writers write equal contents. Raises the store's error if it is not known to have been written.
+    Raises the store's error if it is not known whether it was written. No two writers may write equal contents.
     """
 
     def attempt() -> None:
@@ -82,9 +83,9 @@ def remove(path: UPath, found: ReadObject) -> bool:
 def _changed(
     path: UPath, found: ReadObject | None, content: bytes | None, attempt
 ) -> bool:
-    """Whether the object has the content, None: is gone, after an attempt to change the one that was found.
+    """Attempt a change of the object that was found. Return whether it has the content; None: whether it is gone.
 
-    Behind an error both are possible: the condition did not hold, or the answer was lost. So the object is read.
+    After an error the object is read: the condition did not hold, or the answer was lost.
     """
     for pause in (*PAUSES, None):
         try:

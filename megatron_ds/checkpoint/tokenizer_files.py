@@ -57,7 +57,7 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
     if not config.checkpoint.save or not given:
         return {}
     folder = place_of(config.checkpoint.save)
-    # The name is a hash of the contents: one that is there and holds them is used again.
+    # The name is a hash of the contents: a folder that holds them is used again.
     try:
         contents = {}
         for field, path in given.items():

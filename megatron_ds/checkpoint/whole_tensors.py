@@ -83,7 +83,8 @@ class TensorStream:
             if is_receiver:
                 yield self._receive(entry)
             else:
-                yield self._send(entry)
+                self._send(entry)
+                yield None
 
     def _send(self, entry: TensorEntry) -> None:
         """Send this rank's rectangles of a tensor to rank 0, one after the other."""
@@ -92,6 +93,7 @@ class TensorStream:
             cast = view.tensor.to(self._device, entry.dtype)
             message = cast.contiguous().view(-1)
             world.traffic.add("send", world.axes, world.size, message.nbytes)
+            assert world.transport is not None  # a group of several ranks has one
             world.transport.isend(message, 0, TAG).wait()
 
     def _receive(self, entry: TensorEntry) -> torch.Tensor:
@@ -106,6 +108,7 @@ class TensorStream:
             if entry.name not in sent:
                 continue
             _, _, chunks = sent[entry.name]
+            assert transport is not None  # a group of several ranks has one
             for offset, sizes in chunks:
                 target = rectangle(whole, offset, sizes)
                 message = torch.empty(
@@ -118,7 +121,7 @@ class TensorStream:
 
 
 def _sends(piece: Piece, coordinates: Coordinates) -> bool:
-    """Whether this rank is the first holder of the content, so that rank 0 prefers its own copy."""
+    """Whether this rank is the first that holds the content: rank 0 then uses its own copy."""
     tp_rank, _ = coordinates.get("tp", (0, 1))
     is_split = piece.spec.is_split_over("tp")
     is_first = piece.replica == 0 and (is_split or tp_rank == 0)
@@ -166,7 +169,7 @@ class StoredTensors:
         self._kind_of: dict[str, str] = {}
         self._keys: list[tuple[str, str]] = []
         self.entries: list[TensorEntry] = []
-        for key, stored in self._reader.index.state_dict_metadata.items():
+        for key, stored in self._reader.tensors.items():
             kind, _, name = key.partition("/")
             if kind not in kinds:
                 continue
@@ -194,6 +197,6 @@ class StoredTensors:
             Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 
-    def read_all(self, entries: list[TensorEntry]) -> Iterator[torch.Tensor]:
+    def read_all(self, entries: Sequence[TensorEntry]) -> Iterator[torch.Tensor]:
         """The tensors of `entries`, each read when the iterator reaches it."""
         return (self.read(entry) for entry in entries)

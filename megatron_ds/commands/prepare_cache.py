@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config,
         wanted_samples(config),
         build_tokenizer(config.data, config.model),
-        one_epoch=config.curriculum.orders_samples,
+        one_epoch=config.sample_order is not None,
     )
     print("index maps are in", ", ".join(map(str, _folders(config))))
     return 0

@@ -3,7 +3,7 @@
 config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
 """
 
-from .options.data import BertConfig, DataConfig
+from .options.data import DataConfig
 from .options.logging import LoggingConfig
 from .options.model import ModelConfig
 from .options.parallel import ParallelConfig, ZeroConfig
@@ -12,7 +12,6 @@ from .parse import parse
 from .run import RunConfig, Source
 
 __all__ = [
-    "BertConfig",
     "CheckpointConfig",
     "DataConfig",
     "LoggingConfig",

@@ -57,10 +57,10 @@ def compared_values(
     return {**size, **options, **_versions(), **variables}
 
 
-def _versions() -> dict[str, tuple[str, str]]:
+def _versions() -> dict[str, tuple[Any, str]]:
     """Versions of this package and of those that compute; a package of the same version may be edited."""
     package = Path(__file__).parents[1]
-    found = {
+    found: dict[str, tuple[Any, str]] = {
         "the version of megatron_ds": (__version__, ""),
         "the hash of megatron_ds's source files": (_hash_of_source(package), ""),
         "the compiled modules of megatron_ds": (_compiled_modules(package), ""),
@@ -106,8 +106,8 @@ def _hash_of_script() -> str:
 
     Programs of the installation differ in their first line, and call this package only.
     """
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    is_file = path is not None and Path(path).is_file()
-    if not is_file or Path(path).resolve().is_relative_to(Path(sys.prefix).resolve()):
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    installed = Path(sys.prefix).resolve()
+    if not path.is_file() or path.resolve().is_relative_to(installed):
         return "none"
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

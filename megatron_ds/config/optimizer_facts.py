@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..features import Provided
+from ..features import own_features
 from .options.training import OptimizerConfig
-
-OPTIMIZER_FACTS: Provided[Any] = Provided("optimizer facts")
 
 # What the update of an element depends on, besides that element.
 ELEMENT = "nothing else"
@@ -84,7 +82,10 @@ MOMENTS = {
     "eps": ("adam_eps",),
     "bias_correction": ("adam_bias_correction",),
 }
-# Rows of extensions/ are made with the names above.
+# Rows of features are made with the names above.
+ADDED: tuple["OptimizerFacts", ...] = tuple(
+    facts.load() for feature in own_features() for facts in feature.optimizers.values()
+)
 FACTS: Mapping[str, OptimizerFacts] = {
     facts.name: facts
     for facts in (
@@ -131,7 +132,7 @@ FACTS: Mapping[str, OptimizerFacts] = {
             ("lamb_form",),
             depends=NORMS,
         ),
-        *(OPTIMIZER_FACTS.find() or ()),
+        *ADDED,
         OptimizerFacts(
             "muon",
             ("Muon",),
@@ -174,4 +175,4 @@ SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 
 def facts_of(name: str | None) -> OptimizerFacts | None:
     """The facts of an optimizer by the name of its flag; None of one that has no row."""
-    return FACTS.get(SYNONYMS.get(name, name))
+    return None if name is None else FACTS.get(SYNONYMS.get(name, name))

@@ -9,7 +9,7 @@ because `missing` reports that.
 import os
 import re
 import sys
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..features import features
 from ..launch_env import problems_of_local_rank, rank_in
+from ..registry import Registry
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
 from .rules.attention import ATTENTION_RULES
@@ -34,6 +35,8 @@ from .sources.foreign_words import foreign_words
 from .sources.named_features import import_named
 from .sources.reading import Setting, SourceReading, attempt, reject
 
+# Path of an option that names an entry → the entries.
+KnownNames = Mapping[str, Registry[Any] | Mapping[str, Any]]
 HELP = {"help": help_text, "short help": short_help_text}
 
 
@@ -42,7 +45,7 @@ def parse(
     world_size: int = 1,
     *,
     defaults: Mapping[str, Any] | None = None,
-    known: Mapping[str, Container[str]] | None = None,
+    known: KnownNames | None = None,
     rules: Sequence[Rule] = (),
     env: Mapping[str, str] | None = None,
     settings: Sequence[Setting] = (),
@@ -117,7 +120,8 @@ def _read_all(
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
     foreign = foreign_words()
-    if foreign.read_yamls is not None:
+    # Each file is one of this package where no dialect is installed.
+    if line.yaml_files and foreign.read_yamls is not None:
         yamls = foreign.read_yamls(line.yaml_files)
     else:
         yamls = [read_yaml(path) for path in line.yaml_files]
@@ -154,7 +158,7 @@ def assembled(
     ]
     config = combined(of_files, line.settings, world_size, [*scripted, *settings])
     # Notes and problems of the command line come before those of the files.
-    notes = {}
+    notes: dict[str, str] = {}
     problems = []
     for reading in (line, *files):
         notes |= reading.without_effect
@@ -173,7 +177,7 @@ def _print_and_exit(text: str, env: Mapping[str, str] | None) -> None:
 
 def check(
     config: RunConfig,
-    known: Mapping[str, Container[str]] | None = None,
+    known: KnownNames | None = None,
     rules: Sequence[Rule] = (),
     problems: Sequence[str] = (),
     unread: Collection[str] = (),
@@ -233,9 +237,7 @@ def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
         )
 
 
-def unknown_names(
-    config: RunConfig, known: Mapping[str, Container[str]]
-) -> Iterator[str]:
+def unknown_names(config: RunConfig, known: KnownNames) -> Iterator[str]:
     """Names that are not in their registry. known: path of the option → the registry."""
     for path, registry in known.items():
         name = config.get(path)
@@ -244,5 +246,5 @@ def unknown_names(
                 registry[name]
             except ConfigError as error:
                 yield f"{written(config, path)}: {error}"
-            except (KeyError, TypeError):
+            except KeyError:
                 yield f"{written(config, path)} is unknown. {flag(path)} may be {either(list(registry))}."

@@ -3,36 +3,45 @@
 The layers below `training` receive numbers and groups, not the whole configuration.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import lcm
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ..errors import ConfigError
-from ..features import Objective, features, objectives, per_features
+from ..features import (
+    Feature,
+    Lengths,
+    Objective,
+    features,
+    objectives,
+    per_features,
+    the_one,
+)
 from ..mpu.grid import Grid
-from .options.adapter_choice import Adapters
+from ..progress.kept_tokens import KeptTokens
+from ..progress.sequence_lengths import SequenceLengths
+from .added_weights import AddedWeights
+from .model_facts import facts_of_model
 from .options.cycle import CycleConfig
-from .options.data import BertConfig, DataConfig
+from .options.data import DataConfig
 from .options.logging import LoggingConfig
 from .options.model import ModelConfig
-from .options.option import Option, options_of, plugged_options
+from .options.option import Option, options_of
 from .options.parallel import ParallelConfig, ZeroConfig
 from .options.profiler import ProfilerConfig
-from .options.sample_choice import Curriculum, TokenDropping
 from .options.training import (
     CheckpointConfig,
     OptimizerConfig,
     PlanConfig,
     TrainConfig,
 )
+from .sample_order import SampleOrder
 
 S = TypeVar("S")
 
 RUN = "run"  # kind of a source: the run.json of a checkpoint
-# Name of a section in older files → its name now.
-RENAMED = MappingProxyType({"routing": "random_ltd"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +73,6 @@ class RunConfig:
     cycle: CycleConfig = field(default_factory=CycleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    bert: BertConfig = field(default_factory=BertConfig)
-    curriculum: Curriculum = field(
-        default_factory=plugged_options("curriculum options", Curriculum)
-    )
-    random_ltd: TokenDropping = field(
-        default_factory=plugged_options("token drop options", TokenDropping)
-    )
-    adapters: Adapters = field(
-        default_factory=plugged_options("adapter options", Adapters)
-    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -89,6 +88,32 @@ class RunConfig:
     def objective(self) -> Objective | None:
         """What the run is trained for in place of the model's own loss; None for that loss."""
         return next(iter(objectives(self).values()), None)
+
+    @property
+    def added_weights(self) -> AddedWeights | None:
+        """The weights that are trained beside frozen ones; None where the model's own are trained."""
+        return the_one(lambda feature: feature.added, self)
+
+    @property
+    def sample_order(self) -> SampleOrder | None:
+        """The order of the samples of one epoch; None for that of --dataloader-type."""
+        return the_one(lambda feature: feature.order, self)
+
+    @property
+    def kept_tokens(self) -> KeptTokens | None:
+        """The tokens that some blocks keep of each sequence; None: all."""
+        return the_one(lambda feature: feature.kept, self)
+
+    @property
+    def changed_lengths(self) -> Lengths | None:
+        """What shortens the sequences of some steps; None where samples are whole."""
+        return the_one(_lengths_of, self)
+
+    @property
+    def sequence_lengths(self) -> SequenceLengths | None:
+        """The lengths of the sequences; None where samples are whole. Raises ConfigError."""
+        changed = self.changed_lengths
+        return None if changed is None else changed.make(self)
 
     @property
     def data_parallel_size(self) -> int:
@@ -116,7 +141,9 @@ class RunConfig:
     def is_zigzag(self) -> bool:
         """Whether context-parallel ranks hold two chunks of a sequence instead of one: where queries attend
         to keys of other ranks, and later tokens see more keys than earlier ones."""
-        return self.model.model != "bert" and set(self.parallel.cp_comm_type) != {"a2a"}
+        return facts_of_model(self.model.model).is_causal and set(
+            self.parallel.cp_comm_type
+        ) != {"a2a"}
 
     @property
     def sequence_parts(self) -> int:
@@ -209,12 +236,23 @@ class RunConfig:
         return replace(self, without_effect={**notes, **self.without_effect})
 
 
+def _is_section(factory: object) -> TypeGuard[type]:
+    return isinstance(factory, type) and is_dataclass(factory)
+
+
+def _lengths_of(feature: Feature) -> Callable[[RunConfig], Lengths | None]:
+    lengths = feature.lengths
+    return lambda config: (
+        lengths if lengths is not None and lengths.is_on(config) else None
+    )
+
+
 # Name of each section of the package → its dataclass.
 _OWN: Mapping[str, type] = MappingProxyType(
     {
-        f.name: f.default_factory
+        f.name: section
         for f in fields(RunConfig)
-        if is_dataclass(f.default_factory)
+        if _is_section(section := f.default_factory)
     }
 )
 
@@ -240,6 +278,13 @@ def formerly(section: str) -> str:
     """Return the section that had the options of a section in earlier files; its own name if none had."""
     found = (f.formerly for f in features() if f.name == section)
     return next(found, "") or section
+
+
+def name_of_section(name: str) -> str:
+    """Return the name that a section of an earlier file has now."""
+    if name in sections():
+        return name
+    return next((new for new in sections() if formerly(new) == name), name)
 
 
 def home_of(section: str, name: str) -> str:

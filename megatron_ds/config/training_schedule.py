@@ -1,6 +1,6 @@
 """Learning rate, weight decay, batch size and kept tokens of a run, as the options set them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from ..progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
@@ -13,7 +13,6 @@ from ..progress.ramps import (
     WeightDecay,
     scheduled_samples,
 )
-from ..progress.token_drop import TokenDrop
 from .options.cycle import ONE_CYCLE, RANGE_TEST
 from .options.training import (
     DECOUPLED_RATE,
@@ -54,7 +53,6 @@ def make_learning_rate(
     style = optimizer.lr_decay_style
     batch = train.global_batch_size
     highest, lowest = limits or (optimizer.lr, optimizer.min_lr)
-    values = {"highest": highest, "lowest": lowest, "initial": optimizer.lr_warmup_init}
     # Over tokens.
     if counts_tokens(config):
         # A constant rate needs none.
@@ -63,7 +61,13 @@ def make_learning_rate(
             optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens
         )
         return LearningRate(
-            **values, warmup=warmup, decay=decay, style=style, count=token_count(config)
+            highest=highest,
+            lowest=lowest,
+            initial=optimizer.lr_warmup_init,
+            warmup=warmup,
+            decay=decay,
+            style=style,
+            count=token_count(config),
         )
     # Styles with spans of their own.
     if style == ONE_CYCLE:
@@ -82,13 +86,15 @@ def make_learning_rate(
         optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
     ) or train_span(train)
     if style in DEEPSPEED_STYLES:
-        return _deepspeed_rate(optimizer, values, decay, batch)
+        return _deepspeed_rate(optimizer, (highest, lowest), decay, batch)
     # Megatron's styles.
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
     first = batch if optimizer.lr_warmup_style == "linear_from_one" else 0
     return LearningRate(
-        **values,
+        highest=highest,
+        lowest=lowest,
+        initial=optimizer.lr_warmup_init,
         warmup=_fraction(optimizer.lr_warmup_fraction, decay, warmup),
         decay=decay,
         style=style,
@@ -99,15 +105,21 @@ def make_learning_rate(
 
 
 def _deepspeed_rate(
-    optimizer: OptimizerConfig, values: Mapping[str, float], decay: int, batch: int
+    optimizer: OptimizerConfig, limits: tuple[float, float], decay: int, batch: int
 ) -> DeepSpeedRate:
-    """The learning rate of DeepSpeed's WarmupLR and its kin. decay: in samples; batch: samples of a step."""
+    """The learning rate of DeepSpeed's WarmupLR and its kin.
+
+    limits: the highest and the lowest; decay: in samples; batch: samples of a step
+    """
+    highest, lowest = limits
     warmup = optimizer.lr_warmup_iters
     if optimizer.lr_warmup_fraction is not None:
         warmup = int(optimizer.lr_warmup_fraction * decay / batch)
     return DeepSpeedRate(
         optimizer.lr_decay_style,
-        **values,
+        highest=highest,
+        lowest=lowest,
+        initial=optimizer.lr_warmup_init,
         warmup=warmup,
         total=decay // batch,
         warmup_style=optimizer.lr_warmup_style,
@@ -115,7 +127,7 @@ def _deepspeed_rate(
     )
 
 
-def make_beta1(config: RunConfig) -> Ramp[float] | None:
+def make_beta1(config: RunConfig) -> CycledBeta | None:
     """Adam's beta1, if it changes: with OneCycle, unless --no-cycle-momentum is given."""
     cycle = config.cycle
     if config.optimizer.lr_decay_style != ONE_CYCLE or not cycle.cycle_momentum:
@@ -159,8 +171,8 @@ def counts_tokens(config: RunConfig) -> bool:
 
 
 def token_count(config: RunConfig) -> TokenCount:
-    """The tokens that a run counts: with random-LTD, the mean over the layers."""
-    return TokenCount(config.model.num_layers if config.random_ltd.is_on else None)
+    """Return the tokens that a run counts: the mean over the layers, where some process a part of each sequence."""
+    return TokenCount(None if config.kept_tokens is None else config.model.num_layers)
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:
@@ -243,7 +255,12 @@ def _count(text: str) -> int:
 
 def train_span(train: TrainConfig) -> int:
     """Samples of the whole training, whose length is in samples or iterations."""
-    return train.train_samples or train.train_iters * train.global_batch_size
+    if train.train_samples:
+        return train.train_samples
+    assert train.train_iters is not None, (
+        "the rules refuse it: a length in tokens alone"
+    )
+    return train.train_iters * train.global_batch_size
 
 
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
@@ -254,8 +271,3 @@ def _span(iterations: int | None, samples: int | None, batch: int) -> int:
 def _fraction(fraction: float | None, whole: float, span: float) -> float:
     """A span that a fraction of a whole may replace."""
     return span if fraction is None else fraction * whole
-
-
-def make_token_drop(config: RunConfig) -> TokenDrop | None:
-    """The tokens that blocks keep; None: all."""
-    return config.random_ltd.token_drop(config.model)

@@ -1,4 +1,4 @@
-"""`DataKind`: everything between a corpus and a batch that depends on the kind of model, GPT or BERT."""
+"""`DataKind`: everything between a corpus and a batch that depends on the kind of model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

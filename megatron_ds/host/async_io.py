@@ -51,12 +51,12 @@ class Then:
     __slots__ = ("_work", "_action")
 
     def __init__(self, work: Transfer, action: Callable[[], object]):
-        self._work = work
-        self._action = action
+        self._work: Transfer | None = work
+        self._action: Callable[[], object] | None = action
 
     def wait(self) -> None:
         """Wait, then perform the action."""
-        if self._work is not None:
+        if self._work is not None and self._action is not None:
             self._work.wait()
             self._action()
             self._work = self._action = None
@@ -152,7 +152,7 @@ class ThreadIO(AsyncIO):
         self._pool.shutdown()
 
     def _start(self, request: _Request) -> "_ThreadWork":
-        view = memoryview(request.view.numpy())
+        view = request.view.numpy().data
         blocks = [
             self._pool.submit(
                 _move_block,
@@ -192,7 +192,7 @@ def _move_block(
     except OSError as error:
         # After a short direct read the rest is no longer aligned. It was short because the file ends.
         at_end = done and error.errno == errno.EINVAL and not writes
-        return done, 0 if at_end else error.errno
+        return done, 0 if at_end else error.errno or errno.EIO
     return done, 0
 
 

@@ -21,13 +21,13 @@ class Halves(NamedTuple):
 
     def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
         """Decorates an implementation of the operation. Its attribute `halves` is then this pair."""
-        implementation.halves = self
+        vars(implementation)["halves"] = self
         return implementation
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
     """`function.apply` for calls outside of torch.func's transforms, inside of which torch raises RuntimeError."""
-    return super(Function, function).apply
+    return super(Function, function).apply  # type: ignore[misc]  # torch declares no base class of it
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,4 +32,4 @@ def content_hash(arrays: Iterable[np.ndarray]) -> str:
 
 
 def _digest(block: np.ndarray) -> bytes:
-    return hashlib.sha256(block).digest()
+    return hashlib.sha256(block.data).digest()

@@ -20,15 +20,13 @@ def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def column(scalars: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Numbers, and scalars on the device, in one tensor, float64 [len(scalars)]. The host does not wait."""
-    is_tensor = [isinstance(x, torch.Tensor) for x in scalars]
+    tensors = {i: x for i, x in enumerate(scalars) if isinstance(x, torch.Tensor)}
     known = torch.tensor(
-        [0.0 if there else float(x) for x, there in zip(scalars, is_tensor)],
+        [0.0 if i in tensors else float(x) for i, x in enumerate(scalars)],
         dtype=torch.float64,
     )
     out = on_device(known, device)
-    if any(is_tensor):
-        places = [place for place, there in zip(out.unbind(), is_tensor) if there]
-        torch._foreach_copy_(
-            places, [x for x, there in zip(scalars, is_tensor) if there]
-        )
+    if tensors:
+        places = out.unbind()
+        torch._foreach_copy_([places[i] for i in tensors], list(tensors.values()))
     return out

@@ -119,7 +119,7 @@ class DirectFile(BlockFile):
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
         )
         self._path = path
-        self._direct_fd = None
+        self._direct_fd: int | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._flight: Future | None = None
 
@@ -246,7 +246,7 @@ def _read_pages(path: str | os.PathLike, offset: int, length: int) -> torch.Tens
 
 def _read_all(fd: int, target: torch.Tensor, offset: int, least: int) -> int:
     """Fill `target` until `least` bytes are there; the number read, less than that where the file ends."""
-    view = memoryview(target.numpy())
+    view = target.numpy().data
     done = 0
     while done < least and (count := os.preadv(fd, [view[done:]], offset + done)):
         done += count

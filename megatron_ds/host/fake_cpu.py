@@ -9,9 +9,10 @@ symbolic shapes and values that are known in advance, and takes twice as long fo
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from .dispatch_mode import DispatchMode
 from .known_results import META, result_of
@@ -28,7 +29,8 @@ _runs_meta_code = torch._C._meta_in_tls_dispatch_include
 class FakeCpuTensor(torch.Tensor):
     """A tensor on the meta device that reports a CPU. Reading its values is an error."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch documents these three members for subclasses; its stubs declare other forms of them.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor) -> "FakeCpuTensor":
@@ -39,14 +41,14 @@ class FakeCpuTensor(torch.Tensor):
         return fake
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """The CPU; the meta device for the code of an operation."""
         return META if _runs_meta_code() else CPU
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
-        function: Callable,
+        function: OpOverload,
         types: Sequence[type],
         args: tuple = (),
         kwargs: dict | None = None,
@@ -59,7 +61,7 @@ class FakeCpu(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        function: Callable,
+        function: OpOverload,
         types: Sequence[type],
         args: tuple = (),
         kwargs: dict | None = None,
@@ -67,7 +69,7 @@ class FakeCpu(DispatchMode):
         return _run(function, args, kwargs or {})
 
 
-def _run(function: Callable, args: tuple, kwargs: dict) -> object:
+def _run(function: OpOverload, args: tuple, kwargs: dict) -> object:
     """The result of the code for the meta device, as tensors of a CPU."""
     if function is DEVICE_OF:
         return args[0].device
@@ -83,7 +85,7 @@ def _run(function: Callable, args: tuple, kwargs: dict) -> object:
 
 
 @functools.cache
-def _takes_device(function: Callable) -> bool:
+def _takes_device(function: OpOverload) -> bool:
     return any(argument.name == "device" for argument in function._schema.arguments)
 
 
@@ -91,7 +93,7 @@ def _has_tensor(args: tuple) -> bool:
     return any(isinstance(argument, torch.Tensor) for argument in args)
 
 
-def _as_fake(result: object, function: Callable) -> object:
+def _as_fake(result: object, function: OpOverload) -> object:
     """The tensors of a result as FakeCpuTensors; an operation in place returns one of its own.
 
     Raises RuntimeError if the result is a tensor with values.

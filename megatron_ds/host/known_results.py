@@ -6,9 +6,10 @@ next result is made from it.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from .dispatch_mode import DispatchMode
 
@@ -24,7 +25,7 @@ class KnownResults(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        function: Callable,
+        function: OpOverload,
         types: Sequence[type],
         args: tuple = (),
         kwargs: dict | None = None,
@@ -32,7 +33,7 @@ class KnownResults(DispatchMode):
         return result_of(function, args, kwargs or {})
 
 
-def result_of(function: Callable, args: tuple, kwargs: dict) -> object:
+def result_of(function: OpOverload, args: tuple, kwargs: dict) -> object:
     """What the operation returns for tensors on the meta device; called below the dispatch of modes.
 
     Operations that return views, or tensors with values, run each time.
@@ -61,7 +62,7 @@ def result_of(function: Callable, args: tuple, kwargs: dict) -> object:
 
 
 @functools.cache
-def _is_in_python(function: Callable) -> bool:
+def _is_in_python(function: OpOverload) -> bool:
     """Whether torch may have Python code for the operation's shapes, and its result shares no memory with its
     arguments, except if it is one of them."""
     schema = function._schema

@@ -234,9 +234,10 @@ class SharedPages:
     def drop(self, rank: int, start: int) -> None:
         """Release the pages of a view; the view stays valid. Raises OSError."""
         view = self._views[rank, start]
-        inside = view.storage_offset()
-        span = view.data_ptr() - inside, inside + view.numel()
-        _check(libc().madvise(*span, mmap.MADV_DONTNEED), span[1])
+        inside = int(view.storage_offset())
+        length = inside + view.numel()
+        address = view.data_ptr() - inside
+        _check(libc().madvise(address, length, mmap.MADV_DONTNEED), length)
 
 
 class Mapping:

@@ -152,6 +152,7 @@ class PlaceWriter:
         header = json.dumps(rank).encode()[: HEADER_BYTES - 1]
         self._map[: len(header)] = header
         self._words: dict[Hashable, int] = {}
+        self._phase_name = PROGRAM
         self._words_end = WORDS_START
         self._number = 0
         # what the next entry has
@@ -166,15 +167,19 @@ class PlaceWriter:
 
     def phase(self, name: str) -> str:
         """Enter a phase; returns the one before."""
-        before = list(self._words)[self._phase]
-        self._phase = self._word(name)
+        before = self._phase_name
+        self._enter(name)
         self._write()
         return before
+
+    def _enter(self, phase: str) -> None:
+        self._phase_name = phase
+        self._phase = self._word(phase)
 
     def step(self, done: int, phase: str = TRAINING) -> None:
         """done: steps that are complete; phase: of what follows"""
         self._step = done
-        self._phase = self._word(phase)
+        self._enter(phase)
         self._instruction = self._word("")
         self._stage = NONE
         self._microbatch = NONE
@@ -365,8 +370,9 @@ def open_places(environ: MutableMapping[str, str], rank: int) -> None:
             "%s cannot be written, so this rank is not watched: %s", path, error
         )
         return
-    with contextlib.suppress(ValueError, RuntimeError, OSError):
-        faulthandler.register(STACKS, file=sys.__stderr__, all_threads=True)
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(ValueError, RuntimeError, OSError):
+            faulthandler.register(STACKS, file=sys.__stderr__, all_threads=True)
 
 
 def writer() -> PlaceWriter | None:

@@ -26,6 +26,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class ScratchFile:
         )
         self._end = 0
         fds = [fd for fd in (self.buffered_fd, self.direct_fd) if fd is not None]
-        self._close = weakref.finalize(self, lambda: [os.close(fd) for fd in fds])
+        self._close = weakref.finalize(self, _close_all, fds)
 
     def allocate(self, nbytes: int) -> "Region":
         """Reserve disk space, so that later writes cannot find the disk full.
@@ -109,7 +110,8 @@ class Region:
         raises StorageError. Raises ValueError for a tensor that does not fit.
         """
         view = self._checked(tensor)
-        if not self._goes_direct(view):
+        direct_fd = self._direct_fd(view)
+        if direct_fd is None:
             if self.file.direct_fd is not None:
                 self._drop_cached()
             return _RegionWork(
@@ -117,13 +119,11 @@ class Region:
             )
         self.settle()
         body, tail = _cut(view)
-        work = _RegionWork(
-            self, [self.file.io.read(self.file.direct_fd, body, self.offset)]
-        )
+        work = _RegionWork(self, [self.file.io.read(direct_fd, body, self.offset)])
         if len(tail):
             page = aligned_empty(ALIGNMENT, torch.uint8)
             work.parts.append(
-                self.file.io.read(self.file.direct_fd, page, self.offset + len(body))
+                self.file.io.read(direct_fd, page, self.offset + len(body))
             )
             work.afterwards = lambda: tail.copy_(page[: len(tail)])
         return work
@@ -135,11 +135,9 @@ class Region:
         """
         view = self._checked(tensor)
         # Through the page cache where direct input and output is not possible.
-        if (
-            not self._goes_direct(view)
-            or len(view) % ALIGNMENT
-            and len(view) != self.nbytes
-        ):
+        direct_fd = self._direct_fd(view)
+        ends_within_page = len(view) % ALIGNMENT and len(view) != self.nbytes
+        if direct_fd is None or ends_within_page:
             work = _RegionWork(
                 self, [self.file.io.write(self.file.buffered_fd, view, self.offset)]
             )
@@ -149,15 +147,13 @@ class Region:
         # Directly: the whole pages, then the rest in a page with padding.
         self.settle()
         body, tail = _cut(view)
-        work = _RegionWork(
-            self, [self.file.io.write(self.file.direct_fd, body, self.offset)]
-        )
+        work = _RegionWork(self, [self.file.io.write(direct_fd, body, self.offset)])
         if len(tail):
             # Beyond the tail there is padding up to the next page.
             page = aligned_empty(ALIGNMENT, torch.uint8)
             page[: len(tail)] = tail
             work.parts.append(
-                self.file.io.write(self.file.direct_fd, page, self.offset + len(body))
+                self.file.io.write(direct_fd, page, self.offset + len(body))
             )
         if self._map is not None:
             work.afterwards = self._drop_cached
@@ -207,8 +203,9 @@ class Region:
             )
         return view
 
-    def _goes_direct(self, view: torch.Tensor) -> bool:
-        return self.file.direct_fd is not None and view.data_ptr() % ALIGNMENT == 0
+    def _direct_fd(self, view: torch.Tensor) -> int | None:
+        """Return the descriptor for direct access; None where the memory or the disk does not allow it."""
+        return None if view.data_ptr() % ALIGNMENT else self.file.direct_fd
 
     def _write_cached(self) -> None:
         """After a write through the page cache: write it to the disk, as a direct write is."""
@@ -237,7 +234,7 @@ class _RegionWork:
     def __init__(self, region: Region, parts: list[Transfer]):
         self.region = region
         self.parts = parts
-        self.afterwards = lambda: None
+        self.afterwards: Callable[[], object] = _nothing
 
     def wait(self) -> None:
         failed = None
@@ -250,9 +247,18 @@ class _RegionWork:
             if failed:
                 raise failed
             self.afterwards()
-            self.afterwards = lambda: None
+            self.afterwards = _nothing
         except OSError as error:
-            raise self.region._failure(error.strerror) from error
+            raise self.region._failure(error.strerror or str(error)) from error
+
+
+def _nothing() -> None:
+    """Do nothing, after the transfers of a region."""
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _open_nameless(directory: Path) -> int:
@@ -285,7 +291,7 @@ def _reopen_direct(fd: int, directory: Path) -> int | None:
     direct = None
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
-        page = memoryview(aligned_empty(ALIGNMENT, torch.uint8).numpy())
+        page = aligned_empty(ALIGNMENT, torch.uint8).numpy().data
         if (
             os.pwritev(direct, [page], 0) + os.preadv(direct, [page], 0)
             != 2 * ALIGNMENT

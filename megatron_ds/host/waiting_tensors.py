@@ -47,7 +47,7 @@ class WaitingTensor:
             self._buffer, _ = pool.borrow(x.nbytes)
             stream = side_stream(x.device, "to host")
             with stream.behind_current():
-                self._far.copy_(x, non_blocking=True)
+                self._far(self._buffer).copy_(x, non_blocking=True)
                 self._copied = stream.mark()
 
     def __del__(self):
@@ -56,10 +56,9 @@ class WaitingTensor:
             self.leave()
             self.give_back()
 
-    @property
-    def _far(self) -> torch.Tensor:
-        """The copy in host memory."""
-        return self._buffer.view(self.dtype).view(self.shape)
+    def _far(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the copy in host memory."""
+        return buffer.view(self.dtype).view(self.shape)
 
     def give_back(self) -> None:
         """Let go of the host memory. The current stream has waited for its copies (`leave`)."""
@@ -71,7 +70,7 @@ class WaitingTensor:
     def before(self) -> "WaitingTensor | None":
         return None if self._before is None else self._before()
 
-    def leave(self) -> torch.Tensor:
+    def leave(self) -> torch.Tensor | None:
         """Let go of `near`, and return it. The current stream waits for the copy that reads or writes it."""
         self._copied.wait()
         x = self.near
@@ -86,7 +85,7 @@ class WaitingTensor:
             stream = side_stream(self.device, "to device")
             with stream.behind_current():
                 self._copied.wait()
-                self.near.copy_(self._far, non_blocking=True)
+                self.near.copy_(self._far(self._buffer), non_blocking=True)
                 self._copied = stream.mark()
 
 
@@ -121,6 +120,7 @@ class WaitingTensors:
         if waiting.near is None:
             waiting.come()
         x = waiting.leave()
+        assert x is not None, "it was near, or has come"
         waiting.give_back()
         before = waiting.before
         if before is not None and before.near is None:

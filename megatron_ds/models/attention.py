@@ -15,7 +15,6 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -53,43 +52,36 @@ from .normalization import make_head_norm
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Core(Protocol):
-    """Attention of a rank's heads.
+class Core(nn.Module):
+    """Attention of a rank's heads: a call takes q [s, b, n/t, d], k and v [sk, b, g/t, d], and the batch, and
+    returns [s, b, n/t * d]."""
 
-    Its class may have a method `arrange`, of the same arguments, that returns the q, k and v which the call then
-    takes: the caller frees its own between the two; and a method `again`, in place of the call where that is
-    repeated in backward.
-    """
+    def arrange(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> Heads:
+        """Return the q, k and v which the call then takes; the caller frees its own between the two."""
+        return q, k, v
 
-    def __call__(
+    def again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]"""
-
-
-def arranged(
-    core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
-) -> Heads:
-    """What the core takes in place of q, k and v."""
-    if not hasattr(type(core), "arrange"):
-        return q, k, v
-    return core.arrange(q, k, v, batch)
+        """Return what the call returns, where it is repeated in backward."""
+        return self(q, k, v, batch)
 
 
 def attend(
     core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
     """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
-    return core(*arranged(core, q, k, v, batch), batch)
+    return core(*core.arrange(q, k, v, batch), batch)
 
 
 def attend_again(
     core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
     """`attend`, which backward calls again in place of keeping what it needs."""
-    call = getattr(core, "again", core)
     return recompute(
-        lambda *heads: call(*arranged(core, *heads, batch), batch), q, k, v
+        lambda *heads: core.again(*core.arrange(*heads, batch), batch), q, k, v
     )
 
 
@@ -310,8 +302,7 @@ class SelfAttention(nn.Module):
         if self.recompute_core:
             return attend_again(core, q, k, v, batch)
         # What the projection returned is free from here on, unless the core keeps it.
-        if hasattr(type(core), "arrange"):
-            q, k, v = core.arrange(q, k, v, batch)
+        q, k, v = core.arrange(q, k, v, batch)
         return core(q, k, v, batch)
 
     def heads(
@@ -361,7 +352,7 @@ class AttentionSink(nn.Module):
         return self.softmax_offset[heads.start - self.first : heads.stop - self.first]
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(Core):
     """softmax(q kᵀ / √d) v of the rank's heads and the keys that a query sees, with dropout of the
     probabilities.
 

@@ -1,15 +1,11 @@
 """`AttentionLayouts`: which blocks of keys the blocks of queries of a layer see, where options restrict them.
 
-The layouts are those of extensions/sparse_layouts. Without it, attention has no layout.
+The layouts are those of a feature. Without one, attention has no layout.
 """
 
-from typing import Any
-
 from ..config.options.model import ModelConfig
-from ..features import Provided
+from ..features import features
 from ..ops.block_layout import BlockLayout
-
-ATTENTION_LAYOUTS: Provided[Any] = Provided("attention layouts")
 
 
 class AttentionLayouts:
@@ -39,5 +35,6 @@ NONE = AttentionLayouts()
 
 
 def attention_layouts() -> AttentionLayouts:
-    """The layouts that are installed."""
-    return ATTENTION_LAYOUTS.find() or NONE
+    """Return the layouts that a feature has."""
+    found = (f.layouts() for f in features() if f.layouts is not None)
+    return next(found, NONE)

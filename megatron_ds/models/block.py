@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
+from ..config.model_facts import other_models
 from ..config.options.model import ModelConfig
 from ..errors import ConfigError
 from ..features import Provided
-from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
-from .context_attention import make_core
+from .core_choice import make_core
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
@@ -138,7 +138,7 @@ def block_layers(
     rotary: Rotary | None,
     causal: bool = True,
 ) -> list[Layer]:
-    """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
+    """The blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
     blocks = []
     of_windows = make_window_rotary(config) or rotary
     for i, (experts, pattern) in enumerate(
@@ -220,7 +220,7 @@ def transformer_block(
     pattern: AttentionPattern = CAUSAL,
     comm_type: str = "p2p",
 ) -> Block:
-    """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
+    """The block of a transformer: self-attention and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
@@ -233,8 +233,8 @@ def transformer_block(
     ):
         raise ConfigError(
             "--moe-router-load-balancing-type expert_choice compares each token with later "
-            "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
-            "bert."
+            "ones of its sequence, which a causal model may not see. Use "
+            f"aux_loss{other_models()}."
         )
     std = output_std(config)
     attention = f"{name}.self_attention"
@@ -260,7 +260,9 @@ def _with_experts(
     ctx: ParallelContext,
     *,
     output_std: float,
-) -> MixtureOfExperts:
+) -> nn.Module:
+    from ..moe.mixture import MixtureOfExperts
+
     dense = None
     width = config.dense_width
     if width:

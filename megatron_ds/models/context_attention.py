@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
-from torch import nn
 
 from ..batch.batch import Batch
 from ..config.options.model import ModelConfig
@@ -37,6 +36,7 @@ from ..ops.partial_attention import Keep
 from ..ops.scoring import Scoring
 from .attention import (
     AttentionSink,
+    Core,
     CoreAttention,
     Heads,
     alibi_heads,
@@ -45,21 +45,7 @@ from .attention import (
 )
 
 
-def make_core(
-    config: ModelConfig,
-    name: str,
-    ctx: ParallelContext,
-    *,
-    pattern: AttentionPattern = CAUSAL,
-    comm_type: str = "p2p",
-) -> nn.Module:
-    """The core attention of a layer. name: of its dropout site."""
-    if ctx.cp.size == 1:
-        return CoreAttention(config, name, ctx, pattern=pattern)
-    return COMM_TYPES[comm_type](config, name, ctx, pattern=pattern)
-
-
-class SharedKeysAttention(nn.Module):
+class SharedKeysAttention(Core):
     """Attention of the rank's tokens; keys and values of other ranks pass by.
 
     exchanges_heads  first exchange tokens for heads with the ranks of a run
@@ -163,7 +149,7 @@ def _draw(
     ), keep_scale(p)
 
 
-class HeadsAttention(nn.Module):
+class HeadsAttention(Core):
     """Attention of some heads over all tokens."""
 
     def __init__(
@@ -229,7 +215,7 @@ def _positions(part: SequenceSlice, length: int, ranks: int) -> tuple[Runs, ...]
     )
 
 
-COMM_TYPES: dict[str, Callable[..., nn.Module]] = {
+COMM_TYPES: dict[str, Callable[..., Core]] = {
     "p2p": partial(SharedKeysAttention, Ring()),
     "all_gather": partial(SharedKeysAttention, Gather()),
     "a2a": HeadsAttention,

@@ -70,7 +70,7 @@ class Layer:
     kind          layers of the same kind cost the same
     noun          names the layer in texts; "" for its kind
     flops         function(positions of a sequence, rows of the padded vocabulary) -> LayerFlops
-    is_block      one of the repeated layers: pipelines cut between them, token dropping counts them
+    is_block      one of the repeated layers: pipelines cut between them, `KeptTokens` counts them
     recompute     of a block; how many blocks of a stage recompute is decided when the stage is built
     drops_tokens  whether the block may see only some of the tokens
     """

@@ -18,7 +18,7 @@ with its traceback.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from ..errors import MegatronDSError
 from .collectives import all_gather_object
@@ -29,6 +29,13 @@ Kind = type[MegatronDSError]
 
 MOST_NAMED = 8  # ranks that a message lists for one text
 MOST_TEXTS = 3  # different texts in a message; more would bury the first
+
+
+class Failing(TypedDict):
+    """The words and the class of the error of several actions, for `on_all_ranks(…, **failing)`."""
+
+    doing: str
+    kind: Kind
 
 
 class _Failure(NamedTuple):
@@ -43,7 +50,7 @@ def on_all_ranks(
     result, error = _attempt(action)
     failures = all_gather_object(_failure_of(error, kind), world)
     _raise_on_all_ranks(failures, error, doing, kind)
-    return result
+    return cast(T, result)  # it did not fail
 
 
 def on_one_rank(
@@ -121,7 +128,7 @@ def _summary(texts: Sequence[str | None]) -> str:
         if text is not None:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1 and None not in texts:
-        return texts[0]
+        return next(iter(ranks_of))
     named = [
         f"rank {', '.join(map(str, ranks[:MOST_NAMED]))}{' ...' if len(ranks) > MOST_NAMED else ''}: "
         f"{text}"

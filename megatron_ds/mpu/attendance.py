@@ -66,9 +66,10 @@ class Attendance:
         verdict = self._wait(deadline)
         if verdict != COMPLETE:
             self._store.add("informed", 1)
-            is_known = not problem or problem in verdict
             kind = MeetingError if problem else CommunicationError
-            raise kind(verdict if is_known else _with_cause(verdict, problem))
+            if problem and problem not in verdict:
+                verdict = _with_cause(verdict, problem)
+            raise kind(verdict)
         return dist.PrefixStore("group", self._store)
 
     def fail(self, problem: str) -> None:
@@ -139,7 +140,9 @@ class Attendance:
             raise
         except RuntimeError:  # it is DistStoreError for stores of TCP only
             self.fail(self._missing())
-        return self._verdict()
+        verdict = self._verdict()
+        assert verdict is not None, "`fail` has set it, where nothing else had"
+        return verdict
 
     def _missing(self) -> str:
         size = self._member.world_size

@@ -292,9 +292,10 @@ class ShapeCheck:
 
         Returns "" at once where the step's message was not expected or was verified before.
         """
-        if self._received.get(peer) is None:
+        posted = self._received.get(peer)
+        if posted is None or self._expected is None:
             return ""
-        message, work = self._received[peer]
+        message, work = posted
         wait(work)
         self._received[peer] = None
         return describe_difference(self._expected, message)

@@ -25,7 +25,7 @@ def all_reduce_(
     Where the ranks share the memory that `tensor` lies in, they read each other's (shared_sums.py).
     """
     if _is_shared(tensor, group, op):
-        call = lambda t: group.sums.all_reduce(tensor.detach())
+        call = lambda t: group.shared_sums.all_reduce(tensor.detach())
     else:
         call = lambda t: t.all_reduce(tensor, op)
     return _run("all_reduce", group, tensor, async_op, call)
@@ -59,7 +59,7 @@ def reduce_scatter_into_(
             out.copy_(tensor)
         return DONE
     if _is_shared(tensor, group, op):
-        call = lambda t: group.sums.reduce_scatter(out.detach(), tensor.detach())
+        call = lambda t: group.shared_sums.reduce_scatter(out.detach(), tensor.detach())
     else:
         call = lambda t: t.reduce_scatter(out, tensor, op)
     return _run("reduce_scatter", group, tensor, async_op, call)
@@ -129,7 +129,7 @@ def all_to_all_(
         return DONE
     first = sum(sent[: group.rank])
     elsewhere = tensor.nbytes - tensor[first : first + sent[group.rank]].nbytes
-    call = lambda: group.transport.all_to_all(out, tensor, sent, received)
+    call = lambda: group.link.all_to_all(out, tensor, sent, received)
     return _finish(_begin("all_to_all_v", group, elsewhere, call), async_op)
 
 
@@ -154,7 +154,7 @@ def exchange(
         )
     num_bytes = sum(tensor.nbytes for tensor, _ in sends)
     sends = [(tensor.contiguous(), peer) for tensor, peer in sends]
-    call = lambda: group.transport.exchange(sends, receives)
+    call = lambda: group.link.exchange(sends, receives)
     work = _begin("send", group, num_bytes, call, len(sends)) if sends else call()
     return _finish(work, async_op)
 
@@ -173,14 +173,14 @@ def all_gather_object(obj: Any, group: Group) -> list:
     if group.size == 1:
         return [obj]
     _note("all_gather_object", group)
-    return group.transport.all_gather_object(obj)
+    return group.link.all_gather_object(obj)
 
 
 def barrier(group: Group) -> None:
     """Return when every rank of the group has called it."""
     if group.size > 1:
         _note("barrier", group)
-        group.transport.barrier()
+        group.link.barrier()
 
 
 def share_memory(group: Group) -> Group:
@@ -188,9 +188,9 @@ def share_memory(group: Group) -> Group:
     if group.transport is None or (memory := group.transport.share_memory()) is None:
         return group
     signals = group.transport.share_signals()
-    sums = signals and SharedSums(
-        group.rank, group.ranks, memory, signals, group.transport.failure
-    )
+    if signals is None:
+        return replace(group, memory=memory)
+    sums = SharedSums(group.rank, group.ranks, memory, signals, group.transport.failure)
     return replace(group, memory=memory, sums=sums)
 
 
@@ -221,7 +221,7 @@ def _run(
     if group.size == 1:
         return DONE
     num_bytes = counted.numel() * counted.element_size()
-    begin = lambda: call(group.transport)
+    begin = lambda: call(group.link)
     return _finish(_begin(operation, group, num_bytes, begin), async_op)
 
 

@@ -24,11 +24,11 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from ..errors import ConfigError
 from ..host.waiting_tensors import WaitingTensors
 from .group import Group, solo
+from .managed_parameter import ManagedParameter
 from .param_spec import ParamSpec
 from .sequence_ranks import SequenceRanks
 from .sequence_slice import SequenceSlice
@@ -122,6 +122,7 @@ class ParallelContext:
     def split_cp(self) -> tuple[Group, Group]:
         """(ranks that exchange tokens for heads, ranks of equal position) of the context-parallel group.
         Collective over the world when it is first used."""
+        assert self.groups is not None, "a layer of one rank divides no heads"
         return self.groups.split(self.cp_heads, "cp")
 
     @cached_property
@@ -171,12 +172,12 @@ def new_parameter(
     sizes: Mapping[str, int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
-) -> nn.Parameter:
-    """This rank's shard of `spec`, uninitialised, with `.spec` set; `tensor_parallel.init` writes its values.
+) -> ManagedParameter:
+    """Return this rank's shard of `spec`, uninitialised; `tensor_parallel.init` writes its values.
 
     sizes: ranks of mesh axes, 1 where absent.
     """
-    parameter = nn.Parameter(
+    parameter = ManagedParameter(
         torch.empty(spec.local_shape(sizes or {}), dtype=dtype, device=device)
     )
     parameter.spec = spec

@@ -26,6 +26,7 @@ _of_world: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """The gloo group of the world of torch.distributed. Collective over the world when first asked for."""
     world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
     if world not in _of_world:
         _of_world.clear()
         _of_world[world] = new_lazy_group(timeout)
@@ -73,11 +74,20 @@ def ring_gather(
             dist.isend(message, after, control, tag) for message in (length, packed)
         ]
         coming = torch.empty_like(length)
-        dist.irecv(coming, before, control, tag).wait()
+        _receive(coming, before, control, tag)
         received = torch.empty(int(coming), dtype=torch.uint8)
-        dist.irecv(received, before, control, tag).wait()
+        _receive(received, before, control, tag)
         for work in sent:
-            work.wait()
+            if work is not None:  # torch gives None to a rank outside of the group
+                work.wait()
         objects[(at - step) % size] = pickle.loads(received.numpy().tobytes())
         packed = received
     return [objects[place] for place in range(size)]
+
+
+def _receive(
+    out: torch.Tensor, source: int, control: dist.ProcessGroup, tag: int
+) -> None:
+    work = dist.irecv(out, source, control, tag)
+    if work is not None:
+        work.wait()

@@ -23,7 +23,9 @@ PAUSE_SECONDS = 0.001
 class Failing(Protocol):
     """The part of a transport that a wait for the device needs."""
 
-    wait_seconds: float
+    @property
+    def wait_seconds(self) -> float:
+        """How long an operation may take."""
 
     def failure(self, what: str, error: Exception) -> Exception:
         """The error to raise."""
@@ -42,7 +44,7 @@ def wait_for_device(
     Raises its failure, with the ranks that are stuck, if the GPU does not come there in time.
     """
     seconds = math.inf if transport is None else patience(transport.wait_seconds)
-    if not _comes(is_reached, seconds, spin_seconds):
+    if not _comes(is_reached, seconds, spin_seconds) and transport is not None:
         error = TimeoutError(
             f"the work of the device timed out: it was not complete after {seconds:g} s"
         )

@@ -79,6 +79,13 @@ class FakeTransport:
     def share_memory(self) -> None:
         """None: no rank shares memory."""
 
+    def share_signals(self) -> None:
+        """None, as for memory."""
+
+    def failure(self, what: str, error: Exception) -> Exception:
+        """The error itself."""
+        return error
+
     def _check(self, what: str, parts: int, whole: int) -> None:
         if parts != whole:
             raise LayoutError(

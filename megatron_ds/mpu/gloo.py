@@ -62,10 +62,16 @@ class GlooTransport(TorchTransport):
         """Where the ranks are on one host, and all have room for slots, pass tensors through its memory from
         now on. Collective."""
         memory = self.share_memory()
-        signals = memory and self.share_signals()
-        self._slots = signals and open_slots(
-            self.rank, self.ranks, memory, signals, self.failure, self.all_gather_object
-        )
+        signals = None if memory is None else self.share_signals()
+        if memory is not None and signals is not None:
+            self._slots = open_slots(
+                self.rank,
+                self.ranks,
+                memory,
+                signals,
+                self.failure,
+                self.all_gather_object,
+            )
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """Reduce `tensor` over all ranks, in place.
@@ -105,7 +111,7 @@ class GlooTransport(TorchTransport):
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Start a message. A thread waits for it, so that its tensor is freed early (`_Outbox`)."""
-        return self._outbox.put(super().isend(tensor, destination, tag))
+        return self._outbox.put(self._send(tensor, destination, tag))
 
     def close(self) -> None:
         """End the thread after the last send, then destroy the process groups."""

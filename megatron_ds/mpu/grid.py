@@ -129,11 +129,11 @@ class Grid:
     def rank_of(self, **coordinates: int) -> int:
         """The rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (tp, ep, edp, pp)."""
         _view(coordinates)
-        for axis, at in coordinates.items():
+        for axis, position in coordinates.items():
             size = self._size(axis)
-            if not 0 <= at < size:
+            if not 0 <= position < size:
                 raise ConfigError(
-                    f"{axis}={at} is outside its axis, which has size {size}."
+                    f"{axis}={position} is outside its axis, which has size {size}."
                 )
         at = dict.fromkeys(_DENSE + _EXPERT, 0) | coordinates
         # ep and edp give cp and dp.

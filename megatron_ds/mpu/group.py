@@ -32,8 +32,8 @@ class Traffic:
     log: records also message sizes and times, if there is one
     """
 
-    bytes: Counter = field(default_factory=Counter)
-    calls: Counter = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     log: "TrafficLog | None" = None
 
     def add(
@@ -46,7 +46,8 @@ class Traffic:
     def add_all(self, other: "Traffic", times: int = 1) -> None:
         """Count what `other` counted, `times` times."""
         for key, num_bytes in other.bytes.items():
-            self.add(*key, times * num_bytes, times * other.calls[key])
+            operation, axes, size = key
+            self.add(operation, axes, size, times * num_bytes, times * other.calls[key])
 
     def clear(self) -> None:
         """Set all counters to zero."""
@@ -73,11 +74,15 @@ NUM_STREAMS = {"pp": 4}
 ACTIVATION_AXES = ("tp", "cp")
 
 
-class Work(Protocol):
-    """A collective, or a message, that has begun."""
+class Waitable(Protocol):
+    """Something that has begun."""
 
     def wait(self) -> Any:
         """Return when results may be read and inputs overwritten (on a GPU: by work queued afterwards)."""
+
+
+class Work(Waitable, Protocol):
+    """A collective, or a message, that has begun."""
 
     def is_completed(self) -> bool:
         """Whether the tensor of a send may be freed. False if unknown."""
@@ -136,10 +141,11 @@ class Transport(Protocol):
     Each method is collective over the group, except `isend`, `irecv` and `exchange`. Tensors are contiguous;
     results are written in place. `op` is one of "sum", "max", "min".
 
-    wait_seconds  how long an operation may take, after which it fails
     """
 
-    wait_seconds: float
+    @property
+    def wait_seconds(self) -> float:
+        """How long an operation may take, after which it fails."""
 
     def all_reduce(self, tensor: "Tensor", op: str) -> Work:
         """`tensor` becomes the reduction over all ranks."""
@@ -214,6 +220,24 @@ class Group:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def link(self) -> Transport:
+        """The transport of a group of several ranks."""
+        assert self.transport is not None, f"{self} of one rank moves no bytes"
+        return self.transport
+
+    @property
+    def shared_memory(self) -> "SharedPages":
+        """The memory of a group whose ranks share some."""
+        assert self.memory is not None, f"the ranks of {self} share no memory"
+        return self.memory
+
+    @property
+    def shared_sums(self) -> "SharedSums":
+        """The reductions of a group whose ranks share memory."""
+        assert self.sums is not None, f"the ranks of {self} share no memory"
+        return self.sums
 
     def __repr__(self) -> str:
         return f"Group({self.axes}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from .group import ACTIVATION_AXES, NUM_STREAMS, Transport
 from .nccl_settings import USUAL, NcclSettings
 from .rendezvous import Place, meet, report_absence
 from .stuck_ranks import current_call, name_stuck_ranks, register_host
+
+if TYPE_CHECKING:
+    from .transport import TorchTransport
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -338,8 +341,8 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if not text and default is not None:
         return default
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        return int(text or "")
+    except ValueError:
         raise ConfigError(
             f"environment variable {name}={text!r} is not an integer; the launcher should set "
             "it."
@@ -420,8 +423,10 @@ def connect_torch(
     Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
     must make the same groups. Raises CommunicationError where others do not make them in time.
     """
+    from .gloo import GlooTransport
+
     timeout = timeout or world_timeout()
-    mine = None
+    mine: TorchTransport | None = None
     options = nccl.options(groups, timeout) if _has_nccl() else None
     control = control_group(timeout) if _has_nccl() else None
     num_lanes = NUM_STREAMS.get(axes, 0) if _has_nccl() else 0
@@ -435,7 +440,7 @@ def connect_torch(
                 mine = transport_over(made[0], axes, made[1:], control)
     if num_lanes and mine is not None:
         mine.open_lanes(torch.device("cuda", torch.cuda.current_device()))
-    if mine is not None and axes in ACTIVATION_AXES and not _has_nccl():
+    if isinstance(mine, GlooTransport) and axes in ACTIVATION_AXES:
         mine.open_slots()
     return mine
 
@@ -473,7 +478,9 @@ def world_timeout() -> timedelta | None:
 
     from .transport import timeout_of
 
-    return timeout_of(dist.group.WORLD)
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return timeout_of(world)
 
 
 def transport_over(
@@ -481,7 +488,7 @@ def transport_over(
     axes: str = "",
     lanes: Sequence[Any] = (),
     control: Any = None,
-) -> Transport:
+) -> "TorchTransport":
     """The transport over one torch ProcessGroup. lanes: others of the same ranks; control: the gloo group of
     the world, both of `TorchTransport`."""
     from .gloo import GlooTransport

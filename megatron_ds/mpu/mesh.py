@@ -55,7 +55,7 @@ class Mesh:
         self.traffic = Traffic()
         self._coordinates = grid.coordinates(rank)
         self._connect = connect
-        self._transports = {}
+        self._transports: dict[tuple, Transport | None] = {}
         self._groups: dict[str, Group] = {}
         self._lists: dict[str, list[tuple[int, ...]]] = {}
         self._split: dict[tuple[str, int], tuple[Group, Group]] = {}
@@ -124,7 +124,8 @@ class Mesh:
             return group
         key = (purpose, *self._lists[group.axes])
         if key not in self._transports:
-            self._transports[key] = self._connect(
+            connect = self._connector
+            self._transports[key] = connect(
                 f"{group.axes}-{purpose}", self._lists[group.axes], self.rank
             )
         return replace(group, transport=self._transports[key])
@@ -177,6 +178,11 @@ class Mesh:
         for transport in filter(None, self._transports.values()):
             getattr(transport, "close", lambda: None)()
 
+    @property
+    def _connector(self) -> Connect:
+        assert self._connect is not None, "a mesh of several ranks needs connect="
+        return self._connect
+
     def _make_group(self, name: str, lists: list[tuple[int, ...]]) -> Group:
         # Whether a transport is shared depends on the groups of *all* ranks, so that every rank decides
         # alike.
@@ -184,11 +190,8 @@ class Mesh:
         self._lists[name] = lists
         if key not in self._transports:
             needed = any(len(ranks) > 1 for ranks in lists)
-            assert self._connect is not None or not needed, (
-                "a mesh of several ranks needs connect="
-            )
             self._transports[key] = (
-                self._connect(name, lists, self.rank) if needed else None
+                self._connector(name, lists, self.rank) if needed else None
             )
         ranks = next(ranks for ranks in lists if self.rank in ranks)
         return Group(

@@ -82,9 +82,10 @@ class Matrices:
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of each matrix of a tensor of this shape, without leading dimensions."""
-        return tuple((self.groups * rows, shape[-1]) for rows in self.parts) or (
-            tuple(shape[-2:]),
-        )
+        *_, rows, columns = shape
+        if not self.parts:
+            return ((rows, columns),)
+        return tuple((self.groups * of_part, columns) for of_part in self.parts)
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """Multiplications of a product of all matrices with their transposes, as a measure of work."""

@@ -117,10 +117,10 @@ def meet(backend: str, place: Place, timeout: timedelta) -> None:
     with only_errors(), listener or nullcontext():
         attempt = _Attempt(start)
         while not attempt.is_over.wait(PAUSE_SECONDS):
-            if listener is not None and (problem := _problem_of(listener)):
+            if listener is not None and (trouble := _problem_of(listener)):
                 attempt.is_over.wait(SLACK_SECONDS)
                 attempt.raise_error()
-                raise OSError(problem)
+                raise OSError(trouble)
             if time.monotonic() > deadline + SLACK_SECONDS:
                 raise OSError(
                     "a process listens there, but the ranks have not met by the deadline: other "

@@ -89,7 +89,7 @@ class SharedSums:
 
     def is_read(self, tensor: torch.Tensor, wait_seconds: float = 0.0) -> bool:
         """Whether no other rank reads a tensor any more, within the time."""
-        number = self._last.get(self._memory.start_of(tensor))
+        number = self._last.get(self._start_of(tensor), -1)
         deadline = time.monotonic() + wait_seconds
         with Translated(self._translate, _WHAT):
             self._take_signals()
@@ -157,7 +157,7 @@ class SharedSums:
         """read: called with the tensors of the other ranks, as bytes."""
         self.progress()
         begun = Round(self, number, tensor, read)
-        start = self._memory.start_of(tensor)
+        start = self._start_of(tensor)
         self._last[start], self._unread[number] = number, set(self._others)
         self._waiting[number] = begun
         with Translated(self._translate, _WHAT):
@@ -165,12 +165,19 @@ class SharedSums:
                 self._signals.send(peer, (_READY, number, start, tensor.nbytes))
         return begun
 
+    def _start_of(self, tensor: torch.Tensor) -> int:
+        start = self._memory.start_of(tensor)
+        assert start is not None, "`can_sum` was asked"
+        return start
+
     def _complete(self, number: int) -> None:
         """Wait for the tensors of a round and read them."""
         self._until_none(lambda: self._missing(number))
         begun = self._waiting[number]
+        tensor, read = begun.tensor, begun.read
+        assert tensor is not None and read is not None, "a round is completed once"
         places = self._ready[number]
-        nbytes = begun.tensor.nbytes
+        nbytes = tensor.nbytes
         for peer, (_, theirs) in places.items():
             if theirs != nbytes:
                 raise self._translate(
@@ -180,7 +187,7 @@ class SharedSums:
                         f"{nbytes}: the ranks reduce different tensors"
                     ),
                 )
-        begun.read(
+        read(
             {
                 peer: self._memory.view(peer, places[peer][0], nbytes)
                 for peer in self._others
@@ -210,7 +217,8 @@ class SharedSums:
     def _note(self, peer: int, signal: Signal) -> None:
         kind, number, *place = signal
         if kind == _READY:
-            self._ready.setdefault(number, {})[peer] = tuple(place)
+            start, nbytes = place
+            self._ready.setdefault(number, {})[peer] = start, nbytes
             return
         self._unread[number].discard(peer)
         if not self._unread[number]:
@@ -257,8 +265,8 @@ class Round:
     ):
         self._sums = sums
         self.number = number
-        self.tensor = tensor
-        self.read = read
+        self.tensor: torch.Tensor | None = tensor
+        self.read: Callable[[dict[int, torch.Tensor]], None] | None = read
 
     def wait(self) -> None:
         """Return when results may be read."""
@@ -283,7 +291,7 @@ class AllReduce:
 
     def __init__(self, first: Round, second: Callable[[], Round]):
         self._first = first
-        self._second = second
+        self._second: Callable[[], Round] | None = second
 
     def wait(self) -> None:
         """Wait for the sum of this rank's piece, then for the other pieces. Collective."""

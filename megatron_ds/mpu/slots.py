@@ -32,7 +32,11 @@ from .shared_sums import Signals, Translated
 
 SLOT_BYTES = 1 << 20
 WHOLE_BYTES = 1 << 14  # three ranks or more add larger tensors by pieces
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _ALIGNED = 64  # bytes; a multiple of any element's
 
 # What must be the same on all ranks, besides the round and its bytes. A signal has the number of an entry.
@@ -62,7 +66,7 @@ def open_slots(
     translate  makes the error that is raised from (what failed, the cause)
     exchange   an all-gather of objects
     """
-    rounds = None
+    rounds: Rounds | None = None
     trouble = ""
     try:
         rounds = Rounds(rank, ranks, memory, signals, translate)
@@ -74,6 +78,7 @@ def open_slots(
         if rank == 0:
             warn_of_messages(why)
         return None
+    assert rounds is not None, "without an error it was made"
     rounds.map_pages()
     return Slots(rounds)
 
@@ -281,7 +286,7 @@ class Passage:
     def _publish(self) -> None:
         """Start the next round; after the last one, release the tensors."""
         if self._begun == self._needed:
-            self._outgoing = self._read = self._rounds = None
+            del self._outgoing, self._read, self._rounds
             self._begun = 0
             return
         at = self._at(self._begun)
@@ -301,7 +306,7 @@ class _Then:
 
     def __init__(self, first: Work, second: Callable[[], Work]):
         self._work = first
-        self._second = second
+        self._second: Callable[[], Work] | None = second
 
     def wait(self) -> None:
         self._work.wait()

@@ -83,7 +83,10 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
 
 def _store() -> dist.Store:
     """A connection of its own: the process group's may be in the middle of a request."""
-    return dist.PrefixStore("failed ranks", dist.group.WORLD.get_group_store().clone())
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    store = world.get_group_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return dist.PrefixStore("failed ranks", store)
 
 
 def _write(store: dist.Store) -> bool:

@@ -139,7 +139,9 @@ class TorchTransport:
         received: Sequence[int] | None = None,
     ) -> Work:
         """Send `sent[i]` rows to rank i and receive `received[i]` from it; equal pieces without these numbers."""
-        splits = () if sent is None else (list(received), list(sent))
+        splits = (
+            () if sent is None or received is None else (list(received), list(sent))
+        )
         return self._start(
             "all-to-all", dist.all_to_all_single, out.detach(), tensor.detach(), *splits
         )
@@ -152,12 +154,7 @@ class TorchTransport:
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Start a message to the rank at position `destination`."""
-        what = f"send to rank {self.ranks[destination]}"
-        lane = self._lane(tensor, self.rank, destination, tag)
-        return self._guard(
-            what,
-            lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
-        )
+        return self._send(tensor, destination, tag)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive a message of the tensor's shape and dtype into it."""
@@ -172,7 +169,9 @@ class TorchTransport:
 
         They are one batch: on NCCL, unbatched messages in both directions can deadlock.
         """
-        operations = [(dist.irecv, tensor, peer) for tensor, peer in receives]
+        operations: list[tuple[Any, Tensor, int]] = [
+            (dist.irecv, tensor, peer) for tensor, peer in receives
+        ]
         operations += [(dist.isend, tensor, peer) for tensor, peer in sends]
         batch = [
             dist.P2POp(
@@ -225,7 +224,7 @@ class TorchTransport:
         for process_group in (*self.lanes, self.process_group):
             dist.destroy_process_group(process_group)
         self.lanes = ()
-        self.process_group = None
+        self.process_group = None  # type: ignore[assignment]  # of a closed one, which nothing uses
         self.control = None
 
     def _lane(
@@ -238,6 +237,14 @@ class TorchTransport:
             self.lanes[2 * (tag % 2) + (source < destination)]
             if self.lanes
             else self.process_group
+        )
+
+    def _send(self, tensor: Tensor, destination: int, tag: int) -> "TranslatedWork":
+        what = f"send to rank {self.ranks[destination]}"
+        lane = self._lane(tensor, self.rank, destination, tag)
+        return self._guard(
+            what,
+            lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag),
         )
 
     def _start(self, what: str, function: Callable, *arguments: Any) -> Work:
@@ -263,7 +270,7 @@ class TorchTransport:
             arguments[i].copy_(near[i])
         return DONE
 
-    def _guard(self, what: str, call: Callable[[], Any]) -> Work:
+    def _guard(self, what: str, call: Callable[[], Any]) -> "TranslatedWork":
         with _Translated(self, what):
             return TranslatedWork(call(), self, what)
 

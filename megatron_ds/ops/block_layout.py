@@ -1,6 +1,6 @@
 """`BlockLayout`: which blocks of keys the blocks of queries of each head see.
 
-Child et al. 2019 (arXiv:1904.10509); in DeepSpeed "sparse attention". `sparse_layouts.py` makes layouts. An
+Child et al. 2019 (arXiv:1904.10509); layouts of options are those of a feature. An
 `AttentionPattern` may hide more, such as later keys within a block.
 """
 

@@ -9,7 +9,7 @@
     rms_norm(x, weight, eps)             the first implementation that takes the arguments, else torch's
 
 An operation is a function of torch's operations, which takes every device, dtype and shape, and any number of
-faster implementations, in the order of preference: kernels first, which the wing `extensions/kernels` registers
+faster implementations, the preferred ones first: kernels first, which the wing `extensions/kernels` registers
 when an operation is first called, then other functions of torch's operations. `select("torch")` (--kernels
 torch) leaves only torch's on GPUs and CPUs. Which implementations a device has is decided once; a call asks only
 about its arguments.
@@ -40,6 +40,7 @@ from ..errors import ConfigError
 from ..features import Provided
 
 KERNELS: Provided[Any] = Provided("kernels")
+GPU_KERNELS: Provided[Any] = Provided("gpu kernels")
 
 logger = logging.getLogger(__name__)
 
@@ -336,16 +337,21 @@ def selected(mode: str) -> Iterator[None]:
 
 
 @functools.cache
-def load_kernels() -> None:
-    """Import the modules that register kernels, where the wing is installed."""
+def load_kernels(device: str = "cuda") -> None:
+    """Import the modules that register kernels for a type of device, where the wing is installed.
+
+    Those for CPUs come with all others.
+    """
     KERNELS.find()
+    if device in GPU:
+        GPU_KERNELS.find()
 
 
 @functools.cache
 def _candidates(
     operation: Operation, device: str, dtype: torch.dtype, mode: str
 ) -> list[Implementation]:
-    load_kernels()
+    load_kernels(device)
     return [
         entry
         for entry in operation.implementations

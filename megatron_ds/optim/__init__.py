@@ -1,16 +1,10 @@
 """Optimizers by name, and the groups of parameters that they update."""
 
-from . import (  # noqa: F401      each registers its optimizer
-    adagrad,
-    adam_choice,
-    lamb,
-    lion,
-    momentum_sgd,
-    muon,
-)
 from .optimizers import (
     OPTIMIZERS,
+    Declared,
     MakeOptimizer,
+    OptimizerTraits,
     ParamGroup,
     RegisteredOptimizer,
     default_groups,
@@ -18,9 +12,21 @@ from .optimizers import (
     param_groups_of,
 )
 
+OPTIMIZERS.declare(f"{__name__}.adam_choice", "adam", aliases={"adamw": "adam"})
+OPTIMIZERS.declare(f"{__name__}.muon", "muon", aliases={"dist_muon": "muon"})
+for _name, _module in {
+    "lamb": "lamb",
+    "lion": "lion",
+    "adagrad": "adagrad",
+    "sgd": "momentum_sgd",
+}.items():
+    OPTIMIZERS.declare(f"{__name__}.{_module}", _name)
+
 __all__ = [
     "OPTIMIZERS",
+    "Declared",
     "MakeOptimizer",
+    "OptimizerTraits",
     "ParamGroup",
     "RegisteredOptimizer",
     "default_groups",

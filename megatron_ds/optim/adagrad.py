@@ -32,7 +32,8 @@ class Adagrad(RowOptimizer):
     def update(
         self, rows: Sequence[UpdateRow], group: dict, divisor: float | torch.Tensor
     ) -> None:
-        how = AdagradStep(group["lr"], group["eps"], group["weight_decay"], divisor)
+        decay = group["weight_decay"]
+        how = AdagradStep(group["lr"], group["eps"], decay, float(divisor))
         adagrad(rows[0].grad, rows, how)
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> UpdateRow:

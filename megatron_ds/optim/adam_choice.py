@@ -1,5 +1,7 @@
 """The optimizer "adam": which implementation makes the updates that the configuration asks for."""
 
+from typing import Any
+
 import torch
 
 from ..config import OptimizerConfig
@@ -15,7 +17,7 @@ def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer
     fp32 masters are updated by a kernel of this package where the device has one, else by torch's fused one.
     AMSGrad (Reddi et al. 2018, arXiv:1904.09237, algorithm 2) is torch's.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps
     )
     corrects = settings.adam_bias_correction

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ..config import OptimizerConfig
-from .optimizers import OPTIMIZERS
-from .part_optimizer import PartOptimizer
+from .optimizers import OPTIMIZERS, Declared, OptimizerTraits
+from .part_optimizer import HalvedOptimizer, gradients_of
 
 Norms = Callable[
     [Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor
@@ -52,7 +52,7 @@ class LambRule:
     eps_inside_sqrt: bool = False
 
 
-class Lamb(PartOptimizer):
+class Lamb(HalvedOptimizer):
     """LAMB on contiguous fp32 parts of parameters; a step has one collective call of `reduce_norms`.
 
     numbers: of all groups that have no others; the defaults are NUMBERS
@@ -92,7 +92,8 @@ class Lamb(PartOptimizer):
         for group, parameters in self._moving:
             if not parameters:
                 continue
-            (beta1, beta2), grads = group["betas"], [p.grad for p in parameters]
+            beta1, beta2 = group["betas"]
+            grads = gradients_of(parameters)
             states = [self.count_step(p) for p in parameters]
             m, v = (
                 [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")
@@ -123,12 +124,12 @@ class Lamb(PartOptimizer):
         ratios = torch.where(
             (of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0
         )
-        us = iter(us)
-        ratios = iter(ratios.split([len(members) for _, members in self._moving]))
-        for (group, members), of_group in zip(self._moving, ratios):
+        moves = iter(us)
+        of_groups = ratios.split([len(members) for _, members in self._moving])
+        for (group, members), of_group in zip(self._moving, of_groups):
             if members:
                 _, _, factor = self._corrections(group, members)
-                of_members = [next(us) for _ in members]
+                of_members = [next(moves) for _ in members]
                 rates = of_group.clamp(group["min_coeff"], group["max_coeff"]) * (
                     -group["lr"] * factor
                 )
@@ -182,7 +183,10 @@ def _norms_of_whole(
     return torch.stack([torch.stack(list(of_list)).float() for of_list in norms])
 
 
-@OPTIMIZERS.register("lamb")
+@OPTIMIZERS.register(
+    "lamb",
+    declares=Declared(OptimizerTraits(needs_norms=True, steps_in_halves=True)),
+)
 def make_lamb(
     groups: list[dict], settings: OptimizerConfig, *, reduce_norms: Norms | None = None
 ) -> torch.optim.Optimizer:
@@ -200,6 +204,3 @@ def make_lamb(
         max_coeff=settings.lamb_max_coeff,
         min_coeff=settings.lamb_min_coeff,
     )
-
-
-make_lamb.needs_norms = make_lamb.steps_in_halves = True

@@ -34,7 +34,9 @@ class Lion(RowOptimizer):
         lion(
             rows[0].grad,
             rows,
-            LionStep(group["lr"], group["betas"], group["weight_decay"], divisor),
+            LionStep(
+                group["lr"], group["betas"], group["weight_decay"], float(divisor)
+            ),
         )
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> UpdateRow:

@@ -27,8 +27,15 @@ from ..config import OptimizerConfig
 from ..mpu.param_spec import Matrices, ParamSpec
 from ..ops.newton_schulz import SETS, newton_schulz
 from .matrix_batches import HEADS, PARTS, WHOLE, change_matrices
-from .optimizers import OPTIMIZERS, ParamGroup, RegisteredOptimizer, default_groups
-from .part_optimizer import PartOptimizer
+from .optimizers import (
+    OPTIMIZERS,
+    Declared,
+    OptimizerTraits,
+    ParamGroup,
+    RegisteredOptimizer,
+    default_groups,
+)
+from .part_optimizer import PartOptimizer, gradients_of
 
 # for_each(change, unit, parts of updates, parameters) → the parts after `change` of the matrices.
 ForEachMatrix = Callable[
@@ -127,7 +134,7 @@ class Muon(PartOptimizer):
         """New tensors, u of each parameter of a group, after its momentum is updated."""
         if not members:
             return ()
-        grads = [p.grad for p in members]
+        grads = gradients_of(members)
         momentum = group["momentum"]
         moments = [self.state_of(p)["momentum_buffer"] for p in members]
         torch._foreach_lerp_(moments, grads, 1 - momentum)
@@ -170,19 +177,6 @@ def rule_of(settings: OptimizerConfig) -> MuonRule:
     )
 
 
-@OPTIMIZERS.register("muon", "dist_muon")
-def make_muon(
-    groups: list[dict],
-    settings: OptimizerConfig,
-    *,
-    for_each: ForEachMatrix | None = None,
-) -> torch.optim.Optimizer:
-    """Megatron's "muon", or DeepSpeed's "Muon" with its options."""
-    return Muon(
-        groups, rule_of(settings), for_each, lr=0.0, momentum=settings.muon_momentum
-    )
-
-
 def muon_groups(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
     """Weights of hidden layers; then what is left, with and without weight decay, for the other optimizer."""
     muon, scalar = (
@@ -205,5 +199,18 @@ def has_matrices(spec: ParamSpec) -> bool:
     return spec.matrices is not None and spec.decay
 
 
-make_muon.needs_matrices = True
-make_muon.param_groups = muon_groups
+@OPTIMIZERS.register(
+    "muon",
+    "dist_muon",
+    declares=Declared(OptimizerTraits(needs_matrices=True), groups_of=muon_groups),
+)
+def make_muon(
+    groups: list[dict],
+    settings: OptimizerConfig,
+    *,
+    for_each: ForEachMatrix | None = None,
+) -> torch.optim.Optimizer:
+    """Megatron's "muon", or DeepSpeed's "Muon" with its options."""
+    return Muon(
+        groups, rule_of(settings), for_each, lr=0.0, momentum=settings.muon_momentum
+    )

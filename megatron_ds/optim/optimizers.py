@@ -6,10 +6,8 @@ An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": 
 parameter, apart from a count named "step".
 
 By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An
-entry that needs whole parameters has the attribute `needs_whole_tensors = True`; one that needs norms of them
-has `needs_norms = True`, and one that changes their matrices `needs_matrices = True`; one that chooses its
-parameter groups has `param_groups`, a function from the optimizer's section of the configuration to groups. A
-new optimizer with groups is therefore one file.
+entry with other needs, or one that chooses its parameter groups, is registered with a `Declared`. A new
+optimizer with groups is therefore one file.
 Those of this package have a file each beside this one, and a row in `config/optimizer_facts.py` with their
 options, names and state.
 
@@ -36,7 +34,7 @@ from ..mpu.param_spec import ParamSpec
 from ..registry import Registry
 
 logger = logging.getLogger(__name__)
-OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer")
+Make = Callable[..., torch.optim.Optimizer]
 
 
 def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimizer:
@@ -50,22 +48,46 @@ def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimiz
 
 
 class MakeOptimizer(Protocol):
-    """Makes a torch optimizer from parameter groups, as an entry of the registry does.
-
-    Attributes state what it needs; all are False where absent:
-
-    needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
-    needs_norms          it is called with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
-    needs_matrices       it is called with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
-    steps_in_halves      with needs_norms: it has the methods `advance`, `measured` and `finish` of `Lamb`,
-                         and can update offloaded state, of which only a part is in memory at a time
-    update_rule          `UpdateRule` (zero/update_rule.py): what its ranks exchange, and keep for it; None:
-                         the sum of gradients. An entry of the registry has a function of the settings
-    """
+    """Makes a torch optimizer from parameter groups. `traits_of` says what the optimizer needs."""
 
     def __call__(
         self, groups: list[dict[str, Any]], /, **options: Any
     ) -> torch.optim.Optimizer: ...
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """What an optimizer needs of the ranks that hold parts of its parameters. The default is nothing.
+
+    needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
+    needs_norms          it is made with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
+    needs_matrices       it is made with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
+    steps_in_halves      with needs_norms: it is a `HalvedOptimizer`, which can update offloaded state, of which
+                         only a part is in memory at a time
+    update_rule          `UpdateRule` (zero/update_rule.py): what its ranks exchange, and keep for it; None:
+                         the sum of gradients
+    """
+
+    needs_whole_tensors: bool = False
+    needs_norms: bool = False
+    needs_matrices: bool = False
+    steps_in_halves: bool = False
+    update_rule: Any | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate in a step of the optimizer."""
+        return self.needs_norms or self.needs_matrices or self.update_rule is not None
+
+
+NO_NEEDS = OptimizerTraits()
+
+
+def traits_of(make: MakeOptimizer) -> OptimizerTraits:
+    """Return what an optimizer needs: the attribute `traits` of what makes it, or nothing."""
+    return getattr(make, "traits", NO_NEEDS)
 
 
 @dataclass(frozen=True)
@@ -84,34 +106,54 @@ class ParamGroup:
     rate: str = MAIN_RATE
 
     @property
-    def needs_whole_tensors(self) -> bool:
-        """Whether one rank must hold a whole parameter to update it."""
-        return getattr(self.optimizer, "needs_whole_tensors", False)
+    def traits(self) -> OptimizerTraits:
+        """What the optimizer needs."""
+        return traits_of(self.optimizer)
 
-    @property
-    def needs_norms(self) -> bool:
-        """Whether the optimizer uses norms of whole parameters."""
-        return getattr(self.optimizer, "needs_norms", False)
 
-    @property
-    def update_rule(self) -> Any | None:
-        """The rule of what ranks exchange, if it is not the sum of gradients."""
-        return getattr(self.optimizer, "update_rule", None)
+@dataclass(frozen=True)
+class Declared:
+    """What an entry of the registry declares.
 
-    @property
-    def needs_matrices(self) -> bool:
-        """Whether the optimizer changes whole matrices, of which ranks may have parts."""
-        return getattr(self.optimizer, "needs_matrices", False)
+    rule_of    from the settings to the update rule among the traits; None: the sum of gradients
+    groups_of  from the settings to the groups that the optimizer chooses; None: the default ones
+    """
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks communicate in a step of the optimizer."""
-        return self.needs_norms or self.needs_matrices or self.update_rule is not None
+    traits: OptimizerTraits = NO_NEEDS
+    rule_of: Callable[[OptimizerConfig], Any] | None = None
+    groups_of: Callable[[OptimizerConfig], tuple[ParamGroup, ...]] | None = None
 
-    @property
-    def steps_in_halves(self) -> bool:
-        """Whether a step can be interrupted for the norms of parameters."""
-        return getattr(self.optimizer, "steps_in_halves", False)
+    def traits_for(self, settings: OptimizerConfig) -> OptimizerTraits:
+        """Return the traits in a configuration."""
+        if self.rule_of is None:
+            return self.traits
+        return replace(self.traits, update_rule=self.rule_of(settings))
+
+
+NOTHING = Declared()
+
+
+class OptimizerRegistry(Registry[Callable[..., torch.optim.Optimizer]]):
+    """A `Registry` of functions, with what each declares."""
+
+    def __init__(self) -> None:
+        super().__init__("optimizer")
+        self._declared: dict[str, Declared] = {}
+
+    def register(
+        self, name: str, *aliases: str, declares: Declared = NOTHING
+    ) -> Callable[[Make], Make]:
+        """Return a decorator that adds an entry under `name`. Aliases find it, too, but are not listed."""
+        self._declared[name] = declares
+        return super().register(name, *aliases)
+
+    def declared(self, name: str) -> Declared:
+        """Return what an entry declares. Raises ConfigError for an unknown name."""
+        self[name]
+        return self._declared.get(self.name_of(name), NOTHING)
+
+
+OPTIMIZERS = OptimizerRegistry()
 
 
 @dataclass(frozen=True)
@@ -127,30 +169,9 @@ class RegisteredOptimizer:
         return OPTIMIZERS[self.name](groups, settings=self.settings, **options)
 
     @property
-    def needs_whole_tensors(self) -> bool:
-        """Whether the entry declares that its update reads whole parameters, not parts."""
-        return getattr(OPTIMIZERS[self.name], "needs_whole_tensors", False)
-
-    @property
-    def needs_norms(self) -> bool:
-        """Whether the entry declares that its update needs norms of whole parameters."""
-        return getattr(OPTIMIZERS[self.name], "needs_norms", False)
-
-    @property
-    def update_rule(self) -> Any | None:
-        """The rule that the entry declares for this configuration; None if it declares none."""
-        of_settings = getattr(OPTIMIZERS[self.name], "update_rule", None)
-        return of_settings(self.settings) if of_settings else None
-
-    @property
-    def needs_matrices(self) -> bool:
-        """Whether the entry declares that its update is of whole matrices."""
-        return getattr(OPTIMIZERS[self.name], "needs_matrices", False)
-
-    @property
-    def steps_in_halves(self) -> bool:
-        """Whether the entry declares that a step has two halves, with a reduction between them."""
-        return getattr(OPTIMIZERS[self.name], "steps_in_halves", False)
+    def traits(self) -> OptimizerTraits:
+        """What the entry declares for this configuration."""
+        return OPTIMIZERS.declared(self.name).traits_for(self.settings)
 
 
 def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
@@ -164,8 +185,7 @@ def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
     """The groups of `--optimizer`: those that its entry chooses, else the default ones; divided by
     --param-group and --decoupled-lr. Raises ConfigError for a --param-group that cannot be read."""
-    entry = OPTIMIZERS[settings.optimizer]
-    choose = getattr(entry, "param_groups", None)
+    choose = OPTIMIZERS.declared(settings.optimizer).groups_of
     groups = (
         choose(settings)
         if choose

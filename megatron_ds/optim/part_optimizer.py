@@ -2,7 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,20 @@ class PartOptimizer(torch.optim.Optimizer):
     "step".
 
     numbers: of all groups that have no others
+
+    takes_numbers   a number may stand in place of the tensor `grad_scale`, by which torch's fused optimizers
+                    divide gradients
+    reads_low_grad  it reads `parameter.low_grad`, a 16-bit tensor of the same length, in place of `grad`
+    writes_low      it writes `parameter.low`, a 16-bit tensor of the same length: the new value, rounded
+    num_updates     steps so far, set when a run continues; an optimizer that reads it counts them
     """
 
     STATE: tuple[str, ...] = ()
     COUNTS_STEPS = False
+    takes_numbers = False
+    reads_low_grad = False
+    writes_low = False
+    num_updates = 0
 
     def __init__(self, params: Iterable, numbers: Mapping[str, Any]):
         super().__init__(params, dict(numbers))
@@ -29,7 +39,7 @@ class PartOptimizer(torch.optim.Optimizer):
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]  # torch overloads it for the two kinds of `closure`
         self, closure: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor | None:
         """Update the parameters; returns the loss of `closure`. Collective if `make_step` is."""
@@ -43,6 +53,9 @@ class PartOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def make_step(self) -> None:
         """Update the parameters with their gradients; these are not recorded."""
+
+    def restart(self) -> None:
+        """Set the state with which the optimizer begins, where that is not zero; before the first update."""
 
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, made when it is first asked for."""
@@ -66,9 +79,30 @@ class PartOptimizer(torch.optim.Optimizer):
         return state
 
 
+class HalvedOptimizer(PartOptimizer):
+    """An optimizer whose step has two halves, between which norms of whole parameters are computed."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Make the first half, which moves no parameter."""
+
+    @abstractmethod
+    def measured(self) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        """Return (lists of tensors whose norms the second half needs, the parameters to which they belong)."""
+
+    @abstractmethod
+    def finish(self, norms: torch.Tensor) -> None:
+        """Make the second half. norms: [lists, parameters]."""
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of all groups of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of parameters that all have one."""
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def gradient_of(p: torch.Tensor) -> torch.Tensor | None:

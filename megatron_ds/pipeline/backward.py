@@ -10,7 +10,7 @@ Halves of a backward (Qi et al. 2024, arXiv:2401.10241, section 2):
     input half   the gradients of the activations, down to that of the stage's input; a neighbour waits for it
     weight half  the gradients of the parameters; at any later time, micro-batches in their order
 
-While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight
+While the input half runs, each parameter of the stage has a queue in its `grads`. A layer whose weight
 gradient is worth deferring appends (parameter, begin); begin() starts collectives and returns a function that
 computes the gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers
 compute at once (sums for biases and norms) are returned by autograd instead of being accumulated. Either way
@@ -29,9 +29,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..host.autograd_functions import direct_apply
-
-Finish = Callable[[], Tensor | None]
-Begin = Callable[[], Finish]
+from ..mpu.managed_parameter import Finish, Queue, made_grads
 
 
 class Root:
@@ -90,7 +88,7 @@ class _Attach(Function):
         return None, dx, *ctx.gradients
 
 
-def backward_from(tensors: list[Tensor], gradients: list[Tensor]) -> None:
+def backward_from(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """A backward from `tensors`; gradients accumulate in the leaves, in the order of the tensors."""
     with torch.enable_grad():
         root = Root(*tensors)
@@ -102,22 +100,20 @@ class SplitBackward:
     """The halves of the micro-batches of one stage; `modules` are its layers."""
 
     def __init__(self, modules: Sequence[nn.Module]):
-        holders: dict[nn.Parameter, list[int]] = defaultdict(list)
+        holders: dict[Tensor, list[int]] = defaultdict(list)
         for layer, module in enumerate(modules):
-            for p in module.parameters():
-                holders[p].append(layer)
+            for parameter in module.parameters():
+                holders[parameter].append(layer)
         self.num_layers = len(modules)
         self.parameters = list(holders)
         self._layer_of = {
             p: layers[0] for p, layers in holders.items() if len(layers) == 1
         }
         # layer → parameters of which it is the last layer that backward passes
-        self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]
+        self._completed_with: list[list[Tensor]] = [[] for _ in modules]
         for p, layers in holders.items():
             self._completed_with[layers[0]].append(p)
-        self.waiting: dict[
-            int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]
-        ] = {}
+        self.waiting: dict[int, tuple[Queue, dict[Tensor, Tensor]]] = {}
 
     def input_half(
         self, microbatch: int, edge: GradientEdge | None, x: Tensor | None
@@ -128,18 +124,18 @@ class SplitBackward:
         and no input requires a gradient: frozen layers.
         """
         self.waiting[microbatch] = [], {}
-        queue: list[tuple[nn.Parameter, Begin]] = []
+        queue: Queue = []
         wanted = [p for p in self.parameters if p.requires_grad]
         inputs = wanted if x is None else [*wanted, x]
         if edge is None or not inputs:
             return None
         for p in wanted:
-            p.grad_queue = queue
+            made_grads(p).queue = queue
         try:
             found = torch.autograd.grad(edge, inputs, allow_unused=True)
         finally:
             for p in wanted:
-                del p.grad_queue
+                made_grads(p).queue = None
         self.waiting[microbatch] = (
             queue,
             {p: g for p, g in zip(wanted, found) if g is not None},
@@ -173,7 +169,7 @@ class SplitBackward:
     def _complete(
         self,
         layer: int,
-        gradients: dict[nn.Parameter, Tensor],
+        gradients: dict[Tensor, Tensor],
         completed: Callable[[int], None],
     ) -> None:
         mine = [p for p in self._completed_with[layer] if p in gradients]
@@ -183,9 +179,7 @@ class SplitBackward:
         completed(layer)
 
 
-def _begin(
-    queue: list[tuple[nn.Parameter, Begin]],
-) -> tuple[nn.Parameter, Finish] | None:
+def _begin(queue: Queue) -> tuple[Tensor, Finish] | None:
     if not queue:
         return None
     parameter, begin = queue.pop()

@@ -210,6 +210,7 @@ class Executor:
 
     def _in_range(self, handler: Handler, i: Instruction) -> None:
         """Run an instruction in a range that has its name."""
+        assert self.ranges is not None, "`run` chooses this way only with it"
         with self.ranges(str(i)):
             handler(i)
 
@@ -234,6 +235,7 @@ class Executor:
 
     def _device_place(self) -> str:
         """The instruction at which the device is, for messages."""
+        assert self._place is not None, "`_where` asks only with it"
         done, launched, i = self._place.current()
         at = (
             "behind them: at reductions of gradients, their norm, or metrics"
@@ -246,7 +248,7 @@ class Executor:
 
     def _forward(self, i: Instruction) -> None:
         stage = self.stages[i.stage]
-        k = i.microbatch
+        k = i.k
         x = None if stage.is_first else _arrived(self._activations.pop((i.stage, k)))
         output = stage.forward(k, self._microbatches[k], x, self._scale)
         if stage.is_last:
@@ -257,17 +259,18 @@ class Executor:
 
     def _backward(self, i: Instruction) -> None:
         stage = self.stages[i.stage]
-        k = i.microbatch
+        k = i.k
         backward = stage.backward if i.op is Op.B else stage.backward_input
         # No local variable holds the gradient of the output, which the backward may free.
         grad = backward(
             k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k)))
         )
         if not stage.is_first:
+            assert grad is not None, "only the first stage returns none"
             self._gradients[i.stage - 1, k] = grad.contiguous()
 
     def _backward_weights(self, i: Instruction) -> None:
-        self.stages[i.stage].backward_weights(i.microbatch)
+        self.stages[i.stage].backward_weights(i.k)
 
     def _send(self, i: Instruction) -> None:
         kind, tensors, to = (
@@ -275,7 +278,8 @@ class Executor:
             if i.op is Op.SEND_ACT
             else ("grad", self._gradients, i.stage - 1)
         )
-        self.channels.send(kind, self.stage_rank(to), tensors.pop((to, i.microbatch)))
+        tensor = _arrived(tensors.pop((to, i.microbatch)))
+        self.channels.send(kind, self.stage_rank(to), tensor)
 
     def _receive(self, i: Instruction) -> None:
         kind, tensors, source = (
@@ -286,14 +290,14 @@ class Executor:
         tensors[i.stage, i.microbatch] = self.channels.recv(
             kind,
             self.stage_rank(source),
-            self._shapes[i.microbatch],
+            self._shapes[i.k],
             self.dtype,
             self.device,
         )
 
     def _check(self, i: Instruction, output: Tensor) -> None:
         """Raise CommunicationError unless `output` has the shape and dtype that the next stage expects."""
-        expected = self._shapes[i.microbatch]
+        expected = self._shapes[i.k]
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
             raise CommunicationError(
@@ -354,7 +358,7 @@ class Executor:
 
 def program_length(program: Program) -> int:
     """Number of micro-batches that a program computes."""
-    return 1 + max((i.microbatch for i in program if i.op is Op.F), default=-1)
+    return 1 + max((i.k for i in program if i.op is Op.F), default=-1)
 
 
 def _described(i: Instruction) -> str:

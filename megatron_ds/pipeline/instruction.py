@@ -43,6 +43,12 @@ class Instruction(NamedTuple):
     stage: int
     microbatch: int | None = None
 
+    @property
+    def k(self) -> int:
+        """The micro-batch, of a computation or a transfer."""
+        assert self.microbatch is not None, f"{self} is of a whole stage"
+        return self.microbatch
+
     def __str__(self) -> str:
         return f"{self.op}{'' if self.microbatch is None else self.microbatch}@{self.stage}"
 

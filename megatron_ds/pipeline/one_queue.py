@@ -124,6 +124,7 @@ def _run(queue: Sequence[Item], head: int, missing: dict[Instruction, int]) -> i
 def _text(item: Item) -> str:
     at = "the end of the step" if item.instruction is None else str(item.instruction)
     message = item.needs
+    assert message is not None, "an entry that needs nothing is not blocked"
     if message == TIES:
         return f"{at}, which waits for the other ranks"
     kind = "activation" if message.op is Op.RECV_ACT else "gradient"

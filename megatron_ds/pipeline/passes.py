@@ -48,7 +48,6 @@ from .instruction import (
     Schedule,
     stage_ranks,
 )
-from .simulate import run_clocks
 
 # Order at one time.
 FIRST, SENDING, LAST, COMPUTING = range(4)
@@ -91,6 +90,11 @@ def add_transfers(schedule: Schedule, num_stages: int) -> Schedule:
             f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
             f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule."
         )
+    if len(schedule) == 1:
+        return schedule
+    # The simulator is loaded by runs with several pipeline ranks.
+    from .simulate import run_clocks
+
     starts, ends = run_clocks(schedule)
     timed = [
         [((start, COMPUTING), i) for start, i in zip(its_starts, program)]
@@ -131,9 +135,10 @@ def _posts(
 ) -> list[Moment]:
     """When the receives of a lane are posted. program, starts: of the rank that receives."""
     use_of = _uses(program)
-    uses = [use_of.get(m.receive) for m in messages]
-    if None in uses:
-        raise _never_used(messages[uses.index(None)].receive)
+    for message in messages:
+        if message.receive not in use_of:
+            raise _never_used(message.receive)
+    uses = [use_of[message.receive] for message in messages]
     posts = []
     for n, (message, use) in enumerate(zip(messages, uses)):
         post = (message.made, FIRST)
@@ -252,9 +257,8 @@ def _one_ahead(program: Program) -> Program:
 def _with_reduces(program: Program, reduce_each: bool) -> Program:
     completing = [at for at, i in enumerate(program) if i.op in (Op.B, Op.W)]
     if not reduce_each:
-        completing = {
-            program[at].stage: at for at in completing
-        }.values()  # the last of each stage wins
+        # The last of each stage wins.
+        completing = [*{program[at].stage: at for at in completing}.values()]
     reduce_before = set(completing)
     result = []
     for at, i in enumerate(program):

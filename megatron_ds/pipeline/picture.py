@@ -134,7 +134,7 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
     boxes: list[TimeBar] = []
     labels: list[Label] = []
     # Panels, then the axis and the legend below them.
-    y = TOP
+    y: float = TOP
     for panel in panels:
         labels.append(Label(LEFT, y + 14, panel.title, size=13, bold=True))
         y = _rows(panel.timeline, y + TITLE, scale, boxes, labels)
@@ -321,7 +321,7 @@ def _legend(
     present = [op for op in MEANINGS if op in ops]
     entries = [(COLOURS[op][0], MEANINGS[op]) for op in present]
     entries.append((IDLE, "idle"))
-    x = LEFT
+    x: float = LEFT
     for colour, meaning in entries:
         boxes.append(TimeBar(x, y + 6, 14, 12, colour))
         labels.append(Label(x + 20, y + 16, meaning))

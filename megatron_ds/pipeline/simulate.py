@@ -237,11 +237,11 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
                 clock = end
             its_ends.append(clock)
             # Ranks that waited for it continue.
-            number = numbers.of(i)
-            if number is not None:
-                done[number] = end
-                if number in waiting:
-                    ready += waiting.pop(number)
+            its_number = numbers.of(i)
+            if its_number is not None:
+                done[its_number] = end
+                if its_number in waiting:
+                    ready += waiting.pop(its_number)
     _check_finished(schedule, ends, needs, numbers, done)
     return starts, ends
 
@@ -301,6 +301,7 @@ class _Numbers:
         if op in RECEIVES:
             return self.before[i]
         # This micro-batch at this stage; ± m: at its neighbours.
+        assert i.microbatch is not None, "computations and transfers have one"
         here = i.stage * m + i.microbatch
         # F needs the activation of the stage before; W the other half of its backward.
         if op is Op.F:
@@ -360,7 +361,7 @@ def _check_finished(
     ]
     if not unfinished:
         return
-    place = {}
+    place: dict[Instruction, tuple[int, int]] = {}
     for rank, program in enumerate(schedule):
         place |= {i: (rank, at) for at, i in enumerate(program)}
     # For each rank that is blocked: its instruction, and those that it waits for.

@@ -218,8 +218,10 @@ class Stage:
 
     def _cross(self, i: int, grad: Tensor) -> None:
         """Backward has gone from module i + 1 to module i."""
-        self.hooks.leave(i + 1, True)
-        self.hooks.enter(i, True)
+        if self.hooks.leave is not None:
+            self.hooks.leave(i + 1, True)
+        if self.hooks.enter is not None:
+            self.hooks.enter(i, True)
         self._entered = i
 
     @contextmanager

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,7 +28,9 @@ from ..errors import DataError
 from ..host.regular_file import read_text, write_text
 from ..mpu.host_reads import wait_until
 from .instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
-from .simulate import Cost, Simulation
+
+if TYPE_CHECKING:
+    from .simulate import Cost, Simulation
 
 Entry = tuple[Instruction, float, float]  # instruction, start, end; in seconds
 THREADS = ("computations", "transfers", "reductions")
@@ -127,7 +130,7 @@ def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[En
     return [{rank: steps[n] for rank, steps in per_rank.items()} for n in range(number)]
 
 
-def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[Entry]]:
+def timelines_of(simulation: "Simulation", unit: float = 1.0) -> dict[int, list[Entry]]:
     """A simulation as timelines; unit: seconds of its unit of time."""
     ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
     return {
@@ -136,9 +139,12 @@ def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[En
     }
 
 
-def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
+def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> "Simulation":
     """Timelines as a `Simulation`, for its bubble and pictures. Time is 0 at the first start."""
     everything = chain.from_iterable(timelines.values())
+    # Loaded by programs that draw or simulate.
+    from .simulate import Simulation
+
     begin = min((start for _, start, _ in everything), default=0.0)
     ranks = [timelines[rank] for rank in sorted(timelines)]
     return Simulation(
@@ -148,7 +154,7 @@ def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
     )
 
 
-def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
+def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> "Cost":
     """A cost function for the simulator: the median time of a computation at its stage, over micro-batches.
 
     Transfers and operations that were not recorded take no time; B and I + W are derived from one another.

@@ -173,9 +173,9 @@ def _messages(
                     f"{num_stages}: stages 0 to {num_stages - 1}. Remove it."
                 )
             if i.op in RECEIVES:
-                channels[home[peer], rank, kind].append((i.stage, i.microbatch))
+                channels[home[peer], rank, kind].append((i.stage, i.k))
             else:
-                channels[rank, home[peer], kind].append((peer, i.microbatch))
+                channels[rank, home[peer], kind].append((peer, i.k))
     return channels
 
 

@@ -41,6 +41,7 @@ from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
+from ..mpu.managed_parameter import TensorAccumulator, made_grads
 from ..mpu.mesh import Mesh
 from ..ops.kernel_table import selected
 from ..ops.widened_products import WORKSPACE
@@ -113,7 +114,7 @@ def fake_stages(
     """
     with without_memory(device, config.train.kernels) as where:
         runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
-        stages = []
+        stages: list[FakeStage] = []
         for pp_rank in range(plan.shape.size):
             stages += runner.stages_of(pp_rank)
     return sorted(stages, key=lambda stage: stage.index)
@@ -225,14 +226,15 @@ class StageRunner:
                 tuple(type(module) for module in modules.modules()),
                 tuple((tuple(p.shape), count) for p, count in uses.items()),
             )
-            run = None
+            known = None
             if sort in self.runs and pp_rank != self.mesh.coordinate("pp"):
-                run = _of_other_layers(*self.runs[sort], layers[index])
-            runs = run is None
-            if runs:
-                run = self._run(index, layers[index], modules)
+                known = _of_other_layers(*self.runs[sort], layers[index])
+            run = known or self._run(index, layers[index], modules)
+            if known is None:
                 self.runs[sort] = run, layers[index]
-            yield FakeStage(index, tuple(layers[index]), modules, uses, run, runs)
+            yield FakeStage(
+                index, tuple(layers[index]), modules, uses, run, known is None
+            )
 
     def _run(
         self, index: int, layers: Sequence[Layer], modules: nn.ModuleList
@@ -277,8 +279,8 @@ class StageRunner:
         stage = self._stage(index, modules)
         gradients = DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
-            p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
-            p.grad_ready = lambda: None  # no optimizer manages it
+            total = torch.empty(p.shape, dtype=gradients, device=self.device)
+            made_grads(p).accumulator = TensorAccumulator(total)
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
             # The first forward allocates what a rank has once.
             self._forward(stage, planned_batch(self.config, self.device))
@@ -294,13 +296,13 @@ class StageRunner:
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
         """Recomputing blocks and the others are different sorts; two blocks whose inputs wait in host memory."""
-        chosen = {}
+        chosen: dict[tuple, Layer] = {}
         blocks = 0
         for layer in layers:
             most = layer.recompute.num_layers
             recomputes = layer.is_block and (most is None or blocks < most)
             blocks += layer.is_block
-            place = layer.sort, recomputes
+            place: tuple = (layer.sort, recomputes)
             if place in chosen and recomputes and layer.recompute.offload:
                 place = *place, "another"
             chosen.setdefault(
@@ -350,6 +352,7 @@ class StageRunner:
         else:
             gradient = stage.backward(0, between)
         if not stage.is_first:
+            assert gradient is not None  # of the input, which another stage has sent
             _check(
                 f"the backward of stage {stage.index} returns",
                 gradient,
@@ -402,8 +405,10 @@ class LiveBytes(DispatchMode):
         if function is DEVICE_OF:  # most of all that is dispatched
             return function(*args)
         kwargs = kwargs or {}
-        given = _tensors((args, tuple(kwargs.values())))
-        given = {tensor.untyped_storage()._cdata for tensor in given}
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in _tensors((args, tuple(kwargs.values())))
+        }
         result = function(*args, **kwargs)
         new = [tensor.untyped_storage() for tensor in _tensors(result)]
         new = [storage for storage in new if storage._cdata not in given]

@@ -1,5 +1,4 @@
-"""Model FLOPs by Megatron's formula, their fraction of the device's peak (MFU), and the savings of
-random-LTD.
+"""Model FLOPs by Megatron's formula, and their fraction of the device's peak (MFU).
 
 Matrix multiplications of forward and backward count (backward costs twice the forward), causal attention with
 half its full matrix, and recomputation not at all: these are the FLOPs of the *model*, not of an
@@ -8,22 +7,16 @@ dropped tokens nor the empty rows of padded experts change the number. Each laye
 formula (`models.Layer.flops`).
 """
 
-import itertools
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 
 from ..config import RunConfig
-from ..config.options.adapter_choice import Adapters
 from ..config.options.model import ModelConfig
-from ..config.training_schedule import make_batch_size
-from ..models import Layer
+from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
-from ..progress.token_drop import TokenDrop
 from .run_model import model_layers
-from .training_length import planned_steps
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets: (16-bit, fp32 without TF32).
 DEVICE_PEAKS = {
@@ -46,100 +39,42 @@ DEVICE_PEAKS = {
 }
 
 
-NO_ADAPTERS = Adapters()
-
-
 @cache
-def layers_of(
-    model: ModelConfig, adapters: Adapters = NO_ADAPTERS
-) -> tuple[Layer, ...]:
+def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     """The layers of a model on a single rank, not built."""
-    return tuple(model_layers(model, adapters, ParallelContext()))
+    return tuple(MODELS[model.model](model, ParallelContext()))
+
+
+def layers_of_run(config: RunConfig) -> tuple[Layer, ...]:
+    """Return the layers of a run on a single rank, not built, with what features make of them."""
+    return tuple(model_layers(config, ParallelContext()))
 
 
 def model_flops(
-    model: ModelConfig,
+    layers: Iterable[Layer],
     samples: int,
     seq_length: int,
     vocab_size: int,
-    dropping: tuple[int, ...] = (),
-    kept: int = 0,
-    adapters: Adapters = NO_ADAPTERS,
+    kept: int | None = None,
 ) -> float:
     """FLOPs of one optimizer step over `samples` sequences. vocab_size: rows of the padded vocabulary.
 
-    dropping: numbers of the blocks that see only `kept` tokens of each sequence
-    adapters: what is trained in place of the model's weights, if they are on
+    kept: tokens of each sequence that the layers see which drop some; None: all
     """
+    counts: dict[str, int] = {}
+    one: dict[str, Layer] = {}
+    for layer in layers:
+        one.setdefault(layer.sort, layer)
+        counts[layer.sort] = counts.get(layer.sort, 0) + 1
     return samples * sum(
-        count * layer.flops(kept if drops else seq_length, vocab_size).total
-        for layer, drops, count in _one_of_each_kind(model, adapters, dropping)
+        counts[sort] * layer.flops(tokens_of(layer, seq_length, kept), vocab_size).total
+        for sort, layer in one.items()
     )
 
 
-@cache
-def _one_of_each_kind(
-    model: ModelConfig, adapters: Adapters, dropping: tuple[int, ...]
-) -> tuple[tuple[Layer, bool, int], ...]:
-    """(a layer, whether it drops tokens, number of such layers) for each kind."""
-    layers = {}
-    blocks = itertools.count()
-    kinds = Counter()
-    for layer in layers_of(model, adapters):
-        kind = layer.kind, layer.is_block and next(blocks) in dropping
-        layers.setdefault(kind, layer)
-        kinds[kind] += 1
-    return tuple((layers[kind], kind[1], count) for kind, count in kinds.items())
-
-
-@dataclass(frozen=True)
-class TokenDropSavings:
-    """What random-LTD saves over a whole run.
-
-    first, last              tokens that a dropping block keeps of a sequence in the first and the last step
-    layer_tokens             tokens that blocks process over the run
-    token_share, flop_share  ratio to a run that drops nothing
-    """
-
-    first: int
-    last: int
-    layer_tokens: int
-    token_share: float
-    flop_share: float
-
-
-def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
-    """Counted step by step, as the batch size and the kept tokens change."""
-    model = config.model
-    length = config.model.seq_length
-    batch_size = make_batch_size(config)
-    vocab = config.padded_vocab_size
-    # Steps that keep equally many tokens are counted together.
-    samples_at = Counter()  # kept tokens → samples of such steps
-    samples = 0
-    steps = planned_steps(config)
-    for step in range(steps):
-        size = batch_size.at(samples)
-        samples_at[drop.kept_at(step, length)] += size
-        samples += size
-    # Tokens and FLOPs of all steps, as shares of those without dropping.
-    dropping = len(drop.blocks)
-    adapters = config.adapters
-    flops = sum(
-        model_flops(model, n, length, vocab, drop.blocks, kept, adapters)
-        for kept, n in samples_at.items()
-    )
-    tokens = sum(
-        n * (dropping * kept + (drop.num_blocks - dropping) * length)
-        for kept, n in samples_at.items()
-    )
-    return TokenDropSavings(
-        drop.kept_at(0, length),
-        drop.kept_at(max(0, steps - 1), length),
-        tokens,
-        tokens / max(1, samples * drop.num_blocks * length),
-        flops / max(1.0, model_flops(model, samples, length, vocab, adapters=adapters)),
-    )
+def tokens_of(layer: Layer, seq_length: int, kept: int | None) -> int:
+    """Return the tokens of a sequence that a layer sees; kept: as of `model_flops`."""
+    return seq_length if kept is None or not layer.drops_tokens else kept
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

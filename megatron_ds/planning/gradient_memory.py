@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..mpu.managed_parameter import spec_of
 from ..zero.exchange import UNDER_WAY
 from ..zero.set_plan import SetPlan
 from ..zero.settings import ZeroSettings
@@ -59,7 +60,7 @@ def fillings_of(
             sizes = [sum(sizes[first:last]) for _, first, last in plan.units]
         longest = max(sizes, default=0)
         is_cut = not plan.units and settings.overlap
-        may_lack = any("ep" in p.spec.distinct_over for p in members)
+        may_lack = any("ep" in spec_of(p).distinct_over for p in members)
         # Buckets that are reduced as they fill have buffers of one length; the others are kept for a backward.
         evenly = is_cut and plan.policy.parameter is None and not may_lack
         at_once = min(len(sizes), OF_A_LAYER + any(p in used_twice for p in members))

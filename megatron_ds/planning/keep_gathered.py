@@ -19,9 +19,6 @@ import torch
 from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
-from ..pipeline.simulate import Simulation
-from .fake_stages import own_stages
-from .rank_plan import data_groups, plan_rank
 from .run_plan import RunPlan, microbatches_of, plan_schedule
 
 RESERVE = 10  # a tenth of the memory stays free: for allocators, libraries and what plans do not count
@@ -104,6 +101,11 @@ def keep_gathered_text(decision: KeepGathered) -> str:
 
 def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryBudget:
     """The plan of a step in which the stages of this rank stay gathered."""
+    # Loaded by runs whose memory decides.
+    from ..pipeline.simulate import Simulation
+    from .fake_stages import own_stages
+    from .rank_plan import data_groups, plan_rank
+
     count = microbatches_of(config)
     schedule = plan_schedule(config, count, True, run.stage_costs())
     position = mesh.coordinate("pp")

@@ -1,6 +1,5 @@
 """A table of the layers of a model: parameters, and FLOPs of the forward of a step."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +7,8 @@ import torch
 from ..config import RunConfig
 from ..models import Layer
 from ..mpu.context import ParallelContext
+from ..mpu.managed_parameter import spec_of
+from .flops import tokens_of
 from .run_model import model_layers
 
 
@@ -33,35 +34,30 @@ def layer_rows(
     config: RunConfig,
     samples: int,
     length: int,
-    dropping: Sequence[int] = (),
-    kept: int = 0,
+    kept: int | None = None,
     *,
     each: bool = False,
 ) -> list[LayerRow]:
     """The rows for a step over `samples` sequences of `length` tokens, in the order of the model.
 
-    dropping: numbers of the blocks that see only `kept` tokens of each sequence
+    kept: tokens of each sequence that the layers see which drop some; None: all
     each: a row for each layer; else for each kind
     """
-    model = config.model
     vocab = config.padded_vocab_size
     # Layers are described only: no weights are allocated.
     ctx = ParallelContext(device=torch.device("meta"))
-    layers = model_layers(model, config.adapters, ctx)
+    layers = model_layers(config, ctx)
     rows: dict[str, LayerRow] = {}
-    blocks = 0
     sizes: dict[str, int] = {}
     # Layers of one name, which is that of the kind unless `each`, share a row.
     for layer in layers:
-        drops = layer.is_block and blocks in dropping
-        blocks += layer.is_block
         if layer.kind not in sizes:
             sizes[layer.kind] = _parameters(layer)
-        flops = layer.flops(kept if drops else length, vocab)
+        flops = layer.flops(tokens_of(layer, length, kept), vocab)
         again = _recomputed(
             config, layer, flops.forward, flops.scores / 3, layer is layers[-1]
         )
-        name = layer.name if each else _kind_name(layer, drops)
+        name = layer.name if each else _kind_name(layer)
         row = LayerRow(
             name,
             1,
@@ -73,13 +69,15 @@ def layer_rows(
     return list(rows.values())
 
 
-def _kind_name(layer: Layer, drops: bool) -> str:
+def _kind_name(layer: Layer) -> str:
     name = layer.noun or layer.kind
-    return f"{name} (drops tokens)" if drops else name
+    return f"{name} (drops tokens)" if layer.drops_tokens else name
 
 
 def _parameters(layer: Layer) -> int:
-    return sum(p.spec.numel for p in layer.make().parameters() if not p.spec.tied_copy)
+    return sum(
+        spec_of(p).numel for p in layer.make().parameters() if not spec_of(p).tied_copy
+    )
 
 
 def _recomputed(

@@ -18,6 +18,7 @@ from ..moe.balance import balances_of
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.group import Group, Traffic, solo
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, Matrices, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.executor import program_length
@@ -70,8 +71,8 @@ class RankPlan:
     gathered    the part of `buffers` that holds gathered layers
     copied      host memory for the state that --async-save writes, at most: each of the ranks that hold the
                 same content writes a part of it
-    teacher     weights and predictions of a teacher, which are held for the whole step; teacher_at_work: most of what
-                its forward needs besides, before the student's
+    beside      what the objective holds beside the model for the whole step, such as a second model; before: most of
+                what it needs for a time, before the forward of the model
     is_host     the device is the host's processor, so that `copied` is in `peak`
     """
 
@@ -91,16 +92,16 @@ class RankPlan:
     in_update: int = 0
     gathered: int = 0
     copied: int = 0
-    teacher: int = 0
-    teacher_at_work: int = 0
+    beside: int = 0
+    before: int = 0
     is_host: bool = False
 
     @property
     def peak(self) -> int:
         """Estimate of the maximum on the device. During the update there are no activations."""
-        at_most = max(self.kept + self.at_work, self.in_update, self.teacher_at_work)
+        at_most = max(self.kept + self.at_work, self.in_update, self.before)
         at_most += self.copied if self.is_host else 0
-        held = self.state.total - sum(self.away.values()) + self.teacher
+        held = self.state.total - sum(self.away.values()) + self.beside
         return held + self.buffers + at_most
 
 
@@ -156,7 +157,7 @@ def plan_rank(
     # The sets that `ZeroOptimizer` makes of the parameters.
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings = ZeroSettings.from_config(config)
-    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
+    use = ParameterUse.of_stages({stage.index: list(stage.modules) for stage in stages})
     plans = plan_parameters(parameters, settings, groups, use)
     # Bytes of their state, and where it is.
     sizes = _element_bytes(config, settings, parameters)
@@ -180,7 +181,7 @@ def plan_rank(
         config, settings, plans, parameters, use, groups, microbatches
     )
     buffers += messages_held * message
-    of_experts = [p for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES]
+    of_experts = [p for p in parameters if spec_of(p).reduced_over == EXPERT_DATA_AXES]
     return RankPlan(
         rank=rank,
         stages=tuple(stage.index for stage in stages),
@@ -232,7 +233,7 @@ def _element_bytes(
     config: RunConfig, settings: ZeroSettings, parameters: Sequence[nn.Parameter]
 ) -> ElementBytes:
     """Bytes of an element of each kind of state."""
-    specs = {p.spec.name: p.spec for p in parameters}
+    specs = {spec_of(p).name: spec_of(p) for p in parameters}
     return ElementBytes(
         DTYPES[config.optimizer.params_dtype].itemsize,
         settings.grad_dtype.itemsize,
@@ -337,7 +338,7 @@ def _norms_sent(
         norm_entries(plans, parameters, settings, groups), groups, torch.device("cpu")
     )
     for optimizer in dict.fromkeys(
-        g.optimizer for g in settings.param_groups if g.needs_norms
+        g.optimizer for g in settings.param_groups if g.traits.needs_norms
     ):
         yield from norms.sent(_tried(optimizer)[1])
         yield from settings.update_rule.norm_messages(norms)
@@ -359,7 +360,7 @@ def gathers_of(
         for plan, its_units in zip(plans, units)
     )
     if not by_parameter:
-        return units, 0
+        return [[0] * len(its_units) for its_units in units], 0
     prefetch = config.zero.prefetch_bucket_size
     gatherings = {
         stage: gathering_over(use, stage, by_parameter, prefetch)

@@ -3,24 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.options.adapter_choice import Adapters
-from ..config.options.model import ModelConfig
-from ..config.training_schedule import make_token_drop
 from ..data.kind import DataKind
-from ..features import Provided, features
+from ..features import layer_changes
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext, Recompute, SequenceSlice
 from ..mpu.mesh import Mesh
 from .training_length import planned_steps
-
-ADAPTED_LAYERS: Provided[Any] = Provided("adapted layers")
-TOKEN_DROPPING_LAYERS: Provided[Any] = Provided("token dropping layers")
 
 # dtypes by their names in the configuration.
 DTYPES = {
@@ -69,28 +62,19 @@ def describe_layers(
             encoded: a rank holds shards or codes only and must never hold the whole model
     """
     ctx = parallel_context(config, mesh)
-    drop = make_token_drop(config)
     if device is None:
-        is_late = config.zero.stage == 3 or config.adapters.base_bits
+        added = config.added_weights
+        is_late = config.zero.stage == 3 or added is not None and added.frozen_bits
         device = torch.device("meta") if is_late else mesh.device
-    ctx = replace(ctx, device=device)
-    layers = model_layers(config.model, config.adapters, ctx)
-    if drop is not None:
-        layers = TOKEN_DROPPING_LAYERS.find()(layers, drop.blocks, ctx)
-    for feature in features():
-        if feature.layers is not None:
-            layers = feature.layers(layers, config, ctx)
+    return model_layers(config, replace(ctx, device=device))
+
+
+def model_layers(config: RunConfig, ctx: ParallelContext) -> list[Layer]:
+    """The layers of a run, not built, with what features make of them."""
+    layers = MODELS[config.model.model](config.model, ctx)
+    for change in layer_changes():
+        layers = change(layers, config, ctx)
     return layers
-
-
-def model_layers(
-    model: ModelConfig, adapters: Adapters, ctx: ParallelContext
-) -> list[Layer]:
-    """The layers of a model, not built, with the adapters that a run adds to them."""
-    layers = MODELS[model.model](model, ctx)
-    if not adapters.is_on:
-        return layers
-    return ADAPTED_LAYERS.find()(layers, adapters, model, ctx)
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:
@@ -120,12 +104,12 @@ def blank_batch(
     device: torch.device | str,
     step: int | None = None,
 ) -> Batch:
-    """A full micro-batch without values, for plans and timings. step: of token dropping, if any."""
+    """Return a full micro-batch without values, for plans and timings. step: by which blocks keep tokens, if any."""
     blank = data_kind(config).blank
     batch = blank(config.train.micro_batch_size, config.model.seq_length, device)
-    return batch.keeping(None if step is None else make_token_drop(config), step).cut(
-        part
-    )
+    if step is not None:
+        batch = batch.keeping(config.kept_tokens, step)
+    return batch.cut(part)
 
 
 def planned_batch(config: RunConfig, device: torch.device) -> Batch:

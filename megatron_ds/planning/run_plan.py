@@ -17,6 +17,7 @@ from ..config.training_schedule import make_batch_size
 from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
+from ..mpu.managed_parameter import spec_of
 from ..optim import OPTIMIZERS
 from ..pipeline import passes
 from ..pipeline.instruction import Op, Program, Schedule, StageCosts
@@ -230,6 +231,7 @@ def _schedule_options(config: RunConfig) -> dict[str, object]:
 def microbatches_of(config: RunConfig) -> int:
     """Micro-batches of a full batch on each data-parallel rank."""
     train = config.train
+    assert train.global_batch_size is not None  # after parsing
     return max(
         1,
         train.global_batch_size // config.data_parallel_size // train.micro_batch_size,
@@ -303,18 +305,22 @@ def optimizer_problems(config: RunConfig) -> list[str]:
 
 def _group_problems(config: RunConfig) -> Iterator[str]:
     """Parameter groups that do not fit the parameters of the model."""
-    model = config.model
     # The tokenizer is read later; names do not depend on it.
-    if model.vocab_size is None:
-        model = replace(model, vocab_size=1)
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=1))
     ctx = ParallelContext(device=torch.device("meta"))
-    layers = model_layers(model, config.adapters, ctx)
-    specs = {p.spec.name: p.spec for layer in layers for p in layer.make().parameters()}
+    layers = model_layers(config, ctx)
+    specs = {
+        spec_of(p).name: spec_of(p)
+        for layer in layers
+        for p in layer.make().parameters()
+    }
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))
     for rule in rules:
-        needs = rule.optimizer is not None and getattr(
-            OPTIMIZERS[rule.optimizer], "needs_matrices", False
+        needs = (
+            rule.optimizer is not None
+            and OPTIMIZERS.declared(rule.optimizer).traits.needs_matrices
         )
         others = [
             name

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..config.training_schedule import make_batch_size, make_token_drop, token_count
+from ..config.training_schedule import make_batch_size, token_count
 from ..progress.ramps import BatchSize, Progress, TokenCount, count_steps
 
 START = Progress()
@@ -79,10 +79,11 @@ class TrainingLength:
             alike = min(most - steps, _steps_within(self.batch_size.until(n) - n, size))
             if left < math.inf:
                 alike = min(alike, -(-left // of_step)) if self.is_settled(step) else 1
-            steps = steps + alike
-            n = n + alike * size
-            left = left - alike * of_step
-        return int(steps), int(n - progress.samples)
+            advanced = int(alike)
+            steps = steps + advanced
+            n = n + advanced * size
+            left = left - advanced * of_step
+        return steps, n - progress.samples
 
 
 def _steps_within(samples: float, size: int) -> float:
@@ -95,21 +96,21 @@ def make_length(
     """The length that a configuration describes. batch_size: by default `make_batch_size(config)`."""
     model = config.model
     train = config.train
-    drop = make_token_drop(config)
+    kept = config.kept_tokens
     full = config.model.seq_length
-    lengths = config.curriculum.lengths(full)
+    lengths = config.sequence_lengths
 
-    # Tokens of a sample change with the curriculum and with dropped tokens.
+    # Tokens of a sample change with the lengths of sequences and with the tokens that blocks keep.
     def tokens_at(step: int) -> int:
         length = full if lengths is None else min(full, lengths.at(step + 1))
         rows = 1 if lengths is None else lengths.rows(full, length)
         return rows * (
-            drop.layer_tokens(step, length) if drop else model.num_layers * length
+            kept.layer_tokens(step, length) if kept else model.num_layers * length
         )
 
     # Once both have reached their final values, the remaining steps are equal.
     def is_settled(step: int) -> bool:
-        if drop is not None and drop.kept_at(step) != drop.kept.maximum:
+        if kept is not None and kept.kept_at(step) != kept.kept.maximum:
             return False
         return lengths is None or lengths.is_settled(step + 1)
 

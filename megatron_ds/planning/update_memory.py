@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from ..mpu.managed_parameter import spec_of
 from ..optim import group_of
 from ..zero.data_groups import DataGroups
 from ..zero.set_plan import SetPlan
@@ -35,7 +36,7 @@ def bytes_of_update(
 
     parameters: to which the indices in the plans refer. device: planned, "cpu" or "cuda"
     """
-    chosen = [group for group in settings.param_groups if group.needs_matrices]
+    chosen = [group for group in settings.param_groups if group.traits.needs_matrices]
     if not chosen:
         return 0
     with without_memory(device) as where:
@@ -66,9 +67,9 @@ def _leaves(
         )
         for piece in () if plan.frozen else pieces:
             p = parameters[plan.members[piece.slot]]
-            if group_of(p.spec, settings.param_groups).needs_matrices:
+            if group_of(spec_of(p), settings.param_groups).traits.needs_matrices:
                 master = torch.zeros(piece.padded_numel, device=device)
                 grad = torch.zeros(
                     piece.padded_numel, dtype=settings.grad_dtype, device=device
                 )
-                yield make_leaf(p.spec, piece, master, grad)
+                yield make_leaf(spec_of(p), piece, master, grad)

@@ -6,13 +6,13 @@ from functools import cached_property
 from typing import Any
 
 from ..config import RunConfig, Source
-from ..config.training_schedule import make_token_drop
 from ..data.tokenizers import build_tokenizer
 from ..errors import ConfigError, DataError
 from ..models import Layer
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.group import RING_FACTOR
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
 from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
@@ -72,11 +72,11 @@ class WorldPlan:
             len(self.metrics),
             self.device,
         )
-        return plan if self.teacher is None else self.teacher.added_to(plan)
+        return plan if self.objective is None else self.objective.added_to(plan)
 
     @cached_property
-    def teacher(self) -> Any | None:
-        """The plan of the model that the run learns from; None without one."""
+    def objective(self) -> Any | None:
+        """The plan of what the objective needs besides the model; None if it needs nothing."""
         objective = self.config.objective
         if objective is None or objective.plan is None:
             return None
@@ -114,9 +114,9 @@ class WorldPlan:
     @cached_property
     def specs(self) -> tuple[ParamSpec, ...]:
         """The logical tensors of the model, tied ones once."""
-        by_name = {}
+        by_name: dict[str, ParamSpec] = {}
         for stage in self.stages:
-            by_name |= {p.spec.name: p.spec for p in stage.parameters}
+            by_name |= {spec_of(p).name: spec_of(p) for p in stage.parameters}
         return tuple(by_name.values())
 
     @property
@@ -187,8 +187,8 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
     """FLOPs that recomputation adds to the backward of one sequence, for a stage with these layers."""
     train = config.train
     length = config.model.seq_length
-    drop = make_token_drop(config)
-    kept = drop.kept_at(last_step(config), length) if drop else 0
+    dropping = config.kept_tokens
+    kept = dropping.kept_at(last_step(config), length) if dropping else 0
     blocks = [
         layer.flops(kept if layer.drops_tokens else length, 0)
         for layer in layers

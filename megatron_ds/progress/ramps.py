@@ -74,10 +74,10 @@ def scheduled_samples(progress: Progress) -> int:
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Consumed tokens, as Megatron-DeepSpeed counts them: those that were trained on, and with random-LTD the
-    mean over the layers of the tokens that each layer processed.
+    """Consumed tokens, as Megatron-DeepSpeed counts them: those that were trained on, and where blocks process
+    a part of them the mean over the layers of the tokens that each layer processed.
 
-    layers: number of layers with random-LTD, else None. Tokens of skipped steps count. Megatron-DeepSpeed
+    layers: their number, where there are such blocks, else None. Tokens of skipped steps count. Megatron-DeepSpeed
     leaves out the tokens of the last step; here they count, as samples do.
     """
 
@@ -289,7 +289,7 @@ def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
     steps = 0
     n = consumed
     while n + (size := batch_size.at(n)) <= samples:
-        end = min(batch_size.until(n), samples)
+        end = int(min(batch_size.until(n), samples))
         alike = min(-((n - end) // size), (samples - n) // size)  # steps of this size
         steps = steps + alike
         n = n + alike * size

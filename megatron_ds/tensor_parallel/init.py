@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import Coordinates, ParamSpec
 from ..ops.keyed_random import generator_of
 
@@ -30,7 +31,7 @@ def initialize(
     # Each parameter is one interval.
     for parameter in parameters:
         flat = parameter.detach().view(-1)
-        initialize_interval(flat, parameter.spec, 0, seed, coordinates)
+        initialize_interval(flat, spec_of(parameter), 0, seed, coordinates)
 
 
 @torch.no_grad()
@@ -114,7 +115,7 @@ class _Blocks:
     def __init__(self, spec: ParamSpec, seed: int):
         self.spec = spec
         self.seed = seed
-        self.last: tuple[int, torch.Tensor | None] = (-1, None)
+        self.last = (-1, torch.empty(0))
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """`count` rows of dimension 0 of the logical tensor."""

@@ -28,11 +28,11 @@ from ..host.autograd_functions import differentiable_once, direct_apply
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
+from ..mpu.managed_parameter import ManagedParameter, is_accumulated
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.kernel_table import CHOICES
 from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
 from .weight_grad import (
-    ADDS,
     Finish,
     add_gradient,
     linear_gradient,
@@ -196,7 +196,7 @@ class ReplicatedLinear(nn.Module):
     ):
         """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence.
 
-        matrices: of `ParamSpec`, for the layer of an adapter
+        matrices: of `ParamSpec`, for a layer beside another one
         """
         super().__init__()
         weight = ParamSpec(
@@ -224,7 +224,7 @@ class ReplicatedLinear(nn.Module):
         return _apply(_ColumnLinear, x, self.weight, self.bias, self.call)
 
 
-def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
+def new_shard(spec: ParamSpec, ctx: ParallelContext) -> ManagedParameter:
     """This rank's shard of a parameter, uninitialized."""
     sizes = {split.axis: ctx.group(split.axis).size for split in spec.splits}
     return new_parameter(spec, sizes=sizes, dtype=ctx.dtype, device=ctx.device)
@@ -252,7 +252,7 @@ def _apply(
     parameters = weight, bias
     if torch.compiler.is_dynamo_compiling():
         call = LinearCall(call.group, call.sequence_parallel)
-        if not hasattr(weight, "grad_ready"):
+        if not is_accumulated(weight):
             return function.apply(x, parameters, call, *parameters)
         from .outside_graphs import apply_outside_graphs
 
@@ -260,7 +260,7 @@ def _apply(
     if not torch.is_grad_enabled():
         return function.forward(_NothingKept(), x, parameters, call)
     # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
-    is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
+    is_managed = is_accumulated(weight) and (bias is None or is_accumulated(bias))
     if is_managed and x.requires_grad:
         return function.direct(x, parameters, call)
     return function.direct(x, parameters, call, *parameters)
@@ -275,7 +275,7 @@ class _NothingKept:
 
 class _ColumnLinear(torch.autograd.Function):
     # Note: why the parameters are kept on ctx and not with save_for_backward. Under non-reentrant recomputation
-    # saved tensors come back as other tensor objects, without `main_grad`. The group is on ctx because
+    # saved tensors come back as other tensor objects, without `grads`. The group is on ctx because
     # backward runs in another thread.
     # Note: `followed` are the parameters once more, or nothing; see `_apply`.
 

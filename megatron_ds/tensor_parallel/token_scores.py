@@ -5,6 +5,7 @@ logit where the rank holds it, the largest logit and its column. One all-gather 
 every rank; whole logits are neither gathered nor kept.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ def token_scores(
     `LogitsInChunks` with sequence parallelism another one, of hidden states.
     """
     flat = labels.reshape(-1)
+    parts: Iterable[tuple[slice, torch.Tensor]]
     if isinstance(logits, LogitsInChunks):
         parts = logits.parts()
     else:

@@ -1,8 +1,9 @@
 """Weights of --pretrained-checkpoint.
 
-without adapters   a run whose --load has no checkpoint starts from them, at the first step; later starts of the
-                   same command continue the run's own checkpoints
-with adapters      the frozen weights of every start are these, and --load has the adapters alone
+of a run that trains them            it starts from them where its --load has no checkpoint, at the first step; later
+                                     starts of the same command continue the run's own checkpoints
+of one that trains weights beside    the frozen weights of every start are these, and --load has the added ones alone
+them (`AddedWeights`)
 """
 
 import logging
@@ -14,6 +15,7 @@ from ..checkpoint.folder import TRACKER, name_of
 from ..checkpoint.load import load
 from ..checkpoint.pieces import WEIGHT
 from ..checkpoint.place import absolute
+from ..checkpoint.run_file import PARTS
 from ..config import RunConfig, Source
 from ..config.options.training import CheckpointConfig
 from ..errors import CheckpointError, MismatchError
@@ -38,11 +40,11 @@ PRETRAINED = Source("derived", FLAG)
 def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
     """The configuration of this start: without a checkpoint in --load, that of a run which finetunes the weights.
 
-    Adapters are always loaded from --load. Collective over the world. Raises CheckpointError if the folder has no
+    Added weights are always loaded from --load. Collective over the world. Raises CheckpointError if the folder has no
     weights, or if --load is given, has no checkpoint, and is not --save.
     """
     checkpoint = config.checkpoint
-    if checkpoint.pretrained_checkpoint is None or config.adapters.is_on:
+    if checkpoint.pretrained_checkpoint is None or config.added_weights is not None:
         return config
     found = lambda: has_checkpoint(checkpoint.load, checkpoint.load_format)
     if on_one_rank(world, found):
@@ -69,7 +71,7 @@ def of_weights(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The frozen weights below the adapters of a run.
+    """The frozen weights below the added ones of a run.
 
     checkpoint  the options that load them
     foreign     the checkpoint, if another program wrote it
@@ -89,21 +91,22 @@ class BaseWeights:
 
 
 def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights | None:
-    """The weights below the adapters; None without adapters, and where they are initial ones.
+    """The weights below the added ones; None where none are added, and where they are initial ones.
 
     description: the values of run.json of this run. Collective over the world. Raises CheckpointError if the folder
     has no weights, or those of another model.
     """
-    if not config.adapters.is_on or config.checkpoint.pretrained_checkpoint is None:
+    if config.added_weights is None or config.checkpoint.pretrained_checkpoint is None:
         return None
     below = of_weights(config)
     checkpoint = below.checkpoint
     start = on_one_rank(world, lambda: find_weights(checkpoint))
     if start.step is not None:
-        whole = description | {"identity": _without_adapters(description["identity"])}
+        whole = description | {"identity": _of_whole_model(description["identity"])}
         on_all_ranks(world, lambda: check_same_weights(start.run, whole, checkpoint))
     foreign = on_all_ranks(
-        world, lambda: foreign_checkpoints().read(below, start.foreign)
+        world,
+        lambda: foreign_checkpoints(below.checkpoint.load).read(below, start.foreign),
     )
     return BaseWeights(checkpoint, start, foreign)
 
@@ -121,8 +124,8 @@ def check_same_weights(
         raise MismatchError(text) from None
 
 
-def _without_adapters(identity: dict) -> dict:
-    return {name: value for name, value in identity.items() if name != "adapters"}
+def _of_whole_model(identity: dict) -> dict:
+    return {name: identity[name] for name in PARTS}
 
 
 def load_base(engine: Replica, base: BaseWeights) -> None:
@@ -130,7 +133,9 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
     pieces = frozen_pieces(engine)
     mesh = engine.mesh
     if base.foreign is not None:
-        foreign_checkpoints().load(engine, base.foreign, pieces, base.checkpoint)
+        foreign_checkpoints(base.checkpoint.load).load(
+            engine, base.foreign, pieces, base.checkpoint
+        )
         return
     begin = time.perf_counter()
     step = base.start.step
@@ -154,22 +159,23 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
         )
 
 
-def check_same_base(saved: dict, base: BaseWeights | None) -> None:
-    """Raises MismatchError if adapters were trained on other weights. saved: the values of their run.json."""
+def check_same_base(saved: dict, base: BaseWeights | None, config: RunConfig) -> None:
+    """Raises MismatchError if added weights were trained on other ones. saved: the values of their run.json."""
+    noun = "weights" if config.added_weights is None else config.added_weights.noun
     before = saved.get("base")
     now = None if base is None else base.identity
     if (before is None) != (now is None):
-        raise MismatchError(_other_base(before, now))
+        raise MismatchError(_other_base(noun, before, now))
     if before is None or now is None or "step" not in before or "step" not in now:
         return
     if (before["run_id"], before["step"]) != (now["run_id"], now["step"]):
-        raise MismatchError(_other_base(before, now))
+        raise MismatchError(_other_base(noun, before, now))
 
 
-def _other_base(before: dict | None, now: dict | None) -> str:
+def _other_base(noun: str, before: dict | None, now: dict | None) -> str:
     name = lambda about: "initial weights" if about is None else _words(about)
     return (
-        f"the adapters were trained beside {name(before)}, and this run has {name(now)}: their sum would be another "
+        f"the {noun} were trained beside {name(before)}, and this run has {name(now)}: their sum would be another "
         f"model. {_change(before)}"
     )
 

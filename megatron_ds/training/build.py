@@ -6,7 +6,7 @@ configuration.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -21,12 +21,12 @@ from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
+from ..mpu.managed_parameter import describe, spec_of
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.passes import forward_only
-from ..pipeline.simulate import simulate
 from ..pipeline.stage import LayerHooks, Stage
 from ..planning.flops import peak_flops
 from ..planning.replica_plan import ReplicaPlan, plan_replica
@@ -72,7 +72,7 @@ class Replica:
     metrics        of training steps, over all ranks
     step_state     what layers remember from step to step, beside parameters
     states         what observers keep from step to step: name in run.json → object
-    frozen         names of the weights below adapters, which are not saved; none without adapters
+    frozen         names of the weights below `AddedWeights`, which are not saved; none without such weights
     saving         the checkpoint of this state that is written in the background; None without --async-save
     """
 
@@ -156,7 +156,7 @@ def build_engine(
     _scale_initial_weights(parameters, group_rules(config.optimizer.param_groups))
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.coordinates)
-    frozen = {p.spec.name for p in parameters if not p.requires_grad}
+    frozen = {spec_of(p).name for p in parameters if not p.requires_grad}
     for parameter in parameters:
         parameter.requires_grad_(parameter.requires_grad and trains)
 
@@ -184,7 +184,7 @@ def build_engine(
         planned.why_gathered,
         metrics,
         StepState(modules, mesh.reduction, mesh.device),
-        frozenset(frozen if config.adapters.is_on else ()),
+        frozenset(() if config.added_weights is None else frozen),
     )
 
 
@@ -194,9 +194,10 @@ def _scale_initial_weights(
     """Multiply the standard deviations in the specs by `init_factor` of --param-group."""
     for p in parameters:
         for rule in rules:
-            if rule.matches(p.spec.name):
-                init = replace(p.spec.init, std=p.spec.init.std * rule.init_factor)
-                p.spec = replace(p.spec, init=init)
+            spec = spec_of(p)
+            if rule.matches(spec.name):
+                init = replace(spec.init, std=spec.init.std * rule.init_factor)
+                describe(p, replace(spec, init=init))
 
 
 def _build_stage(
@@ -307,10 +308,18 @@ def _build_executor(
             Op.RELEASE: optimizer.release_gathered,
         },
     )
-    # Simulated for a launcher that watches devices, once for each number of micro-batches.
-    executor.moments = cache(
-        lambda num_microbatches, forward: simulate(
-            (forward_only if forward else tuple)(schedule(num_microbatches))
-        ).starts[pp_rank]
-    )
+    executor.moments = cache(partial(_moments, schedule, pp_rank))
     return executor
+
+
+def _moments(
+    schedule: Callable[[int], Schedule],
+    pp_rank: int,
+    num_microbatches: int,
+    forward: bool,
+) -> Sequence[float]:
+    """Return when each instruction of a rank starts, simulated for a launcher that watches devices."""
+    from ..pipeline.simulate import simulate
+
+    whole = schedule(num_microbatches)
+    return simulate(forward_only(whole) if forward else whole).starts[pp_rank]

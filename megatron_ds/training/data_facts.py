@@ -1,4 +1,4 @@
-"""What ranks compare after they opened their data: corpora, masks, tokenizer, curriculum indexes.
+"""What ranks compare after they opened their data: corpora, masks, tokenizer, indexes of an order of samples.
 
 Each machine may have its own copy of a corpus, at a path of its own. So ranks compare contents, not paths
 (`file_copies`): all bytes of small files, and blocks of large ones.
@@ -6,7 +6,7 @@ Each machine may have its own copy of a corpus, at a path of its own. So ranks c
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,7 @@ def data_files(config: RunConfig) -> dict[str, Path]:
         files[f"the tokens of {corpus}"] = tokens
         if kind.has_masks(config):
             files[f"the loss masks of {corpus}"] = mask_path(prefix)
-    # The indexes of a curriculum.
-    for what, prefix in config.curriculum.index_prefixes():
+    for what, prefix in _order_prefixes(config):
         for path in filter(Path.exists, corpus_paths(prefix)):
             files[f"{what}, {path.suffix}"] = path
     return files
@@ -129,8 +128,8 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
         documents = f"{corpus.num_documents} documents"
         held = f"{documents}, {corpus.num_tokens} tokens"
         facts[name] = (held, str(prefix))
-    # Which indexes a curriculum has, and what else the run records of its data.
-    for what, prefix in config.curriculum.index_prefixes():
+    # Which indexes an order of the samples has, and what else the run records of its data.
+    for what, prefix in _order_prefixes(config):
         paths = corpus_paths(prefix)
         present = filter(Path.exists, paths)
         suffixes = [path.suffix for path in present]
@@ -139,6 +138,12 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
         name = f"the identity of the data, {key}"
         facts[name] = (value, "")
     return facts
+
+
+def _order_prefixes(config: RunConfig) -> Sequence[tuple[str, str]]:
+    """Return (description, prefix) of the indexes that the order of the samples is made from."""
+    order = config.sample_order
+    return () if order is None else order.prefixes
 
 
 def _parts(config: RunConfig) -> Iterator[tuple[str, DataPath]]:

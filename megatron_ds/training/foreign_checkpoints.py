@@ -58,8 +58,13 @@ class ForeignCheckpoints:
 NONE = ForeignCheckpoints()
 
 
-def foreign_checkpoints() -> ForeignCheckpoints:
-    """The formats that are installed."""
+def foreign_checkpoints(*folders: str | None) -> ForeignCheckpoints:
+    """Return the formats that are installed, for a run that reads these folders; None: it does not.
+
+    A run that reads no folder loads no format.
+    """
+    if not any(folders):
+        return NONE
     return FOREIGN_CHECKPOINTS.find() or NONE
 
 
@@ -68,7 +73,7 @@ def has_checkpoint(folder: str | None, load_format: str | None = None) -> bool:
     this package that is not complete."""
     if folder is None:
         return False
-    if foreign_checkpoints().format_of_folder(folder, load_format) is not None:
+    if foreign_checkpoints(folder).format_of_folder(folder, load_format) is not None:
         return True
     return place_of(folder).is_dir() and latest(folder) is not None
 

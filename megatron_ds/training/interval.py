@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..planning.flops import model_flops, utilization
+from ..planning.flops import layers_of_run, model_flops, utilization
 from ..progress.ramps import Progress
 from .build import Replica
 from .moments import StepEnd
@@ -27,7 +27,9 @@ class LoggedInterval:
     """Averages the steps of a line. total: steps of the whole run"""
 
     def __init__(self, engine: Replica, total: int):
-        self._config = engine.config
+        self._config = config = engine.config
+        self._layers = layers_of_run(config)
+        self._kept = config.kept_tokens
         self._mesh = engine.mesh
         self._peak = engine.peak_flops
         self._total = total
@@ -35,15 +37,12 @@ class LoggedInterval:
 
     def flops(self, trained: StepSize) -> float:
         """Return the FLOPs of the model in a step, over all ranks."""
-        config = self._config
         return model_flops(
-            config.model,
+            self._layers,
             trained.samples,
             trained.length,
-            config.padded_vocab_size,
-            trained.dropping,
+            self._config.padded_vocab_size,
             trained.kept,
-            config.adapters,
         )
 
     def add(self, outcome: StepOutcome, end: StepEnd) -> None:
@@ -92,7 +91,8 @@ class LoggedInterval:
             eta_seconds=(self._total - progress.step) * seconds,
             memory_gib=peak_memory_gib(self._mesh.device),
             data_seconds=self._mean(lambda end: end.data_seconds),
-            kept_tokens=trained.kept if trained.dropping else None,
+            kept_tokens=trained.kept,
+            kept_title="" if self._kept is None else self._kept.title,
             layer_tokens=progress.layer_tokens,
             actual_seq_length=trained.layer_tokens // self._config.model.num_layers,
             metrics={

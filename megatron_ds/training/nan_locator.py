@@ -11,6 +11,7 @@ from torch import nn
 
 from ..mpu.collectives import all_gather_object
 from ..mpu.host_reads import read_number
+from ..mpu.managed_parameter import spec_of
 from ..mpu.mesh import Mesh
 
 
@@ -49,7 +50,7 @@ def _bad_parameter(
     bad = {name for name, values in weights if not _is_finite(values)}
     found = []
     for stage, module in layers.values():
-        names = (p.spec.name for p in module.parameters())
+        names = (spec_of(p).name for p in module.parameters())
         found += [(stage, name) for name in names if name in bad]
     if not found:
         return None

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
 from ..config.options.training import CheckpointConfig
+from ..config.parse import KnownNames
 from ..config.sources.combine import MOCK_INSTEAD
 from ..config.sources.flags import read_flags
 from ..config.sources.named_features import import_named
@@ -65,7 +66,7 @@ from .continued_schedule import changes
 from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks
-from .foreign_checkpoints import foreign_checkpoints
+from .foreign_checkpoints import folder_of_model, foreign_checkpoints
 from .from_checkpoint import (
     options_of_checkpoint,
     saved_config,
@@ -105,7 +106,7 @@ DRY_RUN: Provided[Any] = Provided("dry run")
 PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
-KNOWN_NAMES: dict[str, Container[str]] = {
+KNOWN_NAMES: KnownNames = {
     "model.model": MODELS,
     "parallel.pipeline_schedule": SCHEDULES,
     "optimizer.optimizer": OPTIMIZERS,
@@ -193,7 +194,9 @@ def _configure(
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
     launch = launch or launching.read_launch(env)
     _set_up_logging(launch.rank)
-    of_others = foreign_checkpoints()
+    # Flags alone name a folder whose model gives defaults.
+    flags = {setting.path: setting.value for setting in read_flags(argv).settings}
+    of_others = foreign_checkpoints(folder_of_model(flags))
     foreign = of_others.defaults(argv)
     saved = () if foreign else options_of_checkpoint(argv)
     config = parse(
@@ -218,7 +221,7 @@ class Opened:
     config       the same with the size of the vocabulary
     description  of the run, for run.json
     start        the checkpoint of this package to load, if any
-    base         pretrained weights below adapters, or None
+    base         pretrained weights below added ones, or None
     foreign      the checkpoint of another program to load, or None
     prepare      of the objective, called when weights are loaded
     """
@@ -312,7 +315,7 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     """
     world = mesh.group("world")
     checkpoint = as_given.checkpoint
-    of_others = foreign_checkpoints()
+    of_others = foreign_checkpoints(checkpoint.load)
     # The data, under the schedule of the saved run.
     start = find_start(checkpoint, world, recorded.checkpoint)
     as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
@@ -334,12 +337,12 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
         on_all_ranks(world, lambda: check(start.run, description, checkpoint))
     base = find_base(config, description, world)
     if start.step is not None:
-        on_all_ranks(world, lambda: check_same_base(start.run, base))
+        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
     if base is not None:
         description |= {"base": base.identity}
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     description |= of_others.origin_of(start.run, foreign, config)
-    # What else the objective reads, such as a teacher.
+    # What else the objective reads, such as a second model.
     prepare = on_all_ranks(world, lambda: open_objective(config, tokenizer))
     return Opened(
         as_given, config, tokenizer, loaders, description, start, base, foreign, prepare
@@ -352,7 +355,8 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     engine = build_engine(config, mesh, plan_replica(config, mesh))
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source, opened.as_given))
-    prepare_kernels = PREPARED_KERNELS.find()
+    on_gpu = mesh.device.type == "cuda"
+    prepare_kernels = PREPARED_KERNELS.find() if on_gpu else None
     if prepare_kernels and (compiled := prepare_kernels(engine)):
         logger.info("%s", compiled)
     return engine
@@ -367,7 +371,8 @@ def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
         progress = load_run(engine, opened.start)
         _log_changes(engine, opened, progress)
     else:
-        progress = foreign_checkpoints().load(
+        of_others = foreign_checkpoints(opened.config.checkpoint.load)
+        progress = of_others.load(
             engine, opened.foreign, all_pieces(engine), opened.config.checkpoint
         )
     found = opened.prepare(
@@ -497,7 +502,7 @@ def _open_data(
         wanted_samples(config),
         tokenizer,
         kind,
-        one_epoch=config.curriculum.orders_samples,
+        one_epoch=config.sample_order is not None,
         planned=planned,
     )
     return (

@@ -7,6 +7,7 @@ import torch
 from ..errors import MegatronDSError
 from ..mpu.collectives import all_gather_object
 from ..mpu.host_reads import wait_for_work
+from ..mpu.managed_parameter import spec_of
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES
 from ..zero.optimizer import ZeroOptimizer
@@ -31,7 +32,7 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
     digests: dict[str, str] = {}
     for s in optimizer.sets:
         if s.plan.reduced_over == DATA_AXES and not s.plan.units:
-            digests |= {p.spec.name: _digest(p) for p in s.parameters}
+            digests |= {spec_of(p).name: _digest(p) for p in s.parameters}
     place = mesh.coordinate("tp"), mesh.coordinate("pp")
     found = all_gather_object((place, digests), mesh.group("world"))
     # Each rank is compared with the first one of its place in the model.

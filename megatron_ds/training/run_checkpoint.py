@@ -30,7 +30,7 @@ from ..checkpoint.load import check_same_model, differences, latest, load, read_
 from ..checkpoint.lock import locked
 from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.place import is_store, place_of
-from ..checkpoint.run_file import progress_of, require
+from ..checkpoint.run_file import progress_of, require, unloadable
 from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
@@ -140,9 +140,8 @@ def _look(checkpoint: CheckpointConfig) -> Start:
     run_id = run_in(os.environ) or secrets.token_hex(4)
     if checkpoint.load is None:
         return Start(None, {}, run_id)
-    if foreign := foreign_checkpoints().format_of_folder(
-        checkpoint.load, checkpoint.load_format
-    ):
+    of_others = foreign_checkpoints(checkpoint.load)
+    if foreign := of_others.format_of_folder(checkpoint.load, checkpoint.load_format):
         return Start(None, {}, run_id, foreign)
     step = latest(checkpoint.load)
     if step is None:
@@ -246,8 +245,9 @@ def describe_run(
         "tokenizer": {"fingerprint": tokenizer.fingerprint},
         "data": _data_identity(config),
     }
-    if config.adapters.is_on:
-        identity["adapters"] = config.adapters.identity()
+    added = config.added_weights
+    if added is not None:
+        identity[added.noun] = dict(added.identity)
     return {
         "version": __version__,
         "run_id": run_id,
@@ -279,7 +279,8 @@ def _data_identity(config: RunConfig) -> dict:
     }
     if data.blend_weights != "samples":
         identity["blend_weights"] = data.blend_weights
-    identity |= config.curriculum.identity()
+    if config.sample_order is not None:
+        identity |= config.sample_order.identity
     if data.fim_data:
         identity["fill_in_the_middle"] = data.fill_in_the_middle
     return identity | data_kind(config).identity(config)
@@ -403,14 +404,14 @@ def largest_pieces(engine: Replica) -> list[Piece]:
 def all_pieces(
     engine: Replica, saved: Mapping[str, float] | None = None
 ) -> list[Piece]:
-    """This rank's weights, optimizer state, and what layers remember from step to step, without weights below
-    adapters. saved: see `ZeroOptimizer.pieces`."""
+    """Return this rank's weights, optimizer state, and what layers remember from step to step, without frozen
+    weights. saved: see `ZeroOptimizer.pieces`."""
     pieces = [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
     return _without_frozen(engine, pieces)
 
 
 def frozen_pieces(engine: Replica) -> list[Piece]:
-    """This rank's weights below adapters, and what their layers remember from step to step."""
+    """Return this rank's weights below added ones, and what their layers remember from step to step."""
     frozen = engine.frozen
     weights = [p for p in engine.optimizer.pieces() if p.spec.name in frozen]
     encoded = engine.optimizer.encoded_pieces()
@@ -495,29 +496,6 @@ def log_positions(theirs: Mapping, ours: Mapping) -> None:
         )
 
 
-def _check_adapters(saved: dict, current: dict, directory: str) -> None:
-    """Raises MismatchError unless both or neither are of adapters, of the same kind."""
-    theirs = saved.get("identity", {}).get("adapters")
-    ours = current["identity"].get("adapters")
-    if theirs == ours:
-        return
-    if theirs is None:
-        raise MismatchError(
-            f"--load {directory} holds the weights of a whole model, and a run with --lora-rank loads adapters. Give "
-            f"--pretrained-checkpoint {directory} in place of --load."
-        )
-    if ours is None:
-        raise MismatchError(
-            f"--load {directory} holds adapters of rank {theirs.get('rank')} and not the weights of a model. Give "
-            "--lora-rank and --pretrained-checkpoint as in the run that saved them, or add them to the weights with "
-            f"megatron-ds merge-adapter --load {directory} --save DIR."
-        )
-    differing = "; ".join(differences(theirs, ours))
-    raise MismatchError(
-        f"--load {directory} holds other adapters: {differing}. Give the options of the run that saved them."
-    )
-
-
 def _with_experts_alike(*identities: dict) -> list[dict]:
     """Identities that differ in `experts` alone if one model has experts and the other has none."""
     if len({"experts" in identity["model"] for identity in identities}) == 1:
@@ -547,7 +525,8 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
             "training script: its tensors have other names. Load it with "
             "engine.load_checkpoint."
         )
-    _check_adapters(saved, current, directory)
+    for why in unloadable(saved.get("identity", {}), current["identity"], directory):
+        raise MismatchError(why)
     # The parts that must be equal: other data are allowed in finetuning.
     parts: tuple[str, ...] = (
         ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")

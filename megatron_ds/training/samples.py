@@ -21,7 +21,6 @@ from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
 from ..data.tokenizers.base import Tokenizer
 from ..errors import CheckpointError
-from ..features import Provided
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
@@ -30,8 +29,6 @@ from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
 from .from_checkpoint import saved_config
 from .loaders import Loaders
-
-SAMPLE_ORDER: Provided[Any] = Provided("sample order")
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
@@ -141,9 +138,10 @@ def build_loaders(
         )
         return SharedReader(own, tp, mesh.device) if shared else own
 
+    own = config.sample_order
     order = None
-    if config.curriculum.orders_samples and datasets.train is not None:
-        order = SAMPLE_ORDER.find()(config, len(datasets.train))
+    if own is not None and datasets.train is not None:
+        order = own.make(len(datasets.train))
     return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))
 
 

@@ -17,8 +17,7 @@ from ..host.allocator import allocator_text
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
-from ..pipeline.picture import draw
-from ..pipeline.simulate import simulate
+from ..mpu.managed_parameter import spec_of
 from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
@@ -182,10 +181,11 @@ def _model(engine: Replica, given: RunConfig) -> str:
     here = sum(p.numel() for p in engine.parameters if p.requires_grad)
     whole = count_parameters(config, engine.mesh.grid)
     model = f"model: {whole.all:,} parameters"
-    if whole.trained < whole.all:
+    added = config.added_weights
+    if added is not None:
         frozen = sum(p.numel() for p in engine.parameters) - here
         model += (
-            f", of which {whole.trained:,} in adapters are trained; rank 0 trains {here:,} and holds {frozen:,} "
+            f", of which {whole.trained:,} in {added.noun} are trained; rank 0 trains {here:,} and holds {frozen:,} "
             "frozen ones"
         )
     else:
@@ -209,7 +209,7 @@ def count_parameters(config: RunConfig, grid: Grid) -> ParameterCounts:
     """Parameters of the model: logical shapes without padding, tied weights counted once. Uses no memory."""
     layers = describe_layers(config, fake_mesh(grid, 0))
     parameters = build_stages({0: layers})[0].parameters()
-    numbers = {p.spec.name: (p.spec.numel, p.requires_grad) for p in parameters}
+    numbers = {spec_of(p).name: (spec_of(p).numel, p.requires_grad) for p in parameters}
     trained = sum(numel for numel, is_trained in numbers.values() if is_trained)
     return ParameterCounts(sum(numel for numel, _ in numbers.values()), trained)
 
@@ -424,6 +424,10 @@ def _schedule(
     title = f"schedule: {plan.shape.schedule}, {microbatches} {noun} a step"
     if plan.shape.size == 1:
         return title
+    # Loaded by runs with several pipeline ranks.
+    from ..pipeline.picture import draw
+    from ..pipeline.simulate import simulate
+
     # The bubble is that of all micro-batches.
     costs = plan.stage_costs()
     whole = plan_schedule(config, microbatches, keeps_gathered, costs)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ..batch.batch import Batch
 from ..config import RunConfig
-from ..config.training_schedule import make_token_drop
 
 
 @dataclass(frozen=True)
@@ -12,14 +11,13 @@ class StepSize:
     """What a step has trained on.
 
     samples       sequences, over all ranks;  length: tokens of each
-    dropping      numbers of the blocks that see only `kept` tokens
+    kept          tokens of a sequence that the blocks see which drop some; None: all
     layer_tokens  tokens of one sequence, counted once for each block that sees them
     """
 
     samples: int
     length: int
-    dropping: tuple[int, ...] = ()
-    kept: int = 0
+    kept: int | None = None
     layer_tokens: int = 0
 
     @property
@@ -33,7 +31,7 @@ class StepSizes:
 
     def __init__(self, config: RunConfig):
         self._layers = config.model.num_layers
-        self._drop = make_token_drop(config)
+        self._kept = config.kept_tokens
 
     def of(self, batch: Batch, size: int, step: int) -> StepSize:
         """Return what a step trains on, over all ranks.
@@ -42,10 +40,9 @@ class StepSizes:
         """
         rows = size * batch.rows_per_sample
         length = batch.whole_length
-        drop = self._drop
-        if drop is None:
+        kept = self._kept
+        if kept is None:
             return StepSize(rows, length, layer_tokens=self._layers * length)
-        kept = drop.kept_at(step, length)
         return StepSize(
-            rows, length, drop.blocks, kept, drop.layer_tokens(step, length)
+            rows, length, kept.kept_at(step, length), kept.layer_tokens(step, length)
         )

@@ -21,9 +21,11 @@ class Arrivals:
     def __init__(
         self, layers: Sequence[Iterable[nn.Parameter]], sets: Iterable[ParameterSet]
     ):
-        self._stores = [s.store for s in sets if is_gathered_whole(s)]
+        self._stores: list[WholeParameters] = []
         bucket_of = {}
         for s in filter(is_gathered_whole, sets):
+            assert isinstance(s.store, WholeParameters), "`is_gathered_whole` says so"
+            self._stores.append(s.store)
             for p, slot in zip(s.parameters, s.plan.layout.slots, strict=True):
                 bucket_of[p] = s.store, slot.bucket
         self._needs = [

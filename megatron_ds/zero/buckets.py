@@ -1,14 +1,13 @@
 """`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as
 they fill; and what it shares with sharded gradients, `GradientStore`.
 
-Each parameter gets `take_main_grad()`, which returns its view of the buffer, and `grad_ready()`, called once
-per contribution and backward. Layers that compute their weight gradient themselves add to the view and call
-grad_ready; for other parameters a hook adds what autograd accumulated. Before the last micro-batch the
-buckets are *armed*: from then on contributions are counted, and a complete bucket starts its reduction while
-backward continues.
+Each parameter gets a `SlotGradient`, to which layers that compute their weight gradient themselves contribute
+once per backward; for other parameters a hook contributes what autograd accumulated. Before the last
+micro-batch the buckets are *armed*: from then on contributions are counted, and a complete bucket starts its
+reduction while backward continues.
 
-Buffers are not cleared before a step: the first contribution to a parameter overwrites its view, which
-`take_new_main_grad()` returns. Before the reduction of a bucket, what received none is zeroed.
+Buffers are not cleared before a step: the first contribution to a parameter overwrites its view. Before the
+reduction of a bucket, what received none is zeroed.
 
     backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
     reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
@@ -23,7 +22,8 @@ fp16 overflows, and experts, which process the tokens of their whole expert-para
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from types import GetSetDescriptorType
+from typing import cast
 
 import torch
 from torch import nn
@@ -31,15 +31,16 @@ from torch import nn
 from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
-from ..mpu.group import Group, Work
+from ..mpu.group import Group, Waitable
+from ..mpu.managed_parameter import made_grads, spec_of
 from .data_groups import Hierarchy
-from .exchange import BucketGradient, GradientExchange, reads_in_place
+from .exchange import BucketGradient, GradientExchange, is_off, reads_in_place
 from .gradient_checksum import GradientChecksum
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
 # The gradient of a parameter, whatever a class of its own shows as `grad`.
-OWN_GRAD = torch.Tensor.grad
+OWN_GRAD = cast(GetSetDescriptorType, torch.Tensor.grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,83 @@ class Reduction:
     checksum: GradientChecksum | None = None
 
 
+class SlotGradient:
+    """The gradient of one parameter in a store: a `GradientAccumulator`.
+
+    index     of its slot
+    is_new    nothing was written to its view yet: what comes first overwrites it
+    received  whether it received a contribution in this step
+    missing   contributions to come before its bucket is complete; UNARMED while they are not counted
+    """
+
+    __slots__ = ("_store", "index", "is_new", "received", "missing")
+
+    def __init__(self, store: "GradientStore", index: int):
+        self._store = store
+        self.index = index
+        self.is_new = True
+        self.received = False
+        self.missing = UNARMED
+
+    def begin(self) -> None:
+        """Forget all contributions."""
+        self.is_new = True
+        self.received = False
+
+    def move(self, parameter: torch.Tensor) -> None:
+        """Contribute what autograd accumulated: a hook."""
+        grad = OWN_GRAD.__get__(parameter)
+        if grad is None:  # a layer that contributes itself: torch calls the hook anyway
+            return
+        OWN_GRAD.__set__(parameter, None)
+        self.add(grad)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        view = self._store.view(self.index)
+        factor = self._store.factor
+        if not self.is_new and factor == 1.0:
+            view.add_(gradient)
+        elif not self.is_new:
+            view.add_(gradient, alpha=factor)
+        elif factor == 1.0:
+            view.copy_(gradient)
+        else:
+            view.copy_(gradient).mul_(factor)
+        self.is_new = False
+        self.received = True
+        self._store.count(self)
+
+    def contribute(self, add: Callable[..., object], *arguments: object) -> None:
+        # As `write` and `ready`, without their calls: every linear layer comes here in each backward.
+        store = self._store
+        if store.factor != 1.0:
+            self._refuse_factor()
+        add(store.view(self.index), *arguments, self.is_new)
+        self.is_new = False
+        self.received = True
+        store.count(self)
+
+    def write(self, add: Callable[..., object], *arguments: object) -> None:
+        if self._store.factor != 1.0:
+            self._refuse_factor()
+        add(self._store.view(self.index), *arguments, self.is_new)
+        self.is_new = False
+
+    def ready(self) -> None:
+        self.received = True
+        self._store.count(self)
+
+    def view(self) -> torch.Tensor:
+        return self._store.view(self.index)
+
+    def _refuse_factor(self) -> None:
+        raise MegatronDSError(
+            f"{self._store.layout.slots[self.index].name} belongs to a layer that adds its gradient to "
+            "the buffer itself, without the factor that loss.backward() leaves out. "
+            "Call engine.backward(loss)."
+        )
+
+
 class GradientStore:
     """The gradients of one set of parameters: `GradBuckets`, or `GradShards` if they are sharded. Counts
     contributions; the methods without a body are those in which the two differ.
@@ -80,7 +158,7 @@ class GradientStore:
     holders   in the order of layout.slots
     ranks     ranks that hold the same parameters and sum their gradients
     flat      the gradients that this rank keeps, padding included
-    received  of each holder, whether it received a contribution in this step
+    gradients  of the holders
     contributions  their number so far, in all steps
     """
 
@@ -104,25 +182,20 @@ class GradientStore:
         self._partial = [
             self.grad_of(p)
             for p in pieces
-            if holders[p.slot].parameter.spec.partial_over
+            if spec_of(holders[p.slot].parameter).partial_over
         ]
         self._shard_pieces = layout.shard_pieces(self.ranks.shard)
         self.contributions = 0
         # A factor of what autograd accumulates, for backwards of an unscaled loss.
         self.factor = 1.0
         self.hooks: list = []  # handles of those on parameters
-        self._is_new = [True] * len(holders)  # whose views nothing was written to yet
-        # Layers write into the buffer through these attributes; autograd's sums are moved by a hook.
+        self.gradients: list[SlotGradient] = []
+        # Layers contribute to these; autograd's sums are moved by a hook.
         for i, holder in enumerate(holders):
-            holder.parameter.take_main_grad = partial(self._take, i)
-            holder.parameter.take_new_main_grad = partial(self._take_new, i)
-            holder.parameter.add_main_grad = partial(self._add, i)
-            holder.parameter.add_main_product = partial(self._add_product, i)
-            holder.parameter.view_main_grad = partial(self._view, i)
-            holder.parameter.grad_ready = partial(self._contributed, i)
-            hook = holder.parameter.register_post_accumulate_grad_hook(
-                partial(self._move, i)
-            )
+            gradient = SlotGradient(self, i)
+            self.gradients.append(gradient)
+            made_grads(holder.parameter).accumulator = gradient
+            hook = holder.parameter.register_post_accumulate_grad_hook(gradient.move)
             self.hooks.append(hook)
 
     def begin(self) -> None:
@@ -154,71 +227,11 @@ class GradientStore:
 
     def start_of(self, piece: SlotPiece) -> int:
         """Where a piece begins in `flat`."""
+        raise NotImplementedError
 
-    def _move(self, i: int, parameter: nn.Parameter) -> None:
-        """A hook: what autograd accumulated is one contribution."""
-        grad = OWN_GRAD.__get__(parameter)
-        if grad is None:  # a layer that contributes itself: torch calls the hook anyway
-            return
-        OWN_GRAD.__set__(parameter, None)
-        self._add(i, grad)
-
-    def _add(self, i: int, gradient: torch.Tensor) -> None:
-        """One contribution."""
-        view = self._view(i)
-        if not self._is_new[i] and self.factor == 1.0:
-            view.add_(gradient)
-        elif not self._is_new[i]:
-            view.add_(gradient, alpha=self.factor)
-        elif self.factor == 1.0:
-            view.copy_(gradient)
-        else:
-            view.copy_(gradient).mul_(self.factor)
-        self._is_new[i] = False
-        self.received[i] = True
-        self.contributions += 1
-        if self._missing[i] != UNARMED and self._overlap:
-            self._count(i)
-
-    def _add_product(
-        self, i: int, add: Callable[..., None], a: torch.Tensor, b: torch.Tensor
-    ) -> None:
-        """One contribution, the product a b, by add(view, a, b, overwrites)."""
-        if self.factor != 1.0:
-            self._refuse_factor(i)
-        add(self._view(i), a, b, self._is_new[i])
-        self._is_new[i] = False
-        self.received[i] = True
-        self.contributions += 1
-        if self._missing[i] != UNARMED and self._overlap:
-            self._count(i)
-
-    def _take(self, i: int) -> torch.Tensor:
-        """The view of a parameter's gradient, to be added to by a layer that contributes itself."""
-        if self._is_new[i]:
-            return self._take_new(i).zero_()
-        if self.factor != 1.0:
-            self._refuse_factor(i)
-        return self._view(i)
-
-    def _take_new(self, i: int) -> torch.Tensor | None:
-        """The view, with undefined contents which the layer overwrites; None after the first time."""
-        if self.factor != 1.0:
-            self._refuse_factor(i)
-        if not self._is_new[i]:
-            return None
-        self._is_new[i] = False
-        return self._view(i)
-
-    def _refuse_factor(self, i: int) -> None:
-        raise MegatronDSError(
-            f"{self.layout.slots[i].name} belongs to a layer that adds its gradient to "
-            "the buffer itself, without the factor that loss.backward() leaves out. "
-            "Call engine.backward(loss)."
-        )
-
-    def _view(self, i: int) -> torch.Tensor:
-        """View of the whole gradient, in the shape of the parameter."""
+    def view(self, index: int) -> torch.Tensor:
+        """Return the whole gradient of a slot, in the shape of the parameter: a view."""
+        raise NotImplementedError
 
     def _clear_rest(self, b: int, whole: torch.Tensor) -> None:
         """Zero what nothing was written to in a bucket, padding included."""
@@ -227,38 +240,36 @@ class GradientStore:
         rest = []
         for i in range(bucket.first_slot, bucket.last_slot):
             slot = self.layout.slots[i]
+            gradient = self.gradients[i]
             rest.append(
-                (at, (slot.stop if self._is_new[i] else slot.start) - bucket.start)
+                (at, (slot.stop if gradient.is_new else slot.start) - bucket.start)
             )
-            at, self._is_new[i] = slot.stop - bucket.start, False
+            at = slot.stop - bucket.start
+            gradient.is_new = False
         rest.append((at, whole.numel()))
         if parts := [whole[start:stop] for start, stop in rest if start < stop]:
             torch._foreach_zero_(parts)
 
     def _restart_counting(self) -> None:
         self._next = 0  # the first bucket whose reduction has not begun
-        # Contributions still to come, per parameter.
-        self._missing = [UNARMED] * len(self.holders)
+        for gradient in self.gradients:
+            gradient.missing = UNARMED
         # The slots of each bucket that are not complete.
         self._open = [
             bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets
         ]
 
-    def _contributed(self, i: int) -> None:
-        self.received[i] = True
+    def count(self, gradient: SlotGradient) -> None:
+        """Count a contribution to a parameter, and begin the reductions for which it was the last."""
         self.contributions += 1
-        if self._missing[i] != UNARMED and self._overlap:
-            self._count(i)
-
-    def _count(self, i: int) -> None:
-        """A contribution to buckets that are armed."""
-        missing = self._missing[i]
-        if missing == 0:
-            self._refuse(i)
+        if gradient.missing == UNARMED or not self._overlap:
             return
-        self._missing[i] = missing - 1
-        if missing == 1:
-            bucket = self.layout.slots[i].bucket
+        if gradient.missing == 0:
+            self._refuse(gradient.index)
+            return
+        gradient.missing -= 1
+        if gradient.missing == 0:
+            bucket = self.layout.slots[gradient.index].bucket
             self._open[bucket] -= 1
             if not self._open[bucket]:
                 buckets = range(self._next, len(self._open))
@@ -279,7 +290,7 @@ class GradientStore:
 
     def _reduce(
         self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool
-    ) -> Work:
+    ) -> Waitable:
         if self._checksum is not None:
             self._checksum.add(whole)
         bucket = self.layout.buckets[b]
@@ -291,10 +302,6 @@ class GradientStore:
 
     def _wait(self) -> None:
         """Wait for all reductions."""
-
-
-def _itself(view: torch.Tensor) -> torch.Tensor:
-    return view
 
 
 class GradBuckets(GradientStore):
@@ -319,7 +326,7 @@ class GradBuckets(GradientStore):
         # A buffer that other ranks read in place lies in shared memory.
         is_read = data.sums is not None and reads_in_place(reduction.exchange)
         flat = (
-            data.memory.zeros(layout.numel, dtype)
+            data.shared_memory.zeros(layout.numel, dtype)
             if is_read
             else huge_page_zeros(
                 layout.numel, dtype=dtype, device=holders[0].parameter.device
@@ -335,28 +342,25 @@ class GradBuckets(GradientStore):
         super().__init__(holders, layout, reduction, flat, pieces)
         self.sharded = sharded
         self._stays_whole = stays_whole
-        self._works: list[Work] = []
+        self._works: list[Waitable] = []
         self._views = [
             flat[slot.start : slot.stop].view(holder.parameter.shape)
             for slot, holder in zip(layout.slots, holders)
         ]
-        self._view = self._views.__getitem__
-        for holder, view in zip(holders, self._views):
-            holder.parameter.view_main_grad = partial(_itself, view)
         self.begin()
 
     def begin(self) -> None:
         self._wait()  # for reductions of gradients that are dropped: they write into the buffer
-        self._is_new = [True] * len(self.holders)
-        self.received = [False] * len(self.holders)
+        for gradient in self.gradients:
+            gradient.begin()
         self._restart_counting()
 
     def arm(self, stage: int | None = None) -> None:
-        for i, holder in enumerate(self.holders):
-            if self._missing[i] == UNARMED and (
+        for holder, gradient in zip(self.holders, self.gradients):
+            if gradient.missing == UNARMED and (
                 stage is None or holder.stage in (None, stage)
             ):
-                self._missing[i] = holder.uses
+                gradient.missing = holder.uses
 
     def reopen(self) -> None:
         """Reduce the gradients so far, so that later ones can be added and reduced. Collective.
@@ -366,7 +370,7 @@ class GradBuckets(GradientStore):
         """
         self._launch_up_to(len(self.layout.buckets))
         self._wait()
-        if self._stays_whole and self._exchange.is_off:
+        if self._stays_whole and is_off(self._exchange):
             pass
         elif self.sharded:
             at = 0
@@ -381,9 +385,12 @@ class GradBuckets(GradientStore):
     def start_of(self, piece: SlotPiece) -> int:
         return piece.flat
 
+    def view(self, index: int) -> torch.Tensor:
+        return self._views[index]
+
     def _refuse(self, i: int) -> None:
         raise MegatronDSError(
-            f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
+            f"{spec_of(self.holders[i].parameter).name} received more than the {self.holders[i].uses} "
             "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
             "and the rest would be lost. Give the true number in `ParameterUse.counts`."
         )

@@ -102,7 +102,7 @@ class DataGroups:
     def ranks_of(self, axes: Axes) -> Hierarchy:
         """The ranks over which gradients of these axes are summed and state is split."""
         gathers = self.gathers.get(axes)
-        if axes == DATA_AXES and self.inner is not None:
+        if axes == DATA_AXES and self.inner is not None and self.outer is not None:
             return Hierarchy(self.data, self.inner, self.outer, gathers)
         return Hierarchy.flat(self.by_axes[axes], gathers)
 

@@ -1,4 +1,4 @@
-"""Frozen weights that a rank keeps in few bits: `EncodedParameters`, a `ParameterStore` (QLoRA: Dettmers et al. 2023,
+"""Frozen weights that a rank keeps in few bits: `EncodedParameters`, a `ParameterStore` (Dettmers et al. 2023,
 arXiv:2305.14314, section 3).
 
     codes, scales   of every bucket                       with ZeRO 3 of this rank's part of it
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..mpu.managed_parameter import spec_of
 from .data_groups import Hierarchy
 from .layout import Layout, SlotPiece
 from .number_blocks import Blocks
@@ -67,7 +68,7 @@ class EncodedParameters(BlockParameters):
             wide = self._wide(bucket, HOST)
             self._opened.append(wide)
             for piece, values in self._values(bucket, wide):
-                spec = parameters[piece.slot].spec
+                spec = spec_of(parameters[piece.slot])
                 span = piece.start, piece.stop
                 state = StatePiece(spec, "weight", *span, values, *replica)
                 pieces.append(state)

@@ -31,7 +31,7 @@ import torch
 from ..host.async_io import Then
 from ..host.side_streams import Mark, SideStream, side_stream
 from ..mpu.collectives import all_reduce_, is_read, reduce_scatter_into_
-from ..mpu.group import DONE, Group, Work
+from ..mpu.group import DONE, Group, Waitable
 from .data_groups import Hierarchy
 
 # Reductions under way before a buffer is waited for rather than allocated.
@@ -88,7 +88,7 @@ class GradientExchange(Protocol):
     def begin(self) -> None:
         """A step begins. Reductions of an earlier step that failed may be unfinished: finish them."""
 
-    def reduce(self, bucket: BucketGradient) -> Work:
+    def reduce(self, bucket: BucketGradient) -> Waitable:
         """Begin to sum a bucket; its `out` is valid after the wait."""
 
     def finish(self) -> None:
@@ -98,6 +98,11 @@ class GradientExchange(Protocol):
 def reads_in_place(exchange: GradientExchange) -> bool:
     """Whether ranks of a host can read each other's buckets where they lie."""
     return getattr(exchange, "sums_in_place", False)
+
+
+def is_off(exchange: GradientExchange) -> bool:
+    """Whether an exchange leaves the gradients of each rank as they are, in this step."""
+    return getattr(exchange, "is_off", False)
 
 
 class OrderedExchange(GradientExchange):
@@ -116,7 +121,7 @@ class OrderedExchange(GradientExchange):
     def begin(self) -> None:
         self.finish()
 
-    def reduce(self, bucket: BucketGradient) -> Work:
+    def reduce(self, bucket: BucketGradient) -> Waitable:
         if self._beside is None:
             return self._begin(bucket)
         with self._beside.behind_current():
@@ -139,13 +144,14 @@ class OrderedExchange(GradientExchange):
         if self._beside is not None:
             self._beside.mark().wait()
 
-    def _start(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Waitable:
         """Begin the sum of a bucket; `out` is valid after the wait."""
+        raise NotImplementedError
 
     def _retire(self) -> None:
         """Wait for what is still under way."""
 
-    def _begin(self, bucket: BucketGradient) -> Work:
+    def _begin(self, bucket: BucketGradient) -> Waitable:
         """Begin a bucket, then the second hop of the one before it.
 
         Buckets of one hop, or of one rank, do so too. The wait for any bucket but the last then begins no
@@ -159,7 +165,7 @@ class OrderedExchange(GradientExchange):
             before.go_on()
         return work
 
-    def _two_hops(self, first: Work, second: Callable[[], Work]) -> Work:
+    def _two_hops(self, first: Waitable, second: Callable[[], Waitable]) -> Waitable:
         """The second hop follows the first one when the next bucket has begun."""
         self._last = TwoHops(first, second)
         return self._last
@@ -221,7 +227,7 @@ class FullPrecisionExchange(OrderedExchange):
         if self._wire:
             self._wire.retire_all()
 
-    def _start(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Waitable:
         group = bucket.ranks.data
         whole = bucket.whole
         buffer, sent = self._cast(whole, group)
@@ -241,7 +247,7 @@ class FullPrecisionExchange(OrderedExchange):
 
     def _scatter(
         self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy
-    ) -> Work:
+    ) -> Waitable:
         """Sum over the inner group, then this rank's part over the outer one."""
         if ranks.outer.size == 1:
             return reduce_scatter_into_(shard, sent, ranks.inner, async_op=True)
@@ -270,15 +276,16 @@ class FullPrecisionExchange(OrderedExchange):
 
     def _land(
         self,
-        work: Work,
+        work: Waitable,
         buffer: torch.Tensor | None,
         part: torch.Tensor,
         bucket: BucketGradient,
-    ) -> Work:
+    ) -> Waitable:
         """Copy or add the received sum to the shard. part: the memory in which the sum arrives."""
         # A sum that arrives in its place needs nothing more.
         out = bucket.out
         add = bucket.add
+        wire = self._wire
         factor = self._divisor_of(bucket.ranks.data)
         if part is out and factor == 1:
             return work
@@ -291,13 +298,13 @@ class FullPrecisionExchange(OrderedExchange):
                     out.copy_(part)
                 if factor != 1:
                     out.mul_(factor)
-            if buffer is not None:
-                self._wire.give_back(buffer)
+            if buffer is not None and wire is not None:
+                wire.give_back(buffer)
 
         # The borrowed buffer is free when the sum has landed.
         landing = Then(work, then)
-        if buffer is not None:
-            self._wire.reducing(landing)
+        if buffer is not None and wire is not None:
+            wire.reducing(landing)
         return landing
 
 
@@ -310,8 +317,8 @@ class Beside:
 
     __slots__ = ("_work", "_stream", "_mark")
 
-    def __init__(self, work: Work, stream: SideStream):
-        self._work: Work | None = work
+    def __init__(self, work: Waitable, stream: SideStream):
+        self._work: Waitable | None = work
         self._stream = stream
         self._mark = Mark()
 
@@ -337,9 +344,9 @@ class TwoHops:
 
     __slots__ = ("_work", "_second")
 
-    def __init__(self, first: Work, second: Callable[[], Work]):
+    def __init__(self, first: Waitable, second: Callable[[], Waitable]):
         self._work = first
-        self._second = second
+        self._second: Callable[[], Waitable] | None = second
 
     def go_on(self) -> None:
         """Wait for the first collective and begin the second. Collective."""
@@ -370,7 +377,7 @@ class BufferPool:
         self.nbytes = 0
         self._group = group if group and group.sums else None
         self._free: list[torch.Tensor] = []
-        self._reductions: deque[Work] = deque()
+        self._reductions: deque[Waitable] = deque()
 
     def borrow(self, numel: int, least: int) -> torch.Tensor:
         """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
@@ -389,7 +396,7 @@ class BufferPool:
         """The buffer may be borrowed again."""
         self._free.append(buffer)
 
-    def reducing(self, work: Work) -> None:
+    def reducing(self, work: Waitable) -> None:
         """A reduction is under way; its `wait` gives a buffer back."""
         self._reductions.append(work)
 
@@ -401,7 +408,7 @@ class BufferPool:
     def _make(self, numel: int) -> torch.Tensor:
         if self._group is None:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
-        return self._group.memory.zeros(numel, self.dtype)
+        return self._group.shared_memory.zeros(numel, self.dtype)
 
     def _fitting(self, numel: int, wait_seconds: float = 0.0) -> torch.Tensor | None:
         """The smallest free buffer that is long enough and, within the time, read by no other rank."""

@@ -43,7 +43,7 @@ from ..host.memory_maps import PAGE, Part
 from ..host.memory_maps import Mapping as PageMapping
 from ..host.side_streams import side_stream
 from ..mpu.collectives import all_gather_into_
-from ..mpu.group import DONE, Group, Work
+from ..mpu.group import DONE, Group, Waitable
 from .layout import Bucket, Layout
 from .set_plan import ParameterUse, SetPlan
 from .tiers import Array
@@ -96,9 +96,9 @@ class Unit(GatherUnit):
         self.nbytes = flat.nbytes
         self.group = group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
-        self._works: list[Work] = []
+        self._works: list[Waitable] = []
         # Shards on the device, or on their way.
-        self._near: list[tuple[torch.Tensor, Work]] | None = None
+        self._near: list[tuple[torch.Tensor, Waitable]] | None = None
 
     @property
     def gather_bytes(self) -> int:
@@ -107,17 +107,22 @@ class Unit(GatherUnit):
 
     def fetch(self) -> None:
         if self.is_free and self._near is None:
-            self._near = [self._fetch(array) for _, array in self.buckets]
+            self._near = self._fetched()
+
+    def _fetched(self) -> list[tuple[torch.Tensor, Waitable]]:
+        return [self._fetch(array) for _, array in self.buckets]
 
     def start(self) -> None:
         if not self.is_free:
             return
-        self.fetch()
+        near = self._near
+        if near is None:
+            near = self._fetched()
         self.flat.untyped_storage().resize_(self.nbytes)
         self.is_free = False
         stream = side_stream(self.flat.device, "gathers")
         with stream.behind_current():
-            for (whole, _), (shard, work) in zip(self.buckets, self._near):
+            for (whole, _), (shard, work) in zip(self.buckets, near):
                 work.wait()
                 self._works.append(
                     all_gather_into_(whole, shard, self.group, async_op=True)
@@ -131,7 +136,7 @@ class Unit(GatherUnit):
         if not self.is_free:
             self._near = None  # gathered, no longer read
 
-    def _fetch(self, array: Array) -> tuple[torch.Tensor, Work]:
+    def _fetch(self, array: Array) -> tuple[torch.Tensor, Waitable]:
         if array.is_at(self.flat.device, self.flat.dtype):
             return array.tensor, DONE
         on_cpu = self.flat.device.type == "cpu"
@@ -205,7 +210,7 @@ class SharedParts:
     """
 
     def __init__(self, layout: Layout, group: Group, dtype: torch.dtype):
-        self._memory = group.memory
+        self._memory = group.shared_memory
         self._parts, nbytes = _plan_parts(layout.buckets, group.size, dtype.itemsize)
         self._start, own = self._memory.allocate(nbytes)
         mine = [parts[group.rank] for parts in self._parts]

@@ -69,10 +69,10 @@ class GradShards(GradientStore):
             if buffer is not None:
                 self._pool.give_back(buffer)
                 self._buffers[b] = None
-        self._is_new = [True] * len(self.holders)
+        for gradient in self.gradients:
+            gradient.begin()
         # Shards that nothing was added to yet.
         self._is_empty = [True] * len(self._buffers)
-        self.received = [False] * len(self.holders)
         self._is_armed = self._is_finished = False
         self._restart_counting()
 
@@ -84,7 +84,8 @@ class GradShards(GradientStore):
             self._launch_up_to(len(self._buffers))
         self._is_armed = True
         self._restart_counting()
-        self._missing = [holder.uses for holder in self.holders]
+        for holder, gradient in zip(self.holders, self.gradients):
+            gradient.missing = holder.uses
 
     def close(self, bucket: int) -> None:
         """Reduce all buckets up to this one if the cycle is armed."""
@@ -108,22 +109,22 @@ class GradShards(GradientStore):
     def start_of(self, piece: SlotPiece) -> int:
         return piece.offset
 
-    def _view(self, i: int) -> torch.Tensor:
+    def view(self, index: int) -> torch.Tensor:
         progress(self.ranks.inner)  # so that other ranks can use their buffers again
-        slot = self.layout.slots[i]
+        slot = self.layout.slots[index]
         bucket = self.layout.buckets[slot.bucket]
         buffer = self._buffer(slot.bucket)
         flat = buffer[slot.start - bucket.start : slot.stop - bucket.start]
-        return flat.view(self.holders[i].parameter.shape)
+        return flat.view(self.holders[index].parameter.shape)
 
     def _buffer(self, b: int) -> torch.Tensor:
         """The whole buffer of a bucket, borrowed if it has none."""
-        if self._buffers[b] is None:
+        buffer = self._buffers[b]
+        if buffer is None:
             bucket = self.layout.buckets[b]
-            self._buffers[b] = self._pool.borrow(
-                bucket.stop - bucket.start, self._least
-            )
-        return self._buffers[b]
+            buffer = self._pool.borrow(bucket.stop - bucket.start, self._least)
+            self._buffers[b] = buffer
+        return buffer
 
     def _launch(self, b: int) -> None:
         bucket = self.layout.buckets[b]
@@ -131,9 +132,8 @@ class GradShards(GradientStore):
         buffer, self._buffers[b] = self._buffer(b), None
         whole = buffer[: bucket.stop - bucket.start]
         self._clear_rest(b, whole)
-        self._is_new[bucket.first_slot : bucket.last_slot] = [True] * (
-            bucket.last_slot - bucket.first_slot
-        )
+        for gradient in self.gradients[bucket.first_slot : bucket.last_slot]:
+            gradient.is_new = True
         mine = self.flat[piece.offset : piece.offset + piece.stop - piece.start]
         add, self._is_empty[b] = not self._is_empty[b], False
         work = self._reduce(b, whole, mine, add)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..errors import ConfigError
-from ..mpu.param_spec import ParamSpec
+from ..mpu.managed_parameter import spec_of
+from ..mpu.param_spec import Matrices, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from .data_groups import Axes, DataGroups, shard_of
 from .set_plan import SetPlan
@@ -38,7 +39,13 @@ class MatrixEntry:
     @property
     def cost(self) -> int:
         """Multiplications of an update, as `Matrices.cost` counts them."""
-        return self.spec.matrices.cost(self.spec.shape)
+        return self.matrices.cost(self.spec.shape)
+
+    @property
+    def matrices(self) -> Matrices:
+        """What the parameter consists of."""
+        assert self.spec.matrices is not None, "`matrix_entries` checks it"
+        return self.spec.matrices
 
 
 def matrix_entries(
@@ -55,7 +62,7 @@ def matrix_entries(
     for plan in plans:
         for slot, index in enumerate(plan.members):
             p = parameters[index]
-            group = group_of(p.spec, groups)
+            group = group_of(spec_of(p), groups)
             if not plan.frozen and group.optimizer == optimizer:
                 spec = _of_these_experts(p, group)
                 entries.append(MatrixEntry(spec, plan.reduced_over, _spans(plan, slot)))
@@ -75,7 +82,7 @@ def _spans(plan: SetPlan, slot: int) -> tuple[Span, ...]:
 
 def _of_these_experts(p: nn.Parameter, group: ParamGroup) -> ParamSpec:
     """The spec without its split along "ep": of the experts that this rank has."""
-    spec = p.spec
+    spec = spec_of(p)
     if spec.matrices is None:
         raise ConfigError(
             f"parameter group {group.name!r} has {spec.name} of shape {list(spec.shape)}, which is not the "

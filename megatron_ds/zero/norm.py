@@ -25,7 +25,7 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
 `ScalerState.after` is the rule, a pure function; `LossScale` holds the current state.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from ..errors import ConfigError
 from ..host.device_copies import column, on_device
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import EXPERT_DATA_AXES, ParamSpec
 from .data_groups import Axes, DataGroups
 from .layout import SlotPiece
@@ -78,7 +79,7 @@ def norm_views(
     return [view for view in views if view.numel()]
 
 
-def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def squared_norm(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of squares of all elements, a float64 scalar."""
     if not views:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -254,7 +255,7 @@ class ParameterNorms:
             yield self._groups.tied, 8 * lists * len(self._tied)
 
     def _index(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        names = tuple(p.spec.name for p in parameters)
+        names = tuple(spec_of(p).name for p in parameters)
         # Copied to the device once, since every step uses the same.
         if names not in self._indices:
             self._indices[names] = self._tensor(
@@ -378,7 +379,7 @@ class LossScale:
             "loss_scale_iteration": s.iteration,
         }
 
-    def load_numbers(self, numbers: dict[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """Restore what `numbers` returned; without numbers the state stays as configured."""
         if self.rule.dynamic and "loss_scale" in numbers:
             self.state = ScalerState(
@@ -391,8 +392,10 @@ class LossScale:
 
 def make_scaler(settings: OptimizerConfig) -> LossScale:
     """Dynamic for fp16 without a fixed `loss_scale`, else fixed."""
-    if not settings.fp16 or settings.loss_scale:
-        return LossScale(settings.loss_scale if settings.fp16 else 1.0)
+    if not settings.fp16:
+        return LossScale(1.0)
+    if settings.loss_scale:
+        return LossScale(settings.loss_scale)
     rule = ScalerRule(
         True,
         settings.loss_scale_window,

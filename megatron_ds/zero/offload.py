@@ -16,11 +16,10 @@ part of it (weights, gradients, moments). Sub-groups begin at a page of a file f
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any
 
 import torch
 
-from ..mpu.group import DONE, AllOf, Work
+from ..mpu.group import DONE, Waitable
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup
 from .layout import Layout, SlotPiece
@@ -98,12 +97,28 @@ def _cut(pieces: list[SlotPiece], room: int) -> tuple[list[SlotPiece], list[Slot
     return pieces, []
 
 
+class Each:
+    """Several reads or writes as one. Waiting again returns at once."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Waitable]):
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each, in order."""
+        works = self._works
+        self._works = ()
+        for work in works:
+            work.wait()
+
+
 @dataclass(frozen=True)
 class Staged:
     """The state of a sub-group on the host, or, until the end of `work`, on the way to it."""
 
     tensors: Mapping[str, torch.Tensor]
-    work: Work
+    work: Waitable
 
 
 class SubGroup:
@@ -143,8 +158,8 @@ class SubGroup:
 
     def stage(self, buffers: Buffers, without: Sequence[str] = ()) -> Staged:
         """Begin to copy to the host the state that is not there. without: arrays that are not needed."""
-        tensors = {}
-        works = []
+        tensors: dict[str, torch.Tensor] = {}
+        works: list[Waitable] = []
         for name, array in self.arrays.items():
             if name in without:
                 continue
@@ -156,7 +171,7 @@ class SubGroup:
             tensors[name] = buffer[: array.tensor.numel()]
             if name != LOW:
                 works.append(array.read(buffer))
-        return Staged(tensors, AllOf(works))
+        return Staged(tensors, Each(works))
 
     def update(
         self, staged: Staged, lr: Rates, weight_decay: float, divisor: float
@@ -193,10 +208,10 @@ class SubGroup:
 
     def write(
         self, staged: Staged, buffers: Buffers, without: Sequence[str] = ()
-    ) -> Work:
+    ) -> Waitable:
         """Begin to write what the update changed to its tiers. without: arrays that it did not change."""
         self.rest()
-        return AllOf(
+        return Each(
             [
                 array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
                 for name, array in self.arrays.items()
@@ -265,7 +280,7 @@ class OffloadedUpdate:
 
     def optimizers(self) -> dict[int, ShardOptimizer]:
         """The optimizer of each leaf, by the `id` of the leaf's tensor."""
-        found = {}
+        found: dict[int, ShardOptimizer] = {}
         for group in self.groups:
             found |= {id(leaf.tensor): group.optimizer for leaf in group.leaves}
         return found
@@ -296,16 +311,18 @@ class OffloadedUpdate:
         self, unread: Sequence[str] = (), unwritten: Sequence[str] = ()
     ) -> Iterator[tuple[SubGroup, Staged]]:
         """The sub-groups, each to be updated before the next is asked for."""
-        writing: list[Work] = [DONE] * IN_FLIGHT
+        writing: list[Waitable] = [DONE] * IN_FLIGHT
 
         def stage(k: int) -> Staged:
             writing[k % IN_FLIGHT].wait()
             return self.groups[k].stage(self._buffers[k % IN_FLIGHT], unread)
 
-        ahead = stage(0) if self.groups else None
+        # The next sub-group is staged while one is updated.
+        ahead = [stage(0)] if self.groups else []
         for k, group in enumerate(self.groups):
-            staged = ahead
-            ahead = stage(k + 1) if k + 1 < len(self.groups) else None
+            staged = ahead.pop()
+            if k + 1 < len(self.groups):
+                ahead.append(stage(k + 1))
             yield group, staged
             writing[k % IN_FLIGHT] = group.write(
                 staged, self._buffers[k % IN_FLIGHT], unwritten
@@ -333,9 +350,10 @@ class UpdateInHalves:
         self._norms = norms
         self._host_norms = host_norms
 
-    def step(self, *numbers: Any) -> None:
+    def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
         """Update all leaves, with the numbers of `ShardOptimizer.step`. Collective."""
         # The resident part has all optimizers that need norms.
+        numbers = lr, weight_decay, divisor
         squares = self._resident.begin(*numbers, self._norms)
         for found in self._offloaded.begin(numbers, self._host_norms):
             for maker, of_maker in found.items():

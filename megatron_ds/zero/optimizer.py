@@ -25,8 +25,10 @@ from torch import nn
 
 from ..mpu.collectives import barrier
 from ..mpu.host_reads import read_numbers
+from ..mpu.managed_parameter import spec_of
 from .arrival import Arrivals, is_gathered_whole
 from .data_groups import DATA_AXES, DataGroups
+from .encoded_parameters import EncodedParameters
 from .exchange import BufferPool, reads_in_place
 from .gathering import LayerGathering
 from .gradient_checksum import GradientChecksum
@@ -36,7 +38,7 @@ from .norm import (
     sum_over_ranks,
 )
 from .offload import HOST, OffloadedUpdate, UpdateInHalves
-from .param_store import Draw
+from .param_store import Draw, ShardedParameters
 from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
 from .set_plan import ParameterUse, SetPlan, norm_entries, plan_parameters
@@ -120,7 +122,7 @@ class ZeroOptimizer:
         norms_on = lambda device: ParameterNorms(
             norm_entries(plans, parameters, settings, groups), groups, device
         )
-        asks = any(group.needs_norms for group in settings.param_groups)
+        asks = any(group.traits.needs_norms for group in settings.param_groups)
         norms = norms_on(self.device) if asks else None
         matrices = whole_matrices(
             plans, parameters, settings.param_groups, groups, self.device
@@ -220,7 +222,7 @@ class ZeroOptimizer:
             gathering.reset()
         self._hook.begin()
         for s in self.trained:
-            s.buckets.begin()
+            s.gradients.begin()
         self.exchange.begin()
         if self.checksum is not None:
             self.checksum.begin()
@@ -229,7 +231,7 @@ class ZeroOptimizer:
     def arm(self, stage_index: int | None = None) -> None:
         """The next backward of this stage (None: of all) completes its gradients: reduce full buckets."""
         for s in self.trained:
-            s.buckets.arm(stage_index)
+            s.gradients.arm(stage_index)
 
     def reopen(self) -> None:
         """Reduce the gradients of a finished backward, so that further backwards can add to them. Collective.
@@ -237,7 +239,7 @@ class ZeroOptimizer:
         Call `arm` again before the last backward of the step.
         """
         for s in self.trained:
-            s.buckets.reopen()
+            s.gradients.reopen()
 
     def reduce_tied(self, stage_index: int | None = None) -> None:
         """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
@@ -259,7 +261,7 @@ class ZeroOptimizer:
         self.reduce_tied()
         self.wait_for_weights()  # of layers that had no forward
         for s in self.trained:
-            s.buckets.finish()
+            s.gradients.finish()
         views = [s.norm_views for s in self.trained]
         squares, further = self._hook.measure(views, self.device)
         if zeros:
@@ -312,11 +314,11 @@ class ZeroOptimizer:
 
     def _received(self) -> dict[str, bool]:
         """Whether each parameter received a gradient. Not of experts: one that no token chose has none."""
-        found = {}
+        found: dict[str, bool] = {}
         for s in self.trained:
             if s.plan.reduced_over == DATA_AXES:
-                names = (h.parameter.spec.name for h in s.buckets.holders)
-                found |= zip(names, s.buckets.received)
+                names = (spec_of(h.parameter).name for h in s.gradients.holders)
+                found |= zip(names, (g.received for g in s.gradients.gradients))
         return found
 
     def _check_overflow(self, norm: float) -> bool:
@@ -379,8 +381,11 @@ class ZeroOptimizer:
 
     def encoded_pieces(self) -> list[StatePiece]:
         """Frozen weights that are kept encoded, in new memory of the host, to be loaded: `after_load` encodes them."""
-        encoded = [s for s in self.sets if s.plan.encoded]
-        return [piece for s in encoded for piece in s.store.opened(s.parameters)]
+        pieces = []
+        for s in self.sets:
+            if isinstance(s.store, EncodedParameters):
+                pieces += s.store.opened(s.parameters)
+        return pieces
 
     def pieces_of_worker(self) -> Iterator[StatePiece]:
         """What later checkpoints may have for this rank alone, besides `pieces`; to count its bytes."""
@@ -425,7 +430,7 @@ class ZeroOptimizer:
         """Bytes held now, in all tiers, measured on the buffers (compare `prediction.predict_sets`)."""
         return ZeroMemory(
             parameters=sum(s.store.nbytes for s in self.sets),
-            gradients=sum(s.buckets.flat.nbytes for s in self.trained),
+            gradients=sum(s.gradients.flat.nbytes for s in self.trained),
             masters=sum(s.master_bytes() for s in self.sets),
             optimizer=sum(map(self._state_bytes, self.trained)),
         )
@@ -436,14 +441,16 @@ class ZeroOptimizer:
 
     def memory_by_place(self) -> dict[str, int]:
         """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""
-        places = Counter()
+        places: Counter[str] = Counter()
         offload = self.settings.offload
         for s in self.trained:
             for group in s.sub_groups:
                 places[offload.optimizer] += sum(group.state_bytes())
         if offload.parameters != DEVICE:
             places[offload.parameters] += sum(
-                s.store.shard_bytes for s in self.sets if s.plan.units
+                s.store.shard_bytes
+                for s in self.sets
+                if isinstance(s.store, ShardedParameters)
             )
         places[DEVICE] = self.memory().total - places.total()
         return dict(+places)  # of several bytes: + drops places without any

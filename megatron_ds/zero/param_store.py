@@ -15,7 +15,8 @@ from torch import nn
 
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
-from ..mpu.group import DONE, Work
+from ..mpu.group import DONE, Waitable
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
 from .gathering import MappedUnit, SharedParts, Unit
@@ -48,6 +49,7 @@ class ParameterStore:
     @property
     def nbytes(self) -> int:
         """Bytes of parameters held now, in any tier."""
+        raise NotImplementedError
 
     @property
     def is_shared(self) -> bool:
@@ -56,9 +58,11 @@ class ParameterStore:
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The model's weights of a piece, padding included: a view."""
+        raise NotImplementedError
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
         """`numel` weights from the beginning of a piece on, in one bucket."""
+        raise NotImplementedError
 
     def refresh(self) -> None:
         """Make the updates of all ranks visible, after each rank has updated its pieces: on return, or when
@@ -87,7 +91,7 @@ class WholeParameters(ParameterStore):
     ):
         super().__init__(layout, ranks, sharded)
         first = parameters[0]
-        self._under_way: dict[int, Work] = {}  # gathers by bucket
+        self._under_way: dict[int, Waitable] = {}  # gathers by bucket
         self.flat = huge_page_zeros(
             layout.numel, dtype=first.dtype, device=device or first.device
         )
@@ -222,7 +226,9 @@ class ShardedParameters(ParameterStore):
             for work in works:
                 work.wait()
 
-    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
+    def _refresh_part(
+        self, array: Array, part: ShardPiece, shard: ShardPiece
+    ) -> Waitable:
         """An offloaded array is copied to the device for it."""
         start = shard.start - part.start
         stop = shard.stop - part.start
@@ -246,7 +252,7 @@ class ShardedParameters(ParameterStore):
         start = buckets[0].start
         dtype = parameters[0].dtype
         if self._shared:
-            unit = MappedUnit(
+            unit: Unit = MappedUnit(
                 layer, first, stop - 1, dtype, self._shared.map(first, stop), group
             )
         else:
@@ -285,9 +291,9 @@ def fill(
         out.copy_(parameter.detach().reshape(-1)[start : start + out.numel()])
     else:
         assert draw is not None, (
-            f"{parameter.spec.name} is on the meta device and there is no `draw`"
+            f"{spec_of(parameter).name} is on the meta device and there is no `draw`"
         )
-        draw(parameter.spec, start, out)
+        draw(spec_of(parameter), start, out)
 
 
 def become(parameter: nn.Parameter, view: torch.Tensor) -> None:

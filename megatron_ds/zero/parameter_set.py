@@ -14,6 +14,7 @@ from torch import nn
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, solo
+from ..mpu.managed_parameter import spec_of
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
 from .data_groups import DataGroups, Hierarchy
 from .encoded_parameters import EncodedParameters
@@ -62,6 +63,12 @@ class ParameterSet:
     sub_groups: list[SubGroup]
     norm_views: list[torch.Tensor]
     padding: int = 0
+
+    @property
+    def gradients(self) -> GradientStore:
+        """The gradients of a set that is trained."""
+        assert self.buckets is not None, "a frozen set has no gradients"
+        return self.buckets
 
     @property
     def leaves(self) -> Iterator[Leaf]:
@@ -124,7 +131,7 @@ class SetMaker:
         counted = [
             p
             for p in plan.layout.slot_intersections(ranks.shard)
-            if is_counted(parameters[p.slot].spec, self.groups.tp.rank)
+            if is_counted(spec_of(parameters[p.slot]), self.groups.tp.rank)
         ]
         views = norm_views(buckets.flat, counted, buckets.start_of)
         padding = sum(p.padded_numel - (p.stop - p.start) for p in counted)
@@ -147,16 +154,23 @@ class SetMaker:
             return WholeParameters(
                 parameters, plan.layout, ranks, sharded, self.device, self.draw
             )
+        if plan.blocks is None:
+            tier = self.tiers.parameters or MemoryTier(self.device)
+            return ShardedParameters(
+                parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw
+            )
         # In codes: those of frozen weights alone, or beside what an update writes.
         kind = EncodedParameters if plan.encoded else QuantizedParameters
-        held = plan.blocks
-        if held is None:
-            kind = ShardedParameters
-            held = self.tiers.parameters or MemoryTier(self.device)
         if plan.encoded and plan.policy.parameter is None:
             ranks = Hierarchy.flat(solo())
         return kind(
-            parameters, plan.layout, ranks, plan.units, self.device, held, self.draw
+            parameters,
+            plan.layout,
+            ranks,
+            plan.units,
+            self.device,
+            plan.blocks,
+            self.draw,
         )
 
     def _buckets(
@@ -205,7 +219,7 @@ class SetMaker:
         """
         policy = self.settings.policy
         off = policy.gradient if plan.policy.gradient is None else policy.parameter
-        may_lack = any("ep" in p.spec.distinct_over for p in parameters)
+        may_lack = any("ep" in spec_of(p).distinct_over for p in parameters)
         return self.settings.overlap and off is None and not may_lack
 
     def _resident(
@@ -218,7 +232,7 @@ class SetMaker:
     ) -> tuple[torch.Tensor | None, list[Leaf]]:
         # fp32 masters of 16-bit weights, in one buffer; fp32 weights are their own masters.
         values = [store.values_of(piece) for piece in pieces]
-        lows = [None] * len(pieces)
+        lows: list[torch.Tensor | None] = [None] * len(pieces)
         masters = None
         settings = self.settings
         is_wide = bool(values) and values[0].dtype == torch.float32
@@ -226,13 +240,14 @@ class SetMaker:
         if plan.frozen and not settings.frozen_masters:
             needs_masters = False
         if values and needs_masters:
-            lows = values
+            weights = values
             masters = huge_page_zeros(
-                sum(v.numel() for v in values), device=self.device
+                sum(v.numel() for v in weights), device=self.device
             )
-            values = list(masters.split([v.numel() for v in lows]))
-            for master, low in zip(values, lows):
-                master.copy_(low)
+            values = list(masters.split([v.numel() for v in weights]))
+            for master, weight in zip(values, weights):
+                master.copy_(weight)
+            lows = [*weights]
         # The optimizer's tensors: one for each piece of a parameter in this rank's shard.
         leaves = []
         for piece, value, low in zip(pieces, values, lows):
@@ -240,7 +255,7 @@ class SetMaker:
             grad = None if buckets is None else buckets.grad_of(piece)
             leaves.append(
                 make_leaf(
-                    p.spec,
+                    spec_of(p),
                     piece,
                     value,
                     grad,
@@ -260,6 +275,7 @@ class SetMaker:
         first = plan.pieces[0]
         numel = plan.numel
         tier = self.tiers.optimizer
+        assert tier is not None, "only offloaded leaves are in sub-groups"
         weights = store.array_of(first, numel)
         start = buckets.start_of(first)
         arrays = {MASTER: weights, GRAD: Array(buckets.flat[start : start + numel])}
@@ -271,7 +287,7 @@ class SetMaker:
             )
             buffer[:numel].copy_(weights.tensor)
             arrays[MASTER].write(buffer).wait()
-        specs = [p.spec for p in parameters]
+        specs = [spec_of(p) for p in parameters]
         group = SubGroup(
             plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers
         )
@@ -291,7 +307,7 @@ def make_gathering(
         for s in reduced:
             for unit in s.store.units:
                 if unit.layer == layer:
-                    s.buckets.close(unit.last_bucket)
+                    s.gradients.close(unit.last_bucket)
 
     return gathering_over(use, stage, units, prefetch, close)
 
@@ -307,7 +323,9 @@ class TiedGradients:
                 if is_tied(h.parameter, groups):
                     tied.append((s, i, h))
         # In the order of their keys, which is the same on all stages that hold them.
-        self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
+        self._holders = sorted(
+            tied, key=lambda entry: str(spec_of(entry[2].parameter).tied)
+        )
         self._group: Group = groups.tied
         self.begin()
 
@@ -320,20 +338,23 @@ class TiedGradients:
         waiting = self._waiting
         self._waiting = []
         for s, i, holder in waiting:
-            p = holder.parameter
             if stage is not None and holder.stage not in (None, stage):
                 self._waiting.append((s, i, holder))
             elif s.plan.policy.gradient is None:
-                all_reduce_(p.take_main_grad().view(-1), self._group)
-                p.grad_ready()
+                s.gradients.gradients[i].contribute(self._sum_over_stages)
             else:  # each in a bucket of its own, so that all holders have the same shards
-                s.buckets.finish()
-                piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[
+                s.gradients.finish()
+                piece = s.plan.layout.shard_pieces(s.gradients.ranks.shard)[
                     s.plan.layout.slots[i].bucket
                 ]
                 all_reduce_(
-                    s.buckets.flat[
+                    s.gradients.flat[
                         piece.offset : piece.offset + piece.stop - piece.start
                     ],
                     self._group,
                 )
+
+    def _sum_over_stages(self, gradient: torch.Tensor, overwrites: bool) -> None:
+        if overwrites:
+            gradient.zero_()
+        all_reduce_(gradient.view(-1), self._group)

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 
 from ..host.async_io import Then
-from ..mpu.group import Group, Work
+from ..mpu.group import Group, Waitable
 from .data_groups import Hierarchy
 from .exchange import UNDER_WAY, BucketGradient, OrderedExchange, Sent
 from .number_blocks import Blocks, exchange_into
@@ -69,7 +69,7 @@ class QuantizedExchange(OrderedExchange):
     def _inner_format(self, ranks: Hierarchy) -> Blocks:
         return self._last_format if ranks.outer.size == 1 else self._first_format
 
-    def _start(self, bucket: BucketGradient) -> Work:
+    def _start(self, bucket: BucketGradient) -> Waitable:
         ranks = bucket.ranks
         hops = [Hop(bucket.whole, ranks.inner, self._inner_format(ranks))]
 
@@ -77,20 +77,22 @@ class QuantizedExchange(OrderedExchange):
             hops[0] = Hop(hops[0].total(), ranks.outer, self._last_format)
             return hops[0]
 
-        work = hops[0] if ranks.outer.size == 1 else self._two_hops(hops[0], second)
+        work: Waitable = hops[0]
+        if ranks.outer.size > 1:
+            work = self._two_hops(work, second)
         return Then(work, lambda: land(hops.pop().total(), bucket.out, bucket.add))
 
 
 class Hop:
-    """A `Work`: an all-to-all of pieces of `x` that has begun. x: flat, in whole blocks for each rank."""
+    """A `Waitable`: an all-to-all of pieces of `x` that has begun. x: flat, in whole blocks for each rank."""
 
     __slots__ = ("_blocks", "_group", "_own", "_sent", "_received", "_work")
 
     def __init__(self, x: torch.Tensor, group: Group, blocks: Blocks):
         self._blocks = blocks
         self._group = group
-        self._own = x
-        self._work = None
+        self._own: torch.Tensor | None = x
+        self._work: Waitable | None = None
         if group.size > 1:
             # kept until it has been sent
             self._own = None

@@ -19,7 +19,7 @@ from torch import nn
 from ..host.async_io import Then
 from ..host.memory_maps import huge_page_zeros
 from ..host.side_streams import side_stream
-from ..mpu.group import DONE, AllOf, Group
+from ..mpu.group import DONE, Group, Waitable
 from .data_groups import Hierarchy
 from .gathering import Unit
 from .layout import Layout, ShardPiece, SlotPiece
@@ -58,9 +58,12 @@ class QuantizedUnit(Unit):
         self.is_free = False
         stream = side_stream(self.flat.device, "gathers")
         with stream.behind_current():
-            works = [self._gather(whole, part) for whole, part in self.parts]
+            works: list[Waitable] = [
+                self._gather(whole, part) for whole, part in self.parts
+            ]
             if self.flat.is_cuda:
-                AllOf(works).wait()  # that stream waits, and decodes
+                for work in works:  # that stream waits, and decodes
+                    work.wait()
                 works = [stream.mark()]
         self._works = works
 

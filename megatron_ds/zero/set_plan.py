@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ..errors import ConfigError
+from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import DATA_AXES
 from ..optim import group_of
 from .data_groups import Axes, DataGroups
@@ -160,34 +161,36 @@ def plan_parameters(
     places = use.places()
     facts = []
     for p in parameters:
-        groups.check(p.spec)
+        groups.check(spec_of(p))
         whole = (
             p.requires_grad
-            and group_of(p.spec, settings.param_groups).needs_whole_tensors
+            and group_of(spec_of(p), settings.param_groups).traits.needs_whole_tensors
         )
-        if whole and p.spec.is_split_over("tp") and groups.tp.size > 1:
+        if whole and spec_of(p).is_split_over("tp") and groups.tp.size > 1:
             # A matrix that tensor parallelism splits would have to be gathered for each update, with its
             # momentum, by ranks that hold whole optimizer state of it.
-            group = group_of(p.spec, settings.param_groups)
+            group = group_of(spec_of(p), settings.param_groups)
             raise ConfigError(
-                f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is "
+                f"the optimizer of parameter group {group.name!r} needs whole tensors, but {spec_of(p).name} is "
                 f"split over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is "
                 "not the update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into "
                 "a group whose optimizer treats elements one by one."
             )
+        stage, layer = places.get(p, (None, 0))
         facts.append(
             Fact(
-                p.spec.name,
+                spec_of(p).name,
                 p.numel(),
                 str(p.dtype),
-                p.spec.reduced_over,
+                spec_of(p).reduced_over,
                 is_tied(p, groups),
                 not p.requires_grad,
-                *places.get(p, (None, 0)),
+                stage,
+                layer,
                 whole,
                 settings.frozen_blocks is not None
                 and not p.requires_grad
-                and p.spec.matrices is not None,
+                and spec_of(p).matrices is not None,
             )
         )
     sizes = {axes: group.size for axes, group in groups.by_axes.items()}
@@ -209,19 +212,19 @@ def norm_entries(
             trained += [(plan, parameters[i]) for i in plan.members]
     return [
         NormEntry(
-            p.spec,
+            spec_of(p),
             plan.reduced_over,
             plan.policy.optimizer is not None,
             is_tied(p, groups),
         )
         for plan, p in trained
-        if group_of(p.spec, settings.param_groups).needs_norms
+        if group_of(spec_of(p), settings.param_groups).traits.needs_norms
     ]
 
 
 def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
     """Whether other pipeline ranks hold copies of the parameter."""
-    return p.spec.tied is not None and groups.tied.size > 1
+    return spec_of(p).tied is not None and groups.tied.size > 1
 
 
 def plan_sets(
@@ -308,9 +311,9 @@ def _plan_set(
         policy = ShardPolicy(None, None, None)
         shards = 1
     align = settings.align
-    inner = (
-        inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
-    )
+    inner = shards
+    if policy.parameter == "inner" and axes == DATA_AXES and inner_shards is not None:
+        inner = inner_shards
     if not gathered:
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
@@ -328,9 +331,9 @@ def _plan_set(
     if whole and policy.optimizer is not None:
         layout = plan_whole_layout(items, bucket_elements, shards, align, alone=tied)
     else:
-        units = [facts[i].layer for i in forward] if gathered else None
+        layers = [facts[i].layer for i in forward] if gathered else None
         layout = plan_layout(
-            items, 1 if tied else bucket_elements, shards, align, units=units
+            items, 1 if tied else bucket_elements, shards, align, units=layers
         )
     index_of = {facts[i].name: i for i in forward}
     in_buffer = tuple(index_of[slot.name] for slot in layout.slots)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ..config import RunConfig
-from ..config.options.adapter_choice import FROZEN_BLOCK
+from ..config.added_weights import FROZEN_BLOCK
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
 from .exchange import GradientExchange
@@ -123,6 +123,7 @@ class ZeroSettings:
         """
         o = config.optimizer
         zero = config.zero
+        added = config.added_weights
         # Collectives of a node are stage 3's alone.
         has_inner = zero.stage == 3 and zero.zero_hpz_partition_size > 1
         return cls(
@@ -131,7 +132,7 @@ class ZeroSettings:
             bucket_elements=zero.reduce_bucket_size,
             gather_elements=zero.allgather_bucket_size,
             overlap=zero.overlap_comm is not False,
-            grad_dtype=_dtype(o.gradient_dtype),
+            grad_dtype=getattr(torch, o.gradient_dtype),
             sent_dtype=_dtype(zero.sent_dtype),
             sent_divisor=zero.sent_divisor,
             weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block)
@@ -146,8 +147,8 @@ class ZeroSettings:
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
             checksums=config.train.rerun_bad_steps,
-            frozen_masters=not config.adapters.is_on,
-            frozen_blocks=FROZEN_BLOCKS[config.adapters.base_bits],
+            frozen_masters=added is None,
+            frozen_blocks=FROZEN_BLOCKS[None if added is None else added.frozen_bits],
         )
 
     def __post_init__(self):
@@ -174,16 +175,16 @@ class ZeroSettings:
             )
         # Optimizers that need whole tensors or norms, where only parts are at hand.
         for group in self.param_groups:
-            if group.needs_whole_tensors and self.policy.parameter is not None:
+            if group.traits.needs_whole_tensors and self.policy.parameter is not None:
                 raise ConfigError(
                     f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
                     "splits every parameter over all ranks and gathers it for its layer only. Use "
                     "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam."
                 )
             needs_all = (
-                group.needs_whole_tensors
-                or group.is_collective
-                and not group.steps_in_halves
+                group.traits.needs_whole_tensors
+                or group.traits.is_collective
+                and not group.traits.steps_in_halves
             )
             if needs_all and self.offload.optimizer != "device":
                 raise ConfigError(
@@ -195,12 +196,13 @@ class ZeroSettings:
     @property
     def update_rule(self) -> UpdateRule:
         """What ranks exchange, and keep for it; the same for all parameter groups."""
-        declared = (group.update_rule for group in self.param_groups)
+        declared = (group.traits.update_rule for group in self.param_groups)
         return next((rule for rule in declared if rule is not None), SUMMED)
 
     def _check_update_rule(self) -> None:
         rules = [
-            (group.name, group.update_rule or SUMMED) for group in self.param_groups
+            (group.name, group.traits.update_rule or SUMMED)
+            for group in self.param_groups
         ]
         for name, rule in rules:
             if rule != rules[0][1]:

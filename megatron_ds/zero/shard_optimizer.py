@@ -5,35 +5,36 @@ These are 1-D and padded to whole vectors (padding has value and gradient zero a
 optimizer that needs whole tensors, whole parameters in their shape. State exists from the start, so that a
 checkpoint can be loaded into it.
 
-Note: restart. An optimizer whose state does not begin with zeros has a method `restart`, called before the
-first update: it sets the state with which the optimizer begins.
+An optimizer of this package, a `PartOptimizer`, says how it takes a step. Others are torch's or a user's:
 
-Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and
-writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. One with the
-attribute `takes_numbers` takes a number in place of a tensor, and writes nothing back. For other optimizers,
-and only if there is something to divide, the gradients are multiplied beforehand.
+Note: grad_scale. A fused optimizer of torch divides each gradient by its attribute `grad_scale` while it reads
+it, and writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. One that
+`takes_numbers` takes a number in place of a tensor, and writes nothing back. For other optimizers, and only if
+there is something to divide, the gradients are multiplied beforehand.
 
-Note: low_grad. Gradients of another dtype than the masters are `Leaf.tensor.low_grad`. An optimizer with the
-attribute `reads_low_grad` reads them there; others get an fp32 copy for the time of the update.
-
-Note: num_updates. An optimizer with this attribute counts its steps there.
+Note: low_grad. Gradients of another dtype than the masters are `Leaf.tensor.low_grad`. An optimizer that
+`reads_low_grad` reads them there; others get an fp32 copy for the time of the update.
 
 Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An
-optimizer with the attribute `writes_low` writes it during the update, from the new value in registers; after
-others it is cast.
+optimizer that `writes_low` writes it during the update, from the new value in registers; after others it is
+cast.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
-from ..optim.part_optimizer import parameters_of
+from ..optim.optimizers import traits_of
+from ..optim.part_optimizer import HalvedOptimizer, PartOptimizer, parameters_of
 from .layout import SlotPiece
+from .leaf_tensor import LeafTensor
 from .norm import ParameterNorms
 from .whole_matrices import WholeMatrices
 
@@ -45,14 +46,13 @@ Rates = float | Mapping[str, float] | None
 class Leaf:
     """The master of `piece`.
 
-    tensor  .grad or .low_grad is a view of the gradient buffer, .spec the parameter's spec, .piece the
-            piece, .low the model's own weight in a 16-bit model, else None
+    tensor  its .grad or .low_grad is a view of the gradient buffer
     shape   of the tensor, if it is a whole parameter; None: flat, with padding
     """
 
     spec: ParamSpec
     piece: SlotPiece
-    tensor: nn.Parameter
+    tensor: LeafTensor
     shape: tuple[int, ...] | None = None
 
     def unpadded(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,33 +72,31 @@ def make_leaf(
 
     grad: a view of the gradient buffer.
     """
-    tensor = nn.Parameter(_shaped(master, piece, shape))
+    tensor = LeafTensor(_shaped(master, piece, shape))
     tensor.spec = spec
     tensor.piece = piece
     tensor.low = None if low is None else _shaped(low, piece, shape)
-    if grad is not None:
-        setattr(
-            tensor,
-            "grad" if grad.dtype == master.dtype else "low_grad",
-            _shaped(grad, piece, shape),
-        )
+    if grad is not None and grad.dtype == master.dtype:
+        tensor.grad = _shaped(grad, piece, shape)
+    elif grad is not None:
+        tensor.low_grad = _shaped(grad, piece, shape)
     return Leaf(spec, piece, tensor, shape)
 
 
 @contextmanager
 def _wide_grads(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, parameters of an optimizer that does not read `low_grad` have an fp32 copy of it as `grad`."""
-    reads_low = getattr(optimizer, "reads_low_grad", False)
-    tensors = []
-    if not reads_low:
-        parameters = parameters_of(optimizer)
-        tensors = [tensor for tensor in parameters if hasattr(tensor, "low_grad")]
-    for tensor in tensors:
-        tensor.grad = tensor.low_grad.float()
+    widened = []
+    if not (isinstance(optimizer, PartOptimizer) and optimizer.reads_low_grad):
+        for tensor in parameters_of(optimizer):
+            low_grad = getattr(tensor, "low_grad", None)
+            if low_grad is not None:
+                tensor.grad = low_grad.float()
+                widened.append(tensor)
     try:
         yield
     finally:
-        for tensor in tensors:
+        for tensor in widened:
             tensor.grad = None
 
 
@@ -137,7 +135,8 @@ class ShardOptimizer:
             same = [
                 (g, tensors)
                 for g, tensors in zip(groups, members)
-                if g.optimizer == group.optimizer and (tensors or group.is_collective)
+                if g.optimizer == group.optimizer
+                and (tensors or group.traits.is_collective)
             ]
             is_first = all(g.optimizer != group.optimizer for g in groups[:i])
             if same and is_first:
@@ -145,8 +144,8 @@ class ShardOptimizer:
         # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
         # zero yet).
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = 0.0, 0.0
+            for numbers in optimizer.param_groups:
+                numbers["lr"], numbers["weight_decay"] = 0.0, 0.0
             with torch.no_grad(), _wide_grads(optimizer):
                 optimizer.step()
         self.set_num_updates(0)
@@ -177,11 +176,12 @@ class ShardOptimizer:
         for optimizer in self._optimizers:
             maker = self._maker_of[id(optimizer)]
             with self._prepared(optimizer, lr, weight_decay, divisor):
-                if not getattr(maker, "needs_norms", False):
+                if not traits_of(maker).needs_norms:
                     optimizer.step()
                     continue
-                optimizer.advance()
-                squares[maker] = norms.squares(*optimizer.measured())
+                halved = _halved(optimizer)
+                halved.advance()
+                squares[maker] = norms.squares(*halved.measured())
         return squares
 
     def finish(
@@ -191,7 +191,8 @@ class ShardOptimizer:
         for optimizer in self._optimizers:
             if (maker := self._maker_of[id(optimizer)]) in reduced:
                 squares = reduced[maker]
-                optimizer.finish(norms.of(squares, parameters_of(optimizer)))
+                halved = _halved(optimizer)
+                halved.finish(norms.of(squares, parameters_of(optimizer)))
 
     def set_beta1(self, beta1: float) -> None:
         """beta1 of the following updates, of optimizers that have betas."""
@@ -202,7 +203,8 @@ class ShardOptimizer:
 
     def writes_low(self, leaf: Leaf) -> bool:
         """Whether the update writes the model's 16-bit weight too."""
-        return getattr(self._of[id(leaf.tensor)], "writes_low", False)
+        optimizer = self._of[id(leaf.tensor)]
+        return isinstance(optimizer, PartOptimizer) and optimizer.writes_low
 
     def optimizer_of(self, leaf: Leaf) -> torch.optim.Optimizer:
         """The torch optimizer that updates a leaf."""
@@ -226,7 +228,7 @@ class ShardOptimizer:
         """Continue as after `count` updates: bias corrections depend on it."""
         self.num_updates = count
         for optimizer in self._optimizers:
-            if hasattr(optimizer, "num_updates"):
+            if isinstance(optimizer, PartOptimizer):
                 optimizer.num_updates = count
             for state in optimizer.state.values():
                 if torch.is_tensor(state.get("step")):
@@ -236,8 +238,10 @@ class ShardOptimizer:
 
     def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]]) -> None:
         first = groups[0][0]
-        options = {"reduce_norms": self._norms} if first.needs_norms else {}
-        if first.needs_matrices:
+        options: dict[str, Any] = {}
+        if first.traits.needs_norms:
+            options["reduce_norms"] = self._norms
+        if first.traits.needs_matrices:
             options["for_each"] = self._matrices[first.optimizer]
         optimizer = first.optimizer(
             [
@@ -265,7 +269,7 @@ class ShardOptimizer:
         divisor: float,
     ) -> Iterator[None]:
         """Inside, an optimizer has the numbers of a step, and gradients that it can read."""
-        if self.num_updates == 1 and hasattr(optimizer, "restart"):
+        if self.num_updates == 1 and isinstance(optimizer, PartOptimizer):
             optimizer.restart()
         for group in optimizer.param_groups if lr is not None else ():
             rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr
@@ -281,10 +285,24 @@ class ShardOptimizer:
         if not tensors:
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale = None if divisor == 1.0 else divisor
-            if divisor != 1.0 and not getattr(optimizer, "takes_numbers", False):
-                optimizer.grad_scale = torch.full(
+            takes_numbers = (
+                isinstance(optimizer, PartOptimizer) and optimizer.takes_numbers
+            )
+            scale: float | torch.Tensor | None = None if divisor == 1.0 else divisor
+            if divisor != 1.0 and not takes_numbers:
+                scale = torch.full(
                     (), divisor, dtype=torch.float32, device=tensors[0].device
                 )
+            vars(optimizer)["grad_scale"] = scale
         elif divisor != 1.0:
-            torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)
+            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            torch._foreach_mul_(grads, 1.0 / divisor)
+
+
+def _halved(optimizer: torch.optim.Optimizer) -> HalvedOptimizer:
+    if not isinstance(optimizer, HalvedOptimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} declares norms of parameters of which it updates one part after the "
+            "other, but it is no HalvedOptimizer (optim/part_optimizer.py). Derive it from that class."
+        )
+    return optimizer

@@ -9,7 +9,6 @@ instead.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 
@@ -19,7 +18,7 @@ from ..host.memory_maps import huge_page_zeros, round_up
 from ..host.page_locked import PageLockedPool, page_locked
 from ..host.scratch_file import Region, ScratchFile
 from ..host.side_streams import Mark, side_stream
-from ..mpu.group import DONE, Work
+from ..mpu.group import DONE, Waitable
 from ..mpu.host_reads import wait_for_mark
 
 DEVICE = "device"
@@ -64,7 +63,7 @@ class OffloadSettings:
         )
 
 
-class Tier(Protocol):
+class Tier:
     """A place for offloaded state.
 
     place     "device", "cpu" or "nvme"
@@ -73,8 +72,9 @@ class Tier(Protocol):
 
     is_plain: bool
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list["Array"]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence["Array"]:
         """Make arrays of zeros."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Write back what was written through `Array.tensor`, so that `read` returns it."""
@@ -89,8 +89,9 @@ class Tiers:
 
     def settle(self) -> None:
         """`Tier.settle` of both."""
-        for tier in {self.optimizer, self.parameters} - {None}:
-            tier.settle()
+        for tier in {self.optimizer, self.parameters}:
+            if tier is not None:
+                tier.settle()
 
 
 def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
@@ -102,6 +103,7 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
             return None
         if place == "cpu":
             return MemoryTier(torch.device("cpu"), page_locked=device.type == "cuda")
+        assert folder is not None, "the rules demand a folder for nvme"
         return DiskTier(
             folder,
             make_io(
@@ -139,13 +141,13 @@ class Array:
         """Whether `tensor` has this device and dtype, so that no copy is needed."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
-    def read(self, out: torch.Tensor) -> Work:
+    def read(self, out: torch.Tensor) -> Waitable:
         """Begin to copy to a buffer, which may be of another dtype. The host waits for a buffer of its own;
         for one on a GPU the current stream waits."""
         copied = _copy(out, self.tensor)
         return copied if out.is_cuda else Then(DONE, partial(wait_for_mark, copied))
 
-    def write(self, values: torch.Tensor) -> Work:
+    def write(self, values: torch.Tensor) -> Waitable:
         """Begin to copy from a buffer; after the wait the host may use both."""
         return Then(DONE, partial(wait_for_mark, _copy(self.tensor, values)))
 
@@ -158,7 +160,7 @@ class MemoryTier(Tier):
         self._page_locked = page_locked
         self.is_plain = device.type == "cpu" and not page_locked
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Array]:
         numel = sum(sizes)
         zeros = (
             page_locked(numel, dtype)
@@ -203,7 +205,8 @@ def copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             marks[out.is_cuda] = _copy(out, values)
     if near:
-        torch._foreach_copy_(*map(list, zip(*near)))
+        outs, sources = zip(*near)
+        torch._foreach_copy_(outs, sources)
     for mark in marks.values():
         wait_for_mark(mark)
 
@@ -249,7 +252,7 @@ class OnDisk(Array):
         """Never: a map would read through the page cache."""
         return False
 
-    def read(self, out: torch.Tensor) -> Work:
+    def read(self, out: torch.Tensor) -> Waitable:
         """Read directly into host memory of the same dtype; otherwise through a buffer in host memory."""
         dtype = self.tensor.dtype
         if out.is_cuda:
@@ -262,7 +265,7 @@ class OnDisk(Array):
             lambda: _copy(out, buffer[: out.numel()]).wait(),
         )
 
-    def _read_to_device(self, out: torch.Tensor) -> Work:
+    def _read_to_device(self, out: torch.Tensor) -> Waitable:
         buffer, is_copied = self.pool.borrow(self.region.nbytes)
         wait_for_mark(is_copied)  # the disk writes to it without a stream
 
@@ -273,7 +276,7 @@ class OnDisk(Array):
 
         return Then(self.region.read_into(buffer), copy)
 
-    def write(self, values: torch.Tensor) -> Work:
+    def write(self, values: torch.Tensor) -> Waitable:
         return self.region.write_from(values)
 
 
@@ -290,7 +293,7 @@ class DiskTier(Tier):
         self._regions: list[Region] = []
         self._pool = PageLockedPool()
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Array]:
         made = []
         for numel in sizes:
             region = self._file.allocate(round_up(numel * dtype.itemsize, ALIGNMENT))

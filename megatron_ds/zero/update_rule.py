@@ -1,7 +1,7 @@
 """`UpdateRule`: what an optimizer declares about the exchange of its ranks, before anything is built.
 
-An entry of the registry of optimizers may have the attribute `update_rule`, a function from its section of the
-configuration to a rule. `ZeroSettings`, the planner and `ZeroOptimizer` ask the rule; they know no optimizer
+An entry of the registry of optimizers may declare `rule_of`, a function from its section of the configuration to
+a rule. `ZeroSettings`, the planner and `ZeroOptimizer` ask the rule; they know no optimizer
 by name. `UpdateRule` itself is the rule of an optimizer that reads the sum of the gradients in every step.
 """
 

@@ -25,6 +25,7 @@ from ..mpu.group import Group
 from ..optim import MakeOptimizer, ParamGroup
 from ..optim.matrix_batches import change_matrices
 from .data_groups import DataGroups
+from .leaf_tensor import LeafTensor
 from .matrix_owners import ROUND, MatrixEntry, Owned, matrix_entries, plan_rounds
 from .set_plan import SetPlan
 
@@ -96,10 +97,11 @@ class SegmentExchange:
     def sent(self) -> tuple[int, int]:
         """Bytes that this rank sends to others there, and back."""
         here = self.group.rank
-        return tuple(
+        there, back = (
             FP32_BYTES * (sum(sizes) - sizes[here])
             for sizes in (self._outward(), self._inward())
         )
+        return there, back
 
     @property
     def _ranks(self) -> range:
@@ -140,6 +142,11 @@ class SegmentExchange:
         all_to_all_(out, whole, self.group, (sent, received))
 
 
+def _leaf(tensor: torch.Tensor) -> LeafTensor:
+    assert isinstance(tensor, LeafTensor), "optimizers of matrices get leaves"
+    return tensor
+
+
 class WholeMatrices:
     """The matrices of the parameters of one optimizer, and their owners.
 
@@ -170,15 +177,16 @@ class WholeMatrices:
         parts: of an update, in the form of the parameters, padding included; they may be overwritten
         unit: see `optim.matrix_batches`
         """
-        found = {p.spec.name: part for p, part in zip(parameters, parts)}
+        leaves = [_leaf(p) for p in parameters]
+        found = {leaf.spec.name: part for leaf, part in zip(leaves, parts)}
         for round_ in self._rounds:
             round_.run(
                 change,
                 unit,
                 found,
-                {p.spec.name: p.piece.stop - p.piece.start for p in parameters},
+                {leaf.spec.name: leaf.piece.stop - leaf.piece.start for leaf in leaves},
             )
-        return [found[p.spec.name] for p in parameters]
+        return [found[leaf.spec.name] for leaf in leaves]
 
     def sent(self) -> Iterator[tuple[Group, int]]:
         """(group, bytes that this rank sends) of each all-to-all of a call."""
@@ -200,7 +208,7 @@ def whole_matrices(
     parameters: to which the indices in the plans refer. Raises ConfigError, see `matrix_entries`.
     """
     wanting = dict.fromkeys(
-        group.optimizer for group in param_groups if group.needs_matrices
+        group.optimizer for group in param_groups if group.traits.needs_matrices
     )
     entries = {
         optimizer: matrix_entries(plans, parameters, param_groups, optimizer)
@@ -221,6 +229,7 @@ class MatrixRound:
         self._tp = groups.tp
         sizes = {"tp": groups.tp.size}
         self._specs = {entry.spec.name: entry.spec for entry, _, _ in owned}
+        self._matrices = {entry.spec.name: entry.matrices for entry, _, _ in owned}
         self._shapes = {
             name: spec.local_shape(sizes) for name, spec in self._specs.items()
         }
@@ -292,7 +301,7 @@ class MatrixRound:
         change_matrices(
             change,
             unit,
-            [(whole, self._specs[name].matrices) for name, whole in wholes.items()],
+            [(whole, self._matrices[name]) for name, whole in wholes.items()],
         )
         # And back.
         local |= {name: whole.reshape(-1) for name, whole in wholes.items()}
@@ -313,7 +322,8 @@ class MatrixRound:
             for name in flat
             if not _is_same(flat[name], changed[name])
         ]:
-            torch._foreach_copy_(*map(list, zip(*moved)))
+            outs, values = zip(*moved)
+            torch._foreach_copy_(outs, values)
 
     def _joined(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The flat slice of a parameter from the pieces of all data-parallel ranks."""
@@ -328,7 +338,8 @@ class MatrixRound:
         boxes = self._boxes(
             name, whole, [flat.view(self._shapes[name]) for flat in slices]
         )
-        torch._foreach_copy_(*map(list, zip(*boxes)))
+        outs, values = zip(*boxes)
+        torch._foreach_copy_(outs, values)
         return whole
 
     def _cut(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from megatron_ds.checkpoint.known_saves import KnownSaves
 from megatron_ds.checkpoint.load import load, read_run
 from megatron_ds.checkpoint.lock import locked
 from megatron_ds.checkpoint.lock_file import LOCK
+from megatron_ds.checkpoint.save_folder import saved_run_in
 from megatron_ds.compat.engine import known_tags
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.grid import Grid
@@ -144,6 +145,31 @@ def test_known_saves_accept_own_ones_and_earlier_ones_and_a_second_save_of_a_ste
     saves.check(tmp_path)
     (tmp_path / "iter_0000020").rename(tmp_path / "moved")
     saves.check(tmp_path)
+
+
+@pytest.fixture
+def vanished(tmp_path, monkeypatch):
+    """A folder whose checkpoint another program deletes between the listing of the folder and the look at it."""
+    save_step(tmp_path, 10, seed=1)
+    saves = KnownSaves()
+    saves.look(tmp_path)
+    monkeypatch.setattr(folders, "find", lambda folder, step: None)
+    return tmp_path, saves
+
+
+def test_a_save_is_refused_when_the_newest_checkpoint_vanishes(vanished):
+    folder, saves = vanished
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000010/run.json .*\(it is gone\)"
+    ):
+        saves.check(folder)
+
+
+def test_a_checkpoint_that_vanishes_is_not_pruned_and_is_no_run(vanished):
+    folder, _ = vanished
+    folders.prune(folder, 20, limit=1)
+    assert steps_in(folder) == [10]
+    assert saved_run_in(folder).step is None  # only the tracker is left of the run
 
 
 # Changes of the file system that a save makes, and what it waits for between them.

@@ -20,7 +20,7 @@ from megatron_ds.compat.conversion.huggingface.format import (
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
 from megatron_ds.compat.conversion.run_values import updates_in
-from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
+from megatron_ds.data.tokenizers.file_tokenizers import WORD_PIECE_TOKENS
 from megatron_ds.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.plan
@@ -513,7 +513,7 @@ def test_rounding_is_said_and_values_that_float16_lacks_are_refused(tmp_path):
 )
 def test_the_case_of_a_bert_vocabulary_is_kept(tmp_path, lower, kind):
     source = written(tmp_path / "in")
-    (source / "vocab.txt").write_text("\n".join((*BERT_TOKENS, "a", "b")))
+    (source / "vocab.txt").write_text("\n".join((*WORD_PIECE_TOKENS, "a", "b")))
     (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower}))
     convert(source, tmp_path / "ours")
     ours = OURS.read(tmp_path / "ours", Wishes())

@@ -7,6 +7,7 @@ import pytest
 from megatron_ds.compat.config.deepspeed_json import read_deepspeed
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.data_efficiency.options import CurriculumConfig
 
 pytestmark = pytest.mark.plan
 
@@ -419,7 +420,7 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
             }
         },
         *RUN,
-    ).curriculum
+    ).of(CurriculumConfig)
     assert of_lengths(curriculum) == (
         "seqlen_truncate",
         "fixed_root",
@@ -436,7 +437,9 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
     assert [
         length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)
     ] == [112, 288, 512, 512]
-    off = read({"curriculum_learning": {"enabled": False, **RISING}}, *RUN).curriculum
+    off = read({"curriculum_learning": {"enabled": False, **RISING}}, *RUN).of(
+        CurriculumConfig
+    )
     assert of_lengths(off) == (None, "fixed_linear", None, None, None, 8, None)
     steps = {
         "min_difficulty": 8,
@@ -444,9 +447,9 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
         "schedule_type": "fixed_discrete",
         "schedule_config": {"difficulty": [8, 32, 64], "max_step": [5, 9]},
     }
-    curriculum = read(
-        {"curriculum_learning": {"enabled": True, **steps}}, *RUN
-    ).curriculum
+    curriculum = read({"curriculum_learning": {"enabled": True, **steps}}, *RUN).of(
+        CurriculumConfig
+    )
     assert [length_difficulty(curriculum, 1024).at(step) for step in (5, 6, 9, 10)] == [
         8,
         32,
@@ -462,20 +465,33 @@ def test_metrics_called_like_lengths_are_lengths_and_others_choose_samples(read,
         {"rarity": RARITY, "also": RARITY, name: length}, data_cluster_path="clusters"
     )
     config = read(document, *RUN, *CORPUS)
-    assert of_lengths(config.curriculum) == (name, "fixed_root", 64, 512, 50, 16, 2.0)
-    assert [json.loads(text) for text in config.curriculum.curriculum_metrics] == [
+    assert of_lengths(config.of(CurriculumConfig)) == (
+        name,
+        "fixed_root",
+        64,
+        512,
+        50,
+        16,
+        2.0,
+    )
+    assert [
+        json.loads(text) for text in config.of(CurriculumConfig).curriculum_metrics
+    ] == [
         {"name": "rarity", **RARITY},
         {"name": "also", **RARITY},
     ]
-    assert (config.curriculum.data_efficiency_seed, config.data.num_workers) == (7, 3)
-    assert config.curriculum.curriculum_cluster_path == "clusters"
+    assert (
+        config.of(CurriculumConfig).data_efficiency_seed,
+        config.data.num_workers,
+    ) == (7, 3)
+    assert config.of(CurriculumConfig).curriculum_cluster_path == "clusters"
     alone = read(
         sampling({"rarity": RARITY}, data_cluster_path="clusters"), *RUN, *CORPUS
-    ).curriculum
+    ).of(CurriculumConfig)
     assert alone.curriculum_type is None and alone.curriculum_cluster_path is None
     for block in ("enabled", "data_sampling"):
         document["data_efficiency"][block] = False if block == "enabled" else {}
-        assert read(document, *RUN).curriculum.curriculum_metrics == ()
+        assert read(document, *RUN).of(CurriculumConfig).curriculum_metrics == ()
 
 
 def test_a_curriculum_survives_run_json(read):
@@ -597,10 +613,12 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
         in found
     )
     assert (
-        read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step
+        read({}, *RUN, *layout, *words, "2", ranks=2)
+        .of(CurriculumConfig)
+        .curriculum_length_step
         == 2
     )
-    assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1
+    assert read({}, *RUN, *words, "1").of(CurriculumConfig).curriculum_length_step == 1
 
 
 SPARSE = {

@@ -12,6 +12,7 @@ from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
 from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
+from megatron_ds.extensions.data_efficiency.options import RandomLTDConfig
 from tools.write_flags_doc import flags_document
 
 pytestmark = pytest.mark.plan
@@ -140,9 +141,6 @@ def test_the_older_name_of_a_section_is_read_from_checkpoints_and_files(tmp_path
         "routing:\n  random_ltd: true\n  random_ltd_min_tokens: 16\n  "
         "random_ltd_steps: 5\n"
     )
-    assert (
-        parse(
-            [*FLAGS, "--num-layers", "4", "--config", str(tmp_path / "run.yaml")]
-        ).random_ltd
-        == config.random_ltd
-    )
+    assert parse(
+        [*FLAGS, "--num-layers", "4", "--config", str(tmp_path / "run.yaml")]
+    ).of(RandomLTDConfig) == config.of(RandomLTDConfig)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_ds import commands, features
+from megatron_ds.checkpoint.run_file import require_whole_model
 from megatron_ds.config import parse
 from megatron_ds.config.compared_values import compared_values
 from megatron_ds.config.options.option import option
 from megatron_ds.config.run import all_options
 from megatron_ds.config.sources.config_text import from_dict, to_dict
-from megatron_ds.errors import ConfigError
-from megatron_ds.features import Feature, sections_without_features
+from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.features import Feature, Lengths, sections_without_features
 
 pytestmark = pytest.mark.plan
 MODEL = (
@@ -142,6 +143,33 @@ def test_a_run_needs_the_features_of_its_model_and_its_options_alone():
         with pytest.raises(ConfigError, match="x: the run uses .* install d 1"):
             sections_without_features(needed, "x")
     assert sections_without_features({"features": [{"module": []}, 7]}, "x") == set()
+
+
+def test_of_parts_that_a_run_has_once_two_are_an_error():
+    lengths = Lengths(lambda config: True, lambda config: 7, lambda *given: None)
+    with loaded(Feature("short", lengths=lengths)):
+        assert parse(MODEL).sequence_lengths == 7
+        with loaded(Feature("shorter", lengths=lengths)):
+            config = parse(MODEL)
+            with pytest.raises(ConfigError, match="short and shorter change the same"):
+                _ = config.sequence_lengths
+
+
+def test_a_change_of_the_layers_follows_those_of_the_features_that_it_names():
+    named = lambda name: lambda layers, config, ctx: [*layers, name]
+    outer = Feature("outer", layers=named("outer"), after=("inner", "not loaded"))
+    with loaded(outer), loaded(Feature("inner", layers=named("inner"))):
+        layers = []
+        for change in features.layer_changes():
+            layers = change(layers, parse(MODEL), None)
+    assert layers == ["inner", "outer"]
+
+
+def test_weights_of_a_feature_that_is_not_loaded_are_no_whole_model():
+    parts = {"model": {}, "tokenizer": {}, "data": {}}
+    require_whole_model({"identity": parts}, "x")
+    with pytest.raises(CheckpointError, match="x holds prompts, which no feature"):
+        require_whole_model({"identity": parts | {"prompts": {}}}, "x")
 
 
 def test_an_unknown_section_of_a_saved_configuration_is_an_error():

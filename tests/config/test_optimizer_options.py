@@ -49,12 +49,9 @@ def test_the_facts_are_those_of_the_optimizer(name):
     assert _tried(RegisteredOptimizer(name, settings))[0] == len(
         FACTS[name].state
     )  # of plans
-    assert getattr(OPTIMIZERS[name], "needs_norms", False) == (
-        FACTS[name].depends == NORMS
-    )
-    assert getattr(OPTIMIZERS[name], "needs_matrices", False) == (
-        FACTS[name].depends == MATRIX
-    )
+    traits = OPTIMIZERS.declared(name).traits
+    assert traits.needs_norms == (FACTS[name].depends == NORMS)
+    assert traits.needs_matrices == (FACTS[name].depends == MATRIX)
     assert set(FACTS) == set(OPTIMIZERS.names())
 
 

@@ -18,7 +18,7 @@ from megatron_ds.extensions.dry_run.dry_run import flops_text, plan_text
 from megatron_ds.extensions.dry_run.expert_text import flops_of_rank
 from megatron_ds.extensions.kernels.cpu import compiled_attention
 from megatron_ds.models import MODELS
-from megatron_ds.models.attention import SelfAttention
+from megatron_ds.models.attention import Core, SelfAttention
 from megatron_ds.mpu.context import ParallelContext, SequenceSlice
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
@@ -395,7 +395,7 @@ def test_heads_of_all_tokens_are_those_of_the_whole_sequence_and_return(zigzag, 
 def test_what_a_projection_returned_is_free_during_attention_unless_the_core_keeps_it():
     alive = []
 
-    class Core(torch.nn.Module):
+    class Doubling(Core):
         def arrange(self, q, k, v, batch):
             self.given = [StorageWeakRef(t.untyped_storage()) for t in (q, k, v)]
             return 2 * q, 2 * k, 2 * v
@@ -407,7 +407,7 @@ def test_what_a_projection_returned_is_free_during_attention_unless_the_core_kee
     config = job().model
     batch = MODELS["gpt"].data.blank(B, S, "cpu")
     attention = SelfAttention(
-        config, "attention", ParallelContext(), output_std=0.02, core=Core()
+        config, "attention", ParallelContext(), output_std=0.02, core=Doubling()
     )
     torch.nn.init.normal_(attention.linear_qkv.weight)
     attention(torch.randn(S, B, N * D, requires_grad=True), batch)

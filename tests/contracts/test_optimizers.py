@@ -138,11 +138,7 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
-    registered = RegisteredOptimizer(name, SETTINGS)
-    make.needs_norms, make.needs_matrices = (
-        registered.needs_norms,
-        registered.needs_matrices,
-    )
+    make.traits = RegisteredOptimizer(name, SETTINGS).traits
 
     spec, grad = SPEC, torch.zeros(64)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)

@@ -7,14 +7,15 @@ import random
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.training_schedule import make_batch_size, make_token_drop
+from megatron_ds.config.training_schedule import make_batch_size
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.data_efficiency.difficulty import Rise
+from megatron_ds.extensions.data_efficiency.options import RandomLTDConfig
 from megatron_ds.extensions.dry_run.dry_run import flops_text
-from megatron_ds.planning.flops import token_drop_savings
+from megatron_ds.extensions.dry_run.kept_tokens import savings
 from megatron_ds.planning.world_plan import plan_world
+from megatron_ds.progress.kept_tokens import KeptTokens
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.progress.token_drop import TokenDrop
 
 pytestmark = pytest.mark.plan
 
@@ -72,7 +73,7 @@ class Upstream:
 
 @pytest.mark.parametrize("schedule", GOLDEN)
 def test_kept_tokens_and_layer_tokens_are_those_of_deepspeed(schedule):
-    drop = TokenDrop((1, 3), 5, Rise(*schedule, lowest=0))
+    drop = KeptTokens((1, 3), 5, Rise(*schedule, lowest=0))
     values, total = GOLDEN[schedule]
     assert tuple(drop.kept_at(step) for step in STEPS_ASKED) == values
     assert 3 * sum(drop.layer_tokens(step, schedule[1]) for step in range(40)) == total
@@ -92,7 +93,7 @@ def test_on_random_schedules_they_follow_the_state_that_upstream_keeps():
             draw.randint(1, 64),
         )
         dropping = draw.randint(1, blocks)
-        drop = TokenDrop(
+        drop = KeptTokens(
             tuple(range(dropping)), blocks, Rise(least, most, steps, multiple, lowest=0)
         )
         upstream, consumed = (
@@ -106,7 +107,7 @@ def test_on_random_schedules_they_follow_the_state_that_upstream_keeps():
 
 
 def test_of_a_shorter_sequence_at_most_all_tokens_are_kept_and_counted():
-    drop = TokenDrop((1, 2), 4, Rise(16, 64, 10, 16))
+    drop = KeptTokens((1, 2), 4, Rise(16, 64, 10, 16))
     assert (
         drop.kept_at(9, length=40) == 40 and drop.layer_tokens(9, length=40) == 4 * 40
     )
@@ -114,11 +115,11 @@ def test_of_a_shorter_sequence_at_most_all_tokens_are_kept_and_counted():
 
 
 def test_blocks_are_all_but_the_first_and_the_last_unless_they_are_named():
-    assert make_token_drop(parse([*JOB, *LTD])).blocks == (1, 2, 3, 4)
-    assert make_token_drop(
-        parse([*JOB, *LTD, "--random-ltd-layer-ids", "5", "0"])
-    ).blocks == (0, 5)
-    assert make_token_drop(parse(JOB)) is None
+    assert parse([*JOB, *LTD]).kept_tokens.blocks == (1, 2, 3, 4)
+    assert parse(
+        [*JOB, *LTD, "--random-ltd-layer-ids", "5", "0"]
+    ).kept_tokens.blocks == (0, 5)
+    assert parse(JOB).kept_tokens is None
 
 
 def test_what_a_run_saves_is_counted_step_by_step_as_its_batch_grows():
@@ -126,7 +127,7 @@ def test_what_a_run_saves_is_counted_step_by_step_as_its_batch_grows():
     at = JOB.index("--train-iters")
     config = parse([*JOB[:at], *JOB[at + 2 :], *LTD[:-1], "8", *ramp])
     drop, batch_size, samples, tokens, step = (
-        make_token_drop(config),
+        config.kept_tokens,
         make_batch_size(config),
         0,
         0,
@@ -139,7 +140,7 @@ def test_what_a_run_saves_is_counted_step_by_step_as_its_batch_grows():
             tokens + size * (3 * drop.kept_at(step, 128) + 3 * 128),
             step + 1,
         )
-    saving = token_drop_savings(config, drop)
+    saving = savings(config, drop)
     assert (saving.first, saving.last) == (32, 128) and step > 12
     assert saving.layer_tokens == tokens and saving.token_share == tokens / (
         samples * 6 * 128
@@ -177,8 +178,8 @@ def from_json(tmp_path, ltd: dict, **around) -> list[str]:
 
 def test_a_json_of_deepspeed_means_what_the_flags_mean(tmp_path):
     flags = [*LTD, *"--random-ltd-layer-ids 1 2 4 --random-ltd-max-tokens 128".split()]
-    drop = make_token_drop(parse(from_json(tmp_path, DEEPSPEED)))
-    assert drop == make_token_drop(parse([*JOB, *flags])) and drop.blocks == (1, 2, 4)
+    drop = parse(from_json(tmp_path, DEEPSPEED)).kept_tokens
+    assert drop == parse([*JOB, *flags]).kept_tokens and drop.blocks == (1, 2, 4)
     assert [drop.kept_at(step) for step in (0, 50, 99, 100)] == [32, 80, 112, 128]
 
 
@@ -187,7 +188,7 @@ def test_a_json_of_deepspeed_means_what_the_flags_mean(tmp_path):
     [({"enabled": False}, DEEPSPEED), ({}, DEEPSPEED | {"enabled": False}), ({}, {})],
 )
 def test_of_a_block_that_is_off_nothing_counts(tmp_path, around, ltd):
-    assert make_token_drop(parse(from_json(tmp_path, ltd, **around))) is None
+    assert parse(from_json(tmp_path, ltd, **around)).kept_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -254,4 +255,4 @@ def test_kept_tokens_need_not_be_shared_without_sequence_parallelism_nor_where_t
         config = parse(
             [*JOB, *LTD, *flags, "--random-ltd-tokens-per-step", "15"], world_size=2
         )
-        assert config.random_ltd.random_ltd_tokens_per_step == 15
+        assert config.of(RandomLTDConfig).random_ltd_tokens_per_step == 15

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.data.tokenizers import TOKENIZERS
 from megatron_ds.extensions.data_efficiency.options import (
+    CurriculumConfig,
     length_difficulty,
 )
 from megatron_ds.models.identity import model_identity, with_positions_of
@@ -171,12 +171,16 @@ def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequen
             parse(words[words.index(str(ROOT / "pretrain_gpt.py")) + 1 :], world_size=2)
             for words in launches
         )
-    assert make_token_drop(plain) is None and plain.curriculum.curriculum_type is None
-    drop = make_token_drop(efficient)
+    assert (
+        plain.kept_tokens is None and plain.of(CurriculumConfig).curriculum_type is None
+    )
+    drop = efficient.kept_tokens
     assert drop.blocks == (1, 2, 3, 4) and [
         drop.kept_at(t) for t in (0, 20, 40, 59)
     ] == [64, 160, 256, 256]
-    lengths = length_difficulty(efficient.curriculum, efficient.model.seq_length)
+    lengths = length_difficulty(
+        efficient.of(CurriculumConfig), efficient.model.seq_length
+    )
     assert [lengths.at(t) for t in (1, 15, 30, 60)] == [32, 128, 256, 256]
     assert efficient.train == plain.train and efficient.optimizer == plain.optimizer
 

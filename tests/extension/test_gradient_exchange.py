@@ -17,6 +17,7 @@ from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
+from tests.harness.gradients import contribute
 from tests.harness.threads import run_ranks
 
 SIZES, N, STEPS = (
@@ -120,8 +121,7 @@ def train(rank, world, stage):
         optimizer.begin_step()
         optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            p.take_main_grad().add_(gradient(rank, step, i))
-            p.grad_ready()
+            contribute(p, gradient(rank, step, i))
         optimizer.step(1.0)
     traffic = world.traffic[rank].bytes["all_gather", "dp-cp", N]
     with optimizer.gathered(0):

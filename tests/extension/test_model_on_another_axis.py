@@ -11,10 +11,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_ds.models import build_stage, gpt_layers, run_layers
-from megatron_ds.models.attention import SelfAttention, make_rotary
+from megatron_ds.models.attention import Core, SelfAttention, make_rotary
 from megatron_ds.models.block import MLP, Block, output_std
 from megatron_ds.mpu.context import ParallelContext, Recompute
 from megatron_ds.mpu.grid import Grid
@@ -33,7 +32,7 @@ from tests.harness.threads import run_ranks
 LENGTH = 16
 
 
-class GatheredKeys(nn.Module):
+class GatheredKeys(Core):
     """Causal attention of this rank's queries to the keys and values of all ranks along cp."""
 
     def __init__(self, ctx):

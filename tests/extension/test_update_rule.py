@@ -12,13 +12,14 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.collectives import all_reduce_
 from megatron_ds.mpu.group import DONE
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
-from megatron_ds.optim import ParamGroup, default_groups
+from megatron_ds.optim import OptimizerTraits, ParamGroup, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.exchange import FullPrecisionExchange
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from megatron_ds.zero.update_hook import UpdateHook
 from megatron_ds.zero.update_rule import UpdateRule
+from tests.harness.gradients import contribute
 from tests.harness.threads import run_ranks
 
 SIZES, N, STEPS, RATE = (128, 640, 256), 3, 4, 0.5
@@ -70,7 +71,7 @@ def descend(groups, **options):
     return torch.optim.SGD(groups, lr=1.0)
 
 
-descend.update_rule = VoteRule()
+descend.traits = OptimizerTraits(update_rule=VoteRule())
 
 
 def gradient(rank, step, i):
@@ -99,8 +100,7 @@ def train(rank, world):
         optimizer.begin_step()
         optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            p.take_main_grad().add_(gradient(rank, step, i))
-            p.grad_ready()
+            contribute(p, gradient(rank, step, i))
         optimizer.step(RATE, grad_divisor=N)
     return [p.detach().clone() for p in parameters], optimizer.traffic(1, True, False)
 

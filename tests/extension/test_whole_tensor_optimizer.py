@@ -10,6 +10,8 @@ import torch
 from megatron_ds.errors import ConfigError
 from megatron_ds.optim import (
     OPTIMIZERS,
+    Declared,
+    OptimizerTraits,
     ParamGroup,
     RegisteredOptimizer,
     default_groups,
@@ -67,13 +69,13 @@ def groups_of(settings):
     )
 
 
-orthogonal.needs_whole_tensors = True
-orthogonal.param_groups = groups_of
+DECLARED = Declared(OptimizerTraits(needs_whole_tensors=True), groups_of=groups_of)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS._things, "orthogonal", orthogonal)
+    monkeypatch.setitem(OPTIMIZERS._declared, "orthogonal", DECLARED)
 
 
 # ------------------------------------------------------------------------------------ its runs

@@ -127,4 +127,4 @@ def check_plan(config, ranks) -> None:
         assert planned.state == student.optimizer.memory()
         held = teacher.optimizer.memory()
         assert held.total == held.parameters
-        assert planned.teacher >= held.parameters
+        assert planned.beside >= held.parameters

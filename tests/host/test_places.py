@@ -83,6 +83,14 @@ def test_more_words_than_fit_do_no_harm(path):
     assert newest.collective.startswith("all_reduce over axes-")
 
 
+def test_a_phase_that_does_not_fit_in_the_table_is_the_one_before_the_next(path):
+    writer = PlaceWriter(path, {})
+    for i in range(places.MOST_WORDS):
+        writer.collective("sum", f"{i}")
+    writer.phase(places.SAVING)
+    assert writer.phase(places.TRAINING) == places.SAVING
+
+
 def test_places_survive_sigkill(path):
     text = (
         "import os, signal; from megatron_ds.host.places import *\n"

@@ -11,6 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.data.samples.gpt_data import GPT_DATA
 from megatron_ds.extensions.lora.adapted_layers import with_adapters
 from megatron_ds.extensions.lora.adapter_dropout import AdapterDropout, BatchUnderWay
+from megatron_ds.extensions.lora.options import LoraConfig
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.fake_group import fake_mesh
@@ -59,7 +60,7 @@ def test_experts_drop_by_token_expert_and_channel(dora):
     config = parse([*MOCK, *words.split(), *TARGETS.split(), *dora])
     ctx = ParallelContext(seed=7)
     layer = with_adapters(
-        MODELS["gpt"](config.model, ctx), config.adapters, config.model, ctx
+        MODELS["gpt"](config.model, ctx), config.of(LoraConfig), config.model, ctx
     )[1]
     moe = layer.make().mlp
     draw = torch.Generator().manual_seed(1)

@@ -20,7 +20,7 @@ from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
 from megatron_ds.optim.muon import has_matrices
-from megatron_ds.planning.flops import layers_of, model_flops
+from megatron_ds.planning.flops import layers_of, layers_of_run, model_flops
 from megatron_ds.training.base_weights import of_weights
 from tests.grid.axes.optimizers import LOOSE, MUON
 from tests.harness.layout_runs import stray
@@ -259,15 +259,14 @@ def test_gradients_of_frozen_weights_are_no_flops():
     plain = parse(words)
     with_lora = parse([*words, "--lora-rank", "2"])
     model = plain.model
-    adapters = with_lora.adapters
-    whole = model_flops(model, 1, 16, 61)
+    whole = model_flops(layers_of(model), 1, 16, 61)
     scores = sum(layer.flops(16, 61).scores for layer in layers_of(model))
     h = 32
     kv = 16
     f = model.ffn_size
     channels = (h + h + 2 * kv) + 2 * h + (h + 2 * f) + (f + h)
     expected = (whole - scores) * 2 / 3 + scores + 6 * 16 * 2 * 2 * channels
-    assert model_flops(model, 1, 16, 61, adapters=adapters) == pytest.approx(expected)
+    assert model_flops(layers_of_run(with_lora), 1, 16, 61) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("ranks", ["alone", "sp"])
@@ -291,9 +290,7 @@ def test_muon_updates_both_matrices_of_an_adapter_at_every_layout():
     apart, _ = stray(words, "tp=2,sp=1,dp=2,zero=2", 3)
     assert apart.is_within(LOOSE), apart
     run = parse([*words, "--micro-batch-size", "1"])
-    [block] = [layer for layer in layers_of(run.model, run.adapters) if layer.is_block][
-        :1
-    ]
+    [block] = [layer for layer in layers_of_run(run) if layer.is_block][:1]
     specs = [p.spec for p in block.make().parameters() if ".lora_" in p.spec.name]
     assert len(specs) == 12
     assert all(has_matrices(s) == (".lora_m." not in s.name) for s in specs)

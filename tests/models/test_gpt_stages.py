@@ -7,6 +7,7 @@ import torch
 from megatron_ds.models import MODELS, build_stage, count_uses, gpt_loss, run_layers
 from megatron_ds.mpu.group import solo
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
+from tests.harness.gradients import accumulated, accumulator_of, install
 from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 
@@ -58,13 +59,12 @@ def test_gradients_reach_main_grad_as_often_as_count_uses_says(style, recompute)
 
     def accumulate(p):  # what the gradient buckets do for parameters autograd serves
         if p.grad is not None:  # None: the layer has added its gradient itself
-            p.main_grad += p.grad
+            accumulator_of(p).add(p.grad)
             p.grad = None
-            p.grad_ready()
 
     for p in ready:
-        p.main_grad = torch.zeros_like(p)
-        p.grad_ready = lambda p=p: ready.__setitem__(p, ready[p] + 1)
+        count = lambda p=p: ready.__setitem__(p, ready[p] + 1)
+        install(p, torch.zeros_like(p), count)
         p.register_post_accumulate_grad_hook(accumulate)
     gpt_loss(
         run_layers(model, None, batch),
@@ -76,6 +76,6 @@ def test_gradients_reach_main_grad_as_often_as_count_uses_says(style, recompute)
     assert max(ready.values()) == (2 if style == "gpt2" else 1)
     for p in ready:
         torch.testing.assert_close(
-            p.main_grad[: p.spec.shape[0]], grads[p.spec.name], rtol=1e-5, atol=1e-7
+            accumulated(p)[: p.spec.shape[0]], grads[p.spec.name], rtol=1e-5, atol=1e-7
         )
         assert p.grad is None

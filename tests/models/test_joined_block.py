@@ -8,7 +8,9 @@ import torch
 from megatron_ds.extensions.joined_blocks import joined_block
 from megatron_ds.extensions.joined_blocks.joined_block import Join
 from megatron_ds.models.attention import CoreAttention
+from megatron_ds.mpu.managed_parameter import made_grads
 from megatron_ds.ops.norms import LayerNorm
+from tests.harness.gradients import accumulator_of
 from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
 
 pytestmark = pytest.mark.plan
@@ -36,7 +38,7 @@ class Runs:
         for _ in range(microbatches):
             y = stage.forward(0, self.run.batch, self.x, 1.0)
             found += [y, stage.backward(0, self.dy).clone()]
-        return found + [p.view_main_grad().clone() for p in self.parameters]
+        return found + [accumulator_of(p).view().clone() for p in self.parameters]
 
 
 @pytest.fixture
@@ -186,12 +188,11 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
     runs = Runs("gpt", "fp32")
     block = runs.run.stage.modules[0]
     parameters = list(block.parameters())
-    added = [(p, p.add_main_grad) for p in parameters]
+    accumulators = [accumulator_of(p) for p in parameters]
     if first:
         runs.results(1)
     for p in parameters:
-        del p.add_main_grad, p.add_main_product, p.take_main_grad
-        del p.take_new_main_grad
+        del p.grads
     for hook in runs.run.engine.optimizer.trained[0].buckets.hooks:
         hook.remove()
     del joined[:]
@@ -200,8 +201,8 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
         block(x, runs.run.batch).backward(runs.dy)
     assert joined == [False, False]
     assert all(p.grad is not None and p.grad.any() for p in parameters)
-    for p, add in added:
-        p.add_main_grad = add
+    for p, accumulator in zip(parameters, accumulators):
+        made_grads(p).accumulator = accumulator
     block(x, runs.run.batch)
     assert joined[-1]
 
@@ -255,7 +256,7 @@ def test_a_frozen_layer_gets_no_gradient(joined):
     norm.requires_grad_(False)
     runs.results(1)
     assert joined == [True, False]
-    received = {p for p in runs.parameters if p.view_main_grad().any()}
+    received = {p for p in runs.parameters if accumulator_of(p).view().any()}
     assert received == {*runs.parameters} - {*norm.parameters()}
 
 

@@ -9,7 +9,9 @@ import torch
 from megatron_ds.models.block import MLP
 from megatron_ds.models.sequence_tiles import in_tiles, number_of_tiles
 from megatron_ds.mpu.group import coordinates_of, solo
+from megatron_ds.mpu.managed_parameter import grads_of
 from tests.harness.alive_bytes import AliveBytes
+from tests.harness.gradients import accumulated, install
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES, TinyConfig
@@ -60,8 +62,9 @@ def gradients(
         )
         p.requires_grad_(name not in frozen)
         if main_grad and p.dim() == 2:
-            p.main_grad, p.ready = torch.ones(p.shape), 0
-            p.grad_ready = lambda p=p: setattr(p, "ready", p.ready + 1)
+            p.ready = 0
+            completed = lambda p=p: setattr(p, "ready", p.ready + 1)
+            install(p, torch.ones(p.shape), completed)
     part = lambda t: t.chunk(group.size)[group.rank] if sequence_parallel else t
     x = (
         part(randn(S, B, 12, seed=8))
@@ -74,10 +77,8 @@ def gradients(
     y = mlp(x, None)
     y.backward(part(randn(S, B, 12, seed=9)).to(dtype))
     assert not main_grad or {p.ready for p in mlp.parameters() if p.dim() == 2} == {1}
-    assert not any(hasattr(p, "grad_sums") for p in mlp.parameters())
-    found = [
-        p.main_grad if main_grad and p.dim() == 2 else p.grad for p in mlp.parameters()
-    ]
+    assert not any((g := grads_of(p)) and g.sums for p in mlp.parameters())
+    found = [accumulated(p) for p in mlp.parameters()]
     return [y.detach(), x.grad, *found], len(lengths)
 
 

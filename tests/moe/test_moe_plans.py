@@ -251,11 +251,16 @@ def test_flops_count_the_experts_that_a_token_chooses():
     scores = 2 * S * S * H  # causal: half of q kᵀ and of p v
     block = lambda width: S * (8 * H * H + 6 * H * width) + scores
     moe = block(K * F + SHARED) + S * 2 * H * E
-    assert model_flops(model, 5, S, V) == 5 * 3 * (block(88) + 3 * moe + 2 * S * H * V)
-    assert model_flops(model, 1, S, V, (0, 2), S) == model_flops(model, 1, S, V)
+    layers = layers_of(model)
+    first_and_third = {"decoder.layers.0", "decoder.layers.2"}
+    dropping = [
+        replace(layer, drops_tokens=layer.name in first_and_third) for layer in layers
+    ]
+    assert model_flops(layers, 5, S, V) == 5 * 3 * (block(88) + 3 * moe + 2 * S * H * V)
+    assert model_flops(dropping, 1, S, V, S) == model_flops(layers, 1, S, V)
     whole, drops = (
-        model_flops(model, 1, S, V),
-        model_flops(model, 1, S, V, (0, 2), S // 2),
+        model_flops(layers, 1, S, V),
+        model_flops(dropping, 1, S, V, S // 2),
     )
     less = lambda kind: next(
         layer.flops(S, V).total - layer.flops(S // 2, V).total

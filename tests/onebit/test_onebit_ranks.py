@@ -19,6 +19,7 @@ from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.engine_runs import Stack, batches, loss_of
 from tests.harness.engine_runs import make as module_of
 from tests.harness.engine_runs import weights as engine_weights
+from tests.harness.gradients import contribute
 from tests.harness.onebit_simulator import SimulatedRun
 from tests.harness.threads import run_ranks
 
@@ -83,8 +84,7 @@ def one_step(optimizer, parameters, rank, workers, step):
     optimizer.begin_step()
     optimizer.arm()
     for p in reversed(parameters):
-        p.take_main_grad().add_(share(rank, workers, step, p.spec.name))
-        p.grad_ready()
+        contribute(p, share(rank, workers, step, p.spec.name))
     return optimizer.step(LR, DECAY).grad_norm
 
 
@@ -109,7 +109,7 @@ def simulated(name, workers, corrects):
     for decay in (DECAY, 0.0):
         runs[decay] = SimulatedRun(
             name,
-            OPTIMIZERS[name].update_rule(config).phases,
+            OPTIMIZERS.declared(name).rule_of(config).phases,
             weights(),
             workers,
             lr=LR,

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ds.config.optimizer_facts import FACTS
 from megatron_ds.errors import ConfigError
-from megatron_ds.optim import default_groups
+from megatron_ds.optim import OptimizerTraits, default_groups
 from megatron_ds.planning.run_plan import optimizer_problems
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from megatron_ds.zero.tiers import OffloadSettings
@@ -158,7 +158,7 @@ def weights(engine):
 
 def test_an_optimizer_whose_step_has_no_halves_is_refused_with_offloading():
     class NeedsNorms:
-        needs_norms = True
+        traits = OptimizerTraits(needs_norms=True)
 
     with pytest.raises(
         ConfigError, match="needs whole tensors or norms of them, but offloaded"

@@ -21,6 +21,7 @@ from megatron_ds.tensor_parallel.vocabulary import (
     vocabulary_spec,
 )
 from tests.harness.gpt_runs import make_batch
+from tests.harness.gradients import accumulated, accumulator_of, install
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, run_layout
 from tests.harness.model_runs import context_of
 from tests.harness.pipelines import make_batches, split_backwards
@@ -45,15 +46,13 @@ def randn(*shape, seed, dtype=torch.float32):
 
 def move_to_main_grad(p):
     if p.grad is not None:
-        p.take_main_grad().add_(p.grad)
+        accumulator_of(p).add(p.grad)
         p.grad = None
-        p.grad_ready()
 
 
 def install_main_grad(p, announce):
     """What ZeRO does to a parameter."""
-    p.main_grad, p.grad_ready = torch.zeros(p.shape), announce
-    p.take_main_grad, p.take_new_main_grad = (lambda: p.main_grad), (lambda: None)
+    install(p, torch.zeros(p.shape), announce)
     p.register_post_accumulate_grad_hook(move_to_main_grad)
 
 
@@ -69,8 +68,7 @@ def gradients_of(stage):
     """A copy of what has been accumulated, wherever that is."""
     parameters = [p for module in stage.modules for p in module.parameters()]
     return [
-        None if (grad := getattr(p, "main_grad", p.grad)) is None else grad.clone()
-        for p in parameters
+        None if (grad := accumulated(p)) is None else grad.clone() for p in parameters
     ]
 
 
@@ -353,9 +351,9 @@ def test_gradients_are_announced_layer_by_layer_from_the_last_to_the_first_and_t
     for layer, module in enumerate(modules):
         for p in module.parameters():
             install_main_grad(p, lambda layer=layer: log.append(layer))
-    modules[0].weight.grad_ready = lambda: log.append(
-        "tied"
-    )  # embedding and head share it
+    # Embedding and head share it.
+    tied = modules[0].weight
+    install(tied, torch.zeros(tied.shape), lambda: log.append("tied"))
     hooks = LayerHooks(complete=lambda layer: log.append(f"complete {layer}"))
     stage = Stage(
         0,

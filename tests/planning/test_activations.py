@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
@@ -103,9 +102,7 @@ def kept(
     with AliveBytes() as alive:
         # the second: what a rank holds once, such as the rotary tables used last, is there already
         for k in range(2):
-            batch = (
-                MODELS[model.model].data.blank(b, s).keeping(make_token_drop(config), 0)
-            )
+            batch = MODELS[model.model].data.blank(b, s).keeping(config.kept_tokens, 0)
             if apart:
                 batch = replace(batch, document_ids=torch.arange(s).expand(b, -1) // 9)
             batches.append(batch.cut(part))
@@ -129,7 +126,7 @@ def kept(
 
 
 def workload(config, device: str, apart: bool = False) -> Workload:
-    model, p, drop = config.model, config.parallel, make_token_drop(config)
+    model, p, drop = config.model, config.parallel, config.kept_tokens
     tp = p.tensor_model_parallel_size
     length = model.seq_length // p.context_parallel_size
     return Workload(

@@ -7,7 +7,7 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.config.options.model import ModelConfig
 from megatron_ds.models import MODELS
-from megatron_ds.planning.flops import model_flops
+from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_costs import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
@@ -43,7 +43,7 @@ def test_flops_are_the_matrix_products_counted_by_hand():
     head = 2 * 7 * 12 * 12 + 2 * 7 * 12 * 99 + 2 * 12 * 12 + 2 * 12 * 2
     assert layer_flops(model, "block", 7, 99) == 3 * block
     assert layer_flops(model, "bert_head", 7, 99) == 3 * head
-    assert model_flops(model, 5, 7, 99) == 5 * 3 * (2 * block + head)
+    assert model_flops(layers_of(model), 5, 7, 99) == 5 * 3 * (2 * block + head)
 
 
 @pytest.mark.parametrize(

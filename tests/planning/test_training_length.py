@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate, make_weight_decay
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.data_efficiency.options import (
+    CurriculumConfig,
+    RandomLTDConfig,
+)
 from megatron_ds.planning.training_length import make_length, planned_steps
 from megatron_ds.progress.ramps import Progress, TokenCount
 from megatron_ds.training.samples import wanted_samples
@@ -38,7 +42,11 @@ def config_of(words: str):
 
 def plain_progress(config):
     """Progress before each step of an endless run, counted the plain way from the flags."""
-    curriculum, routing, now = config.curriculum, config.random_ltd, Progress()
+    curriculum, routing, now = (
+        config.of(CurriculumConfig),
+        config.of(RandomLTDConfig),
+        Progress(),
+    )
     for step in itertools.count():
         yield now
         size = config.train.global_batch_size
@@ -60,9 +68,7 @@ def plain_progress(config):
 
 def seen(config, progress: Progress) -> int:
     """Tokens as Megatron-DeepSpeed counts them: of the layers' mean."""
-    return (
-        progress.layer_tokens // 4 if config.random_ltd.random_ltd else progress.tokens
-    )
+    return progress.layer_tokens // 4 if config.kept_tokens else progress.tokens
 
 
 @settings(max_examples=60, deadline=None)

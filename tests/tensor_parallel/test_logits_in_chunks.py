@@ -15,6 +15,7 @@ from megatron_ds.tensor_parallel.linear import column_linear, new_shard
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
 from megatron_ds.tensor_parallel.vocabulary import vocabulary_spec
 from tests.harness.alive_bytes import AliveBytes
+from tests.harness.gradients import accumulated, install
 from tests.harness.model_runs import context_of
 from tests.harness.shards import cut
 from tests.harness.threads import run_ranks
@@ -60,8 +61,9 @@ def gradients(
     """(loss, dx, dw, db or None) of a rank; chunks None: the whole head."""
     weight = make_weight(group, padded, dtype)
     if main_grad:
-        weight.main_grad, weight.ready = torch.ones(weight.shape), 0
-        weight.grad_ready = lambda: setattr(weight, "ready", weight.ready + 1)
+        weight.ready = 0
+        completed = lambda: setattr(weight, "ready", weight.ready + 1)
+        install(weight, torch.ones(weight.shape), completed)
     b = None
     if bias:
         b = torch.zeros(padded).index_copy(0, torch.arange(V), BIAS).to(dtype)
@@ -90,7 +92,7 @@ def gradients(
     return (
         loss.detach(),
         x.grad,
-        weight.main_grad if main_grad else weight.grad,
+        accumulated(weight),
         b.grad if bias else None,
     )
 
@@ -204,7 +206,7 @@ def test_the_memory_is_that_of_one_chunk_of_logits(chunks, device):
     s, h, v = 512, 16, 2048
     x = torch.zeros(s, 1, h, device=device, requires_grad=True)
     weight = torch.zeros(v, h, device=device, requires_grad=True)
-    weight.main_grad, weight.grad_ready = torch.zeros(v, h, device=device), lambda: None
+    install(weight, torch.zeros(v, h, device=device))
     labels = torch.zeros(s, 1, dtype=torch.int64, device=device)
     logits = s * v * 4
     with AliveBytes(peak=True) as alive:

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tests.harness.gradients import accumulated, install
 from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
@@ -51,8 +52,8 @@ def install_main_grads(parameters):
     """What ZeRO's buckets do to weights: a place for the gradient, and a bell."""
     calls = []
     for parameter in parameters:
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        parameter.grad_ready = lambda name=parameter.spec.name: calls.append(name)
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+        install(parameter, total, lambda name=parameter.spec.name: calls.append(name))
     return calls
 
 
@@ -106,9 +107,7 @@ def test_the_pair_equals_one_process(t, sequence_parallel, main_grad, recompute)
         )
         y.backward(slice_of(DY, group, sequence_parallel))
         assert calls == (["b.weight", "a.weight"] if main_grad else [])
-        gradients = [
-            p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters
-        ]
+        gradients = [accumulated(p) for p in parameters]
         assert not main_grad or column.weight.grad is None
         return y.detach(), x.grad, gradients, [p.spec for p in parameters]
 
@@ -129,11 +128,11 @@ def test_a_second_backward_adds_to_the_main_grad(t, sequence_parallel):
         for _ in range(2):
             row(torch.tanh(column(x))).backward(slice_of(DY, group, sequence_parallel))
             once = once or [
-                column.weight.main_grad.clone(),
-                row.weight.main_grad.clone(),
+                accumulated(column.weight).clone(),
+                accumulated(row.weight).clone(),
             ]
         torch.testing.assert_close(
-            [column.weight.main_grad, row.weight.main_grad], [2 * g for g in once]
+            [accumulated(column.weight), accumulated(row.weight)], [2 * g for g in once]
         )
 
     run_ranks(t, rank_main)
@@ -244,9 +243,10 @@ def test_bf16_gradients_add_up_in_fp32():
     dy = randn(S, B, MIDDLE, seed=9).bfloat16()
     layer(X.bfloat16()).backward(dy)
     expected = torch.einsum("sbo,sbi->oi", dy.float(), X.bfloat16().float())
-    assert layer.weight.main_grad.dtype == torch.float32 and layer.weight.grad is None
+    gradient = accumulated(layer.weight)
+    assert gradient.dtype == torch.float32 and layer.weight.grad is None
     # product rounded to bf16
-    torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_frozen_parameters_and_inputs_get_no_gradient():
@@ -265,8 +265,7 @@ def test_what_is_trained_is_decided_in_the_forward(is_trained):
     added = []
     for layer in pair:
         for p in layer.parameters():
-            p.add_main_grad = lambda gradient, p=p: added.append(p.spec.name)
-            p.add_main_product = lambda add, a, b, p=p: added.append(p.spec.name)
+            install(p, torch.zeros_like(p), lambda p=p: added.append(p.spec.name))
             p.requires_grad_(is_trained)
     y = pair[1](torch.tanh(pair[0](X.clone().requires_grad_())))
     for layer in pair:

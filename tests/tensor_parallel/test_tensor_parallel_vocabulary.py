@@ -14,6 +14,7 @@ from megatron_ds.tensor_parallel.vocabulary import (
     vocabulary_spec,
 )
 from tests.harness.alive_bytes import AliveBytes
+from tests.harness.gradients import accumulated, install
 from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
@@ -58,12 +59,12 @@ def test_embedding_equals_torch(t, padded, sequence_parallel, main_grad):
         layer = make_embedding(group, padded, sequence_parallel=sequence_parallel)
         ready = []
         if main_grad:
-            layer.weight.main_grad = torch.ones_like(layer.weight)
-            layer.weight.grad_ready = lambda: ready.append(1)
+            total = torch.ones_like(layer.weight)
+            install(layer.weight, total, lambda: ready.append(1))
         x = layer(TOKENS)
         x.backward(DX.chunk(t)[rank] if sequence_parallel else DX)
         assert ready == [1] * main_grad and (layer.weight.grad is None) == main_grad
-        gradient = layer.weight.main_grad - 1 if main_grad else layer.weight.grad
+        gradient = accumulated(layer.weight) - float(main_grad)
         return x.detach(), gradient, layer.weight.spec
 
     xs, gradients, specs = zip(*run_ranks(t, rank_main))
@@ -79,10 +80,10 @@ def test_embedding_equals_torch(t, padded, sequence_parallel, main_grad):
 
 def test_bf16_embedding_gradients_add_up_in_fp32():
     layer = make_embedding(solo("tp"), 24, dtype=torch.bfloat16)
-    layer.weight.main_grad, layer.weight.grad_ready = torch.zeros(24, H), lambda: None
+    install(layer.weight, torch.zeros(24, H))
     dy = randn(300, 1, H, seed=4).bfloat16()
     layer(torch.zeros(1, 300, dtype=torch.int64)).backward(dy)
-    torch.testing.assert_close(layer.weight.main_grad[0], dy.float().sum((0, 1)))
+    torch.testing.assert_close(accumulated(layer.weight)[0], dy.float().sum((0, 1)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -96,10 +97,8 @@ def test_tied_embedding_and_logits_add_to_one_main_grad(
         group = world.group("tp", tuple(range(t)), rank)
         layer = make_embedding(group, 24, sequence_parallel=sequence_parallel)
         ready = []
-        layer.weight.main_grad, layer.weight.grad_ready = (
-            torch.zeros_like(layer.weight),
-            lambda: ready.append(1),
-        )
+        total = torch.zeros_like(layer.weight)
+        install(layer.weight, total, lambda: ready.append(1))
 
         def run(tokens):
             logits = parallel_logits(
@@ -114,7 +113,7 @@ def test_tied_embedding_and_logits_add_to_one_main_grad(
         )
         loss.backward(torch.ones_like(loss))
         assert len(ready) == 2
-        return loss.detach(), layer.weight.main_grad, layer.weight.spec
+        return loss.detach(), accumulated(layer.weight), layer.weight.spec
 
     losses, gradients, specs = zip(*run_ranks(t, rank_main))
     table = TABLE.clone().requires_grad_()

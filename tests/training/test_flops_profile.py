@@ -9,7 +9,7 @@ from megatron_ds.config.rules.training import TRAINING_RULES
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.context import ParallelContext
-from megatron_ds.planning.flops import model_flops
+from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_table import LayerRow, layer_rows
 from megatron_ds.training.observe.csv_monitor import CsvMonitor
 from megatron_ds.training.observe.flops_profile import (
@@ -52,14 +52,15 @@ def test_rows_add_up_to_the_model(flags):
         rows = layer_rows(config, 6, 12, each=each)
         assert sum(row.parameters for row in rows) == parameters
         assert 3 * sum(row.forward for row in rows) == pytest.approx(
-            model_flops(config.model, 6, 12, 61)
+            model_flops(layers_of(config.model), 6, 12, 61)
         )
         assert sum(row.count for row in rows) == len(built)
     assert len(layer_rows(config, 6, 12, each=True)) == len(built)
 
 
 def test_a_block_has_its_closed_form_and_blocks_that_drop_tokens_a_row_of_their_own():
-    h, s, rows = 32, 16, layer_rows(config_of(), 2, 16, dropping=(1, 2), kept=8)
+    flags = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-tokens-per-step 8 --random-ltd-steps 2"
+    h, s, rows = 32, 16, layer_rows(config_of(*flags.split()), 2, 16, kept=8)
     block = lambda s: 2 * (24 * s * h * h + 2 * s * s * h)  # causal: half of 4 s² h
     forwards = [row.forward for row in rows if "block" in row.name]
     assert forwards == pytest.approx([2 * block(s), 2 * block(8)])

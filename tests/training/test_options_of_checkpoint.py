@@ -5,7 +5,7 @@ import pytest
 from megatron_ds.checkpoint.load import read_run
 from megatron_ds.compat.conversion.own_format import source_in
 from megatron_ds.config import parse
-from megatron_ds.data.tokenizers.file_tokenizers import BERT_TOKENS
+from megatron_ds.data.tokenizers.file_tokenizers import WORD_PIECE_TOKENS
 from megatron_ds.errors import CheckpointError
 from megatron_ds.training import from_checkpoint
 from megatron_ds.training.from_checkpoint import options_of_checkpoint
@@ -22,7 +22,7 @@ def values_of(words):
 
 def test_options_of_a_checkpoint_have_the_rows_that_no_token_uses(tmp_path):
     source = written(tmp_path / "in")
-    (source / "vocab.txt").write_text("\n".join((*BERT_TOKENS, "a", "b")))
+    (source / "vocab.txt").write_text("\n".join((*WORD_PIECE_TOKENS, "a", "b")))
     convert(source, tmp_path / "ours")
     words = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data"]
     settings = options_of_checkpoint(words)
@@ -58,7 +58,7 @@ def test_options_come_without_a_flag_and_the_tokenizer_from_its_copies_or_from_f
     tmp_path,
 ):
     source = written(tmp_path / "in")
-    (source / "vocab.txt").write_text("\n".join((*BERT_TOKENS, "a", "b")))
+    (source / "vocab.txt").write_text("\n".join((*WORD_PIECE_TOKENS, "a", "b")))
     convert(source, tmp_path / "ours")
     words = ["--load", str(tmp_path / "ours"), "--mock-data"]
     values = values_of(words)

@@ -113,7 +113,10 @@ def test_without_a_known_peak_no_mfu_is_printed():
 
 def test_where_blocks_drop_tokens_the_line_says_how_many_stay():
     line = changed(
-        kept_tokens=256, layer_tokens=5 * 10**9, actual_seq_length=448
+        kept_tokens=256,
+        kept_title="random ltd reserved length",
+        layer_tokens=5 * 10**9,
+        actual_seq_length=448,
     ).line()
     assert (
         "| random ltd reserved length:   256 | actual seqlen:   448 | "

@@ -14,12 +14,13 @@ from megatron_ds.mpu.param_spec import (
     ParamSpec,
     Split,
 )
-from megatron_ds.optim import ParamGroup, default_groups
+from megatron_ds.optim import OptimizerTraits, ParamGroup, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.norm import NormEntry, ParameterNorms
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
+from tests.harness.gradients import contribute, taken
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -50,7 +51,7 @@ def trust_ratio(groups, reduce_norms):
     return TrustRatio(groups, reduce_norms)
 
 
-trust_ratio.needs_norms = True
+trust_ratio.traits = OptimizerTraits(needs_norms=True)
 
 
 def value(shape, seed):
@@ -114,8 +115,7 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
         ):  # half of the gradient from each data-parallel rank and each holder
             grad = GRADS[p.spec.name]
             share = (half(grad) if p is split else grad) / (4 if p is embedding else 2)
-            p.take_main_grad().add_(share)
-            p.grad_ready()
+            contribute(p, share)
         before = world.traffic[rank].calls["all_reduce", "tp", 2]
         optimizer.step(LR)
         calls = world.traffic[rank].calls["all_reduce", "tp", 2] - before
@@ -198,7 +198,7 @@ def test_groups_use_different_optimizers_learning_rates_and_decay():
     )
     optimizer.begin_step()
     for p in parameters:
-        p.take_main_grad().fill_(1.0)
+        taken(p).fill_(1.0)
     optimizer.step(0.1, 0.5)
     for p, expected in zip(parameters, (1 - 0.05, 1 - 0.1 * 1.5, 1 - 0.1)):
         torch.testing.assert_close(p.detach(), torch.full((70,), expected))

@@ -22,6 +22,7 @@ from tests.harness import engines
 from tests.harness.engines import BATCH, load_state, save_state
 from tests.harness.engines import config_of as config_of_job
 from tests.harness.engines import on_engines as run
+from tests.harness.gradients import contribute
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 from tests.zero.test_zero_hierarchy import SIZES, data_groups, make_optimizer
@@ -157,8 +158,7 @@ def summed(rank, world, n, h, bucket_elements, stage=3, microbatches=2):
     for k in range(microbatches):
         optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            p.take_main_grad().add_(gradient(rank, 0, k, i))
-            p.grad_ready()
+            contribute(p, gradient(rank, 0, k, i))
     optimizer.step(-1.0)
     with optimizer.gathered(0):
         return [p.detach().clone() for p in parameters]
@@ -207,10 +207,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
         optimizer.begin_step()
         optimizer.arm()
         for p in reversed(parameters):
-            p.take_main_grad().add_(
-                torch.inf if rank == 2 and p is parameters[1] else 1.0
-            )
-            p.grad_ready()
+            contribute(p, torch.inf if rank == 2 and p is parameters[1] else 1.0)
         return optimizer.step(0.01)
 
     assert all(not result.grad_norm < torch.inf for result in run_ranks(4, main))

@@ -14,6 +14,7 @@ from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
+from tests.harness.gradients import accumulator_of, contribute
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -71,8 +72,7 @@ def take_step(parameters, optimizer, gradient_of, microbatches=1, arm_each=False
         if arm_each or k == microbatches - 1:
             optimizer.arm()
         for i, p in reversed(list(enumerate(parameters))):
-            p.take_main_grad().add_(gradient_of(k, i))
-            p.grad_ready()
+            contribute(p, gradient_of(k, i))
     result = optimizer.step(1.0, 0.0)
     with optimizer.gathered(0):
         return result, [-p.detach().clone() for p in parameters]
@@ -199,11 +199,11 @@ def test_the_first_gradient_of_a_step_overwrites_and_none_at_all_is_zero(stage):
             optimizer.begin_step()
             optimizer.arm()
             for i in sorted(given, reverse=True):
-                new = parameters[i].take_new_main_grad()
-                new.fill_(1.0 + i)
-                assert parameters[i].take_new_main_grad() is None
-                parameters[i].take_main_grad().add_(0.5)
-                parameters[i].grad_ready()
+                accumulator = accumulator_of(parameters[i])
+                assert accumulator.is_new
+                accumulator.write(lambda total, overwrites, i=i: total.fill_(1.0 + i))
+                assert not accumulator.is_new
+                contribute(parameters[i], 0.5)
             norm = optimizer.step(1.0, 0.0).grad_norm
             moved = [2 * (1.5 + i) if i in given else 0.0 for i in range(len(SIZES))]
             assert norm == pytest.approx(

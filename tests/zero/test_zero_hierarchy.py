@@ -15,6 +15,7 @@ from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.prediction import ElementBytes, predict_sets
 from megatron_ds.zero.set_plan import Fact, ParameterUse, plan_sets
 from megatron_ds.zero.settings import HIERARCHICAL, STAGES, ZeroSettings
+from tests.harness.gradients import contribute
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -95,8 +96,7 @@ def train(
                             1000 * step + 100 * rank + 10 * k + i
                         ),
                     )
-                    p.take_main_grad().add_(g)
-                    p.grad_ready()
+                    contribute(p, g)
         norms.append(optimizer.step(0.01, 0.1).grad_norm)
     with optimizer.gathered(0):
         return norms, [p.detach().clone() for p in parameters]
@@ -191,8 +191,7 @@ def test_bytes_held_and_sent_are_those_of_the_closed_forms():
         for _ in range(m):
             optimizer.arm()
             for p in reversed(parameters):
-                p.take_main_grad().add_(1.0)
-                p.grad_ready()
+                contribute(p, 1.0)
         optimizer.release_gathered(0)
         optimizer.step(0.01, 0.1)
         numels = {bool(s.plan.units): s.plan.layout.numel for s in optimizer.sets}

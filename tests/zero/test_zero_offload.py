@@ -10,6 +10,7 @@ from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
 from tests.harness.engines import BATCH, load_state, save_state, train
 from tests.harness.engines import config_of as config_of_job
 from tests.harness.engines import on_engines as run
+from tests.harness.gradients import contribute
 from tests.harness.samples import in_turns
 from tests.harness.tiny_jobs import tiny_job
 
@@ -250,8 +251,7 @@ def test_a_skipped_step_leaves_offloaded_state_alone(far):
             for p in engine.parameters
             if p.spec.name.endswith("final_layernorm.weight")
         )
-        p.take_main_grad().fill_(float("inf"))
-        p.grad_ready()
+        contribute(p, float("inf"))
         result = engine.optimizer.step(1.0, 0.0)
         after = state_of(engine)
         return result.skipped and all(

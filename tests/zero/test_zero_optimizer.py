@@ -16,6 +16,7 @@ from megatron_ds.zero.norm import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
+from tests.harness.gradients import accumulator_of, contribute, taken
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -224,7 +225,7 @@ def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
             optimizer.keep_gathered(0)
             (loss_of(parameters, step, rank, 3) * optimizer.loss_scale).backward()
             if rank == 1 and step == 0:
-                parameters[3].take_main_grad()[4] = math.inf
+                taken(parameters[3])[4] = math.inf
             result = optimizer.step(LR, DECAY)
             unchanged = all(
                 torch.equal(p, b) for p, b in zip(whole(optimizer, parameters), before)
@@ -254,7 +255,7 @@ def test_a_gradient_that_is_not_finite_is_applied_when_nobody_checks():
         parameters, solo("dp-cp"), stage=0, scaler=LossScale(check_overflow=False)
     )
     optimizer.begin_step()
-    parameters[0].take_main_grad()[0, 0] = math.nan
+    taken(parameters[0])[0, 0] = math.nan
     assert not optimizer.step(LR, DECAY).skipped
     assert parameters[0].isnan().any()
 
@@ -282,7 +283,7 @@ def test_a_rank_whose_shard_is_all_padding_takes_part(stage):
             [p], world.group("dp-cp", range(3), rank), stage=stage
         )
         optimizer.begin_step()
-        p.take_main_grad().fill_((1.0 + rank) / 3)
+        taken(p).fill_((1.0 + rank) / 3)
         result = optimizer.step(0.5, 0.0)
         return result.grad_norm, *whole(optimizer, [p]), len(list(optimizer.pieces()))
 
@@ -385,7 +386,7 @@ def test_sixteen_bit_gradients_are_held_and_sent_in_sixteen_bits(stage):
         optimizer.arm()
         optimizer.keep_gathered(0)
         (loss_of(parameters, 0, rank, 2) / 2).backward()
-        grads = [p.take_main_grad().dtype for p in parameters]
+        grads = [taken(p).dtype for p in parameters]
         norm = optimizer.step(LR, DECAY).grad_norm
         operation = "all_reduce" if stage == 0 else "reduce_scatter"
         return (
@@ -449,7 +450,7 @@ def test_a_step_that_failed_in_the_middle_leaves_the_next_one_whole():
                 optimizer.gathering_of(0).enter(0, False)
                 loss = loss_of(parameters, 0, rank, 2) / 2
                 if attempt < fails:
-                    parameters[0].take_main_grad().fill_(3.0)  # then an error is raised
+                    taken(parameters[0]).fill_(3.0)  # then an error is raised
                     continue
                 loss.backward()
                 optimizer.step(LR, DECAY)
@@ -471,10 +472,10 @@ def test_a_contribution_more_than_announced_is_an_error_where_gradients_are_shar
         optimizer.begin_step()
         optimizer.arm()
         for p in reversed(parameters):
-            p.take_main_grad().fill_(1.0), p.grad_ready()
+            contribute(p, 1.0)
         if stage == 3:
             optimizer.gathering_of(0).leave(0, True)
-        parameters[2].take_main_grad().fill_(1.0), parameters[2].grad_ready()
+        contribute(parameters[2], 1.0)
         with pytest.raises(
             MegatronDSError, match="for one of .*fc2.weight.*more contributions"
         ):
@@ -489,14 +490,15 @@ def test_a_contribution_more_than_announced_is_an_error():
         parameters, solo("dp-cp"), stage=0, counts={parameters[0]: 2}
     )
     optimizer.begin_step()
-    parameters[0].grad_ready()  # not armed yet: earlier micro-batches are not counted
+    ready = accumulator_of(parameters[0]).ready
+    ready()  # not armed yet: earlier micro-batches are not counted
     optimizer.arm()
-    parameters[0].grad_ready(), parameters[0].grad_ready()
+    ready(), ready()
     with pytest.raises(MegatronDSError, match="fc1.weight received more than the 2"):
-        parameters[0].grad_ready()
+        ready()
 
 
-def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
+def test_a_layer_that_adds_its_gradient_itself_contributes_once_per_backward():
     class Scale(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight):
@@ -506,8 +508,7 @@ def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
 
         @staticmethod
         def backward(ctx, grad):
-            ctx.weight.take_main_grad().add_(grad * ctx.saved_tensors[0])
-            ctx.weight.grad_ready()
+            contribute(ctx.weight, grad * ctx.saved_tensors[0])
             return grad * ctx.weight, None
 
     weight, bias = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(7))
@@ -519,8 +520,5 @@ def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
     optimizer.begin_step()
     optimizer.arm()
     (Scale.apply(torch.full((7,), 2.0), weight) + bias).sum().backward()
-    assert (
-        weight.take_main_grad().tolist() == [2.0] * 7
-        and bias.take_main_grad().tolist() == [1.0] * 7
-    )
+    assert taken(weight).tolist() == [2.0] * 7 and taken(bias).tolist() == [1.0] * 7
     assert weight.grad is None and bias.grad is None

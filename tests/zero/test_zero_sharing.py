@@ -20,6 +20,7 @@ from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import SHARED, ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
+from tests.harness.gradients import accumulator_of, contribute, taken
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -57,11 +58,6 @@ def settings_of(stage, bucket_elements=100):
 def whole(optimizer, parameters):
     with optimizer.gathered(0):
         return [p.detach().clone() for p in parameters]
-
-
-def contribute(p, gradient):
-    p.take_main_grad().add_(gradient)
-    p.grad_ready()
 
 
 def gradient(shape, seed):
@@ -198,11 +194,11 @@ def test_buckets_start_in_order_as_soon_as_they_and_those_before_them_are_comple
         started = lambda: world.traffic[rank].calls[operation, "dp-cp", 2]
         optimizer.begin_step()
         seen = []
-        parameters[2].grad_ready()  # an earlier micro-batch
+        accumulator_of(parameters[2]).ready()  # an earlier micro-batch
         seen.append(started())
         optimizer.arm()
         for i in (1, 2, 0):
-            parameters[i].grad_ready()
+            accumulator_of(parameters[i]).ready()
             seen.append(started())
         optimizer.step(1.0, 0.0)
         bytes_moved = world.traffic[rank].bytes[operation, "dp-cp", 2]
@@ -231,7 +227,11 @@ def test_a_tied_weight_that_waits_for_the_other_stage_holds_up_no_other_bucket()
         optimizer.begin_step()
         optimizer.arm()
         seen = []
-        for act in (head.grad_ready, own.grad_ready, optimizer.reduce_tied):
+        for act in (
+            accumulator_of(head).ready,
+            accumulator_of(own).ready,
+            optimizer.reduce_tied,
+        ):
             act()
             seen.append(started())
         return seen
@@ -255,7 +255,7 @@ def test_stages_of_one_rank_are_armed_and_tied_one_by_one():
             ParameterUse(stage_of={own: rank, shared: rank + 2}),
         )
         optimizer.begin_step()
-        shared.take_main_grad().fill_(1.0)
+        taken(shared).fill_(1.0)
         calls = lambda: world.traffic[rank].calls["all_reduce", "embd", 2]
         seen = []
         for stage_index in (rank, rank + 2, rank + 2):

@@ -11,6 +11,7 @@ from megatron_ds.zero.norm import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
+from tests.harness.gradients import taken
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads
@@ -64,7 +65,7 @@ def take_steps(parameters, optimizer, steps):
             g = torch.randn(
                 p.shape, generator=torch.Generator().manual_seed(1000 * step + i)
             )
-            p.take_main_grad().add_(g * optimizer.loss_scale)
+            taken(p).add_(g * optimizer.loss_scale)
         optimizer.step(0.01, 0.1)
 
 

@@ -19,7 +19,7 @@ from ...config.sources.reading import attempt
 from ...features import Provided, missing_wings
 from ...registry import did_you_mean
 
-METRIC_KEYS: Provided[Any] = Provided("metric keys")
+METRIC_KEYS: Provided[set[str]] = Provided("metric keys")
 
 TRUNCATE = "seqlen_truncate"
 RESHAPE = "seqlen_reshape"
@@ -146,10 +146,12 @@ def _metrics(document: JsonDocument) -> None:
             'metric: {"vocab_rarity": { … }}.'
         )
         return
+    known = METRIC_KEYS.find()
+    assert known is not None, "_is_installed has refused the block without it"
     texts = []
     for name, block in metrics.items():
         key = f"{METRICS}.{name}"
-        if not _is_block(document, key, block, METRIC_KEYS.find() - {"name"}):
+        if not _is_block(document, key, block, known - {"name"}):
             continue
         if name in (TRUNCATE, RESHAPE):
             _lengths(document, key, name, block)

@@ -2,8 +2,9 @@
 OneCycle and LRRangeTest, are declared in `options/cycle.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from ...config.options.cycle import ONE_CYCLE, RANGE_TEST, CycleConfig
 from ...config.options.option import Option, json_key
@@ -94,7 +95,7 @@ def translate_scheduler(document: JsonDocument) -> None:
     for name, option, default in TRANSLATIONS:
         key = f"scheduler.params.{name}"
         path = f"optimizer.{option}"
-        meaning = (
+        meaning: Callable[[Any], Any] = (
             partial(PartOf, RATE) if name.endswith("_ratio") else lambda value: value
         )
         if key in document.values:

@@ -9,10 +9,10 @@ Megatron itself are in `unsupported*.py` and in the options; a flag that several
 table that has it.
 """
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
 
 from ...config.sources.answers import OFF, Answer, table
 from ...data.loading.weighted_splits import file_of_groups, words_of_groups
@@ -22,6 +22,9 @@ Reader = Callable[[Sequence[str], str], list[str]]
 DEFAULT_KERNELS = "kernels are chosen by what the device supports"
 DEFAULT_LAYERS = "there is one implementation of each layer"
 FOREIGN_LAYERS = "the layers of a model are chosen by its options. Remove it."
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Dialect:
 
 def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
     """Flag of the corpora of one split → the option and how its words are read."""
-    readers = {}
+    readers: dict[str, tuple[str, Reader]] = {}
     for part in ("train", "valid", "test"):
         flag = f"--{part}-weighted-split-paths"
         option = f"--{part}-data-path"
@@ -329,16 +332,21 @@ DIALECTS = (
     ARGONNE,
     MEGABLOCKS,
 )
-# The first dialect counts where two have a name or an answer for one flag.
-FORK_NAMES: Mapping[str, str] = MappingProxyType(
-    dict(ChainMap(*(dialect.names for dialect in DIALECTS)))
-)
+
+
+def _joined(tables: Iterable[Mapping[str, T]]) -> MappingProxyType[str, T]:
+    """Join the tables of the dialects, of which the first comes last: it counts where two have one flag."""
+    joined: dict[str, T] = {}
+    for flags in tables:
+        joined |= flags
+    return MappingProxyType(joined)
+
+
+FORK_NAMES = _joined(dialect.names for dialect in reversed(DIALECTS))
 FORK_PHRASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {name: values for dialect in DIALECTS for name, values in dialect.phrases.items()}
 )
 FORK_READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
     {name: reader for dialect in DIALECTS for name, reader in dialect.readers.items()}
 )
-FORK_FLAGS: Mapping[str, Answer] = MappingProxyType(
-    dict(ChainMap(*(dialect.answers for dialect in DIALECTS)))
-)
+FORK_FLAGS = _joined(dialect.answers for dialect in reversed(DIALECTS))

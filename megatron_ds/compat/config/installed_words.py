@@ -1,15 +1,17 @@
 """`WORDS`: the dialects of this package, for the readers of flags and files."""
 
+from functools import partial
+
 from ...config.sources.foreign_words import ForeignWords
-from .deepspeed_json import read_deepspeed
+from ...features import Later
 from .dialects import DIALECTS, FORK_NAMES, FORK_PHRASES, FORK_READERS
-from .neox_yaml import read_yamls
-from .unsupported import answer_to_flag
+
+own = partial(Later, __package__)
 
 
 def _projects() -> dict[str, str]:
     """Flag of a fork → the project; the first dialect counts where two have the flag."""
-    projects = {}
+    projects: dict[str, str] = {}
     for dialect in reversed(DIALECTS):
         projects |= dict.fromkeys(dialect.names, dialect.project)
     return projects
@@ -20,7 +22,7 @@ WORDS = ForeignWords(
     projects=_projects(),
     phrases=FORK_PHRASES,
     readers=FORK_READERS,
-    answer_to_flag=answer_to_flag,
-    read_yamls=read_yamls,
-    read_deepspeed=read_deepspeed,
+    answer_to_flag=own(".unsupported:answer_to_flag"),
+    read_yamls=own(".neox_yaml:read_yamls"),
+    read_deepspeed=own(".deepspeed_json:read_deepspeed"),
 )

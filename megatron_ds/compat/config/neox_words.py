@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from .neox_names import INITIAL, POSITIONS, SWITCHES, TOKENIZERS, VALUES
 
@@ -55,7 +55,7 @@ def _switch_words(block: Mapping[str, Any]) -> Words:
 def _layer_words(block: Mapping[str, Any]) -> Words:
     """Positions, activation and biases of all layers."""
     positions = block.get("pos_emb")
-    if positions in POSITIONS:
+    if isinstance(positions, str) and positions in POSITIONS:
         yield "pos_emb", ["--position-embedding-type", POSITIONS[positions]]
 
     # The fused kernel computes the tanh form.
@@ -170,6 +170,6 @@ def _initial_words(block: Mapping[str, Any]) -> Words:
     yield "output_layer_init_method", words
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     """Whether a value is a size whose square root can be taken."""
     return isinstance(value, int) and 0 < value <= LARGEST

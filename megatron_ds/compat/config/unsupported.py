@@ -5,6 +5,7 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...config.sources.answers import Answer, asks_for_nothing, table
@@ -13,12 +14,12 @@ from .unsupported_megatron import MEGATRON_FLAGS
 from .unsupported_moe import MOE_FLAGS
 from .unsupported_runtime import RUNTIME_FLAGS
 
-FLAGS = (
-    FORK_FLAGS
-    | RUNTIME_FLAGS
-    | MOE_FLAGS
-    | MEGATRON_FLAGS
-    | table(
+FLAGS: Mapping[str, Answer] = {
+    **FORK_FLAGS,
+    **RUNTIME_FLAGS,
+    **MOE_FLAGS,
+    **MEGATRON_FLAGS,
+    **table(
         accepted={
             "attention scores are computed in fp32 and need no second scaling": "--apply-query-key-layer-scaling",
             "the tensor-parallel all-reduce always overlaps with the weight gradient": "--async-tensor-model-parallel-allreduce --no-async-tensor-model-parallel-allreduce",
@@ -80,8 +81,8 @@ FLAGS = (
                 ("SIGTERM", "SIGUSR1", "SIGINT", None, "auto"),
             ),
         },
-    )
-)
+    ),
+}
 
 # Whole families of flags, by how they begin.
 FAMILIES = table(

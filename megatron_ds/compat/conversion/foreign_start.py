@@ -288,7 +288,8 @@ def _tensors(found: LogicalCheckpoint) -> Tensors:
 
 def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
     """Raises CheckpointError if a run with adapters loads others, or none."""
-    if not config.adapters.is_on or not config.checkpoint.load:
+    added = config.added_weights
+    if added is None or not config.checkpoint.load:
         return
     if config.checkpoint.load == config.checkpoint.pretrained_checkpoint:
         return  # the frozen weights
@@ -305,7 +306,7 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
     }
     if adapters.has_magnitudes:
         theirs["dora"] = True
-    if differing := differences(theirs, config.adapters.identity()):
+    if differing := differences(theirs, added.identity):
         raise CheckpointError(
             f"--load {config.checkpoint.load} holds other adapters: {'; '.join(differing)}. Give "
             "--lora-rank, --lora-alpha, --lora-target-modules and --use-dora of these."

@@ -18,6 +18,7 @@ from ...models.stage_modules import run_layers
 from ...moe.balance import StepState
 from ...mpu.context import ParallelContext
 from ...mpu.group import solo
+from ...mpu.managed_parameter import spec_of
 from ...mpu.parameter_piece import ParameterPiece
 from .family import model_of
 from .files.stored_tensor import WEIGHT, LogicalCheckpoint
@@ -51,9 +52,9 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
     modules = build_stage(MODELS[model.model](model, ParallelContext()))
     # Weights are filled as in a load of training.
     pieces = [
-        ParameterPiece(p.spec, p.detach().view(-1))
+        ParameterPiece(spec_of(p), p.detach().view(-1))
         for p in modules.parameters()
-        if not p.spec.tied_copy
+        if not spec_of(p).tied_copy
     ]
     state = StepState(modules, solo(), torch.device("cpu"))
     fill(

@@ -152,15 +152,11 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size "
         "get_sequence_parallel_rank get_sequence_data_parallel_group": SEQUENCE
     },
-    "runtime.zero.config": {"DeepSpeedZeroConfig get_zero_config": INTERNAL},
     "runtime.zero.linear": {
         "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 "
         "zero3_linear_wrap": INTERNAL
     },
     "runtime.zero.mics": {"MiCS_Init MiCS_Optimizer MiCS_Offload": MICS},
-    "runtime.zero.offload_config": {
-        "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig": INTERNAL
-    },
     "runtime.zero.partitioned_param_coordinator": {
         "PartitionedParameterCoordinator InflightParamRegistry iter_params": INTERNAL
     },

@@ -26,7 +26,7 @@ from typing import Any
 from ...errors import ConfigError
 from .advice import ADVICE, NOT_HERE
 from .aliases import AliasFinder, alias_spec, target_of
-from .names import HERE, SAME
+from .names import HERE, MODULES_BELOW, SAME
 
 PACKAGE = "megatron_ds"
 FOREIGN = "deepspeed"
@@ -44,7 +44,7 @@ def find(module: str, name: str) -> Any:
     if not name.startswith("__"):
         if name in HERE.get(path, {}):
             return load(HERE[path][name])
-        child = f"{path}.{name}".lstrip(".")
+        child = f"{MODULES_BELOW.get(path, path)}.{name}".lstrip(".")
         if (
             child in modules()
             or target_of(f"{PACKAGE}.{child}")
@@ -223,6 +223,10 @@ class FacadeModule(NamesFirst):
             return self.__dir__()
         if name.startswith("__"):
             raise AttributeError(name)
+        # A module below this one, not the one of the same name below the module that has the names.
+        child = f"{self.__name__}.{name}"
+        if child.partition(".")[2] in modules() and not self.has_object(name):
+            return import_module(child)
         if self._real != self.__name__ and hasattr(
             real := import_module(self._real), name
         ):

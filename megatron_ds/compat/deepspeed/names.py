@@ -27,6 +27,7 @@ _OPTIMIZER = "compat.engine.optimizer:"
 _LOADER = "compat.engine.loader:"
 _GETTERS = "compat.deepspeed.getters:"
 _INFERENCE = "compat.inference.engine:"
+_ZERO_CONFIG = "compat.deepspeed.zero_config:"
 
 
 def _each(prefix: str, names: str) -> dict[str, str]:
@@ -137,6 +138,10 @@ LAUNCHED = _each(
     "get_local_rank_from_launcher get_world_rank_from_launcher "
     "get_world_size_from_launcher",
 )
+OFFLOAD_CONFIG = _each(
+    _ZERO_CONFIG, "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+)
+LEAF_CONFIG = _each(_ZERO_CONFIG, "DeepSpeedZeroLeafModuleConfig")
 MONITORS = {"MonitorMaster": _CLASSES + "MonitorMaster"}
 
 # module → name → target
@@ -292,10 +297,19 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "get_global_norm get_ma_status",
     )
     | _each(_CLASSES, "DummyOptim"),
-    "runtime.zero.config": _each(_CLASSES, "ZeroStageEnum"),
-    "runtime.zero.offload_config": _each(
-        _CLASSES, "OffloadDeviceEnum OffloadStateTypeEnum"
+    "runtime.zero.config": {
+        **_each(_CLASSES, "ZeroStageEnum OffloadDeviceEnum"),
+        **_each(_ZERO_CONFIG, "DeepSpeedZeroConfig get_zero_config"),
+        **OFFLOAD_CONFIG,
+        **LEAF_CONFIG,
+    },
+    "runtime.zero.leaf_module_config": LEAF_CONFIG
+    | _each(
+        _ZERO_CONFIG,
+        "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
     ),
+    "runtime.zero.offload_config": OFFLOAD_CONFIG
+    | _each(_CLASSES, "OffloadDeviceEnum OffloadStateTypeEnum"),
     "runtime.zero.stage3": {
         **ESTIMATES_3,
         "DeepSpeedZeroOptimizer_Stage3": ENGINE["DeepSpeedOptimizer"],
@@ -379,3 +393,6 @@ SAME: Mapping[str, str] = {
     "utils.tensor_fragment": "utils",
     "utils.z3_leaf_module": "utils",
 }
+
+# `import deepspeed; deepspeed.zero.stage3`: module → the package whose modules are its attributes.
+MODULES_BELOW: Mapping[str, str] = {"zero": "runtime.zero"}

@@ -24,6 +24,7 @@ from ...checkpoint.save import save
 from ...checkpoint.whole_tensors import StoredTensors
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
+from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from . import known_tags
@@ -85,7 +86,9 @@ def save_checkpoint(
 
     # What is saved: pieces, and values in run.json.
     client = on_one_rank(world, begin)
-    frozen = {p.spec.name for p in engine.module.parameters() if not p.requires_grad}
+    frozen = {
+        spec_of(p).name for p in engine.module.parameters() if not p.requires_grad
+    }
     left_out = sorted(frozen) if exclude_frozen_parameters else []
     path = save(
         folder,
@@ -286,7 +289,7 @@ def _present(
         return {f"{kind}/{name}" for kind, name in stored.keys()}
 
     there = on_one_rank(engine.world.world, names)
-    parameters = {p.spec.name for p in engine.module.parameters()}
+    parameters = {spec_of(p).name for p in engine.module.parameters()}
     missing = sorted(name for name in parameters if f"{WEIGHT}/{name}" not in there)
     if missing and engine.world.rank == 0:
         logger.warning(
@@ -318,14 +321,16 @@ def _state_dict_of(
 ) -> dict[str, torch.Tensor]:
     """The saved weights, in the formats of the module's, and buffers, under all names of the module."""
     stored = StoredTensors(folder, step, (WEIGHT, BUFFER))
-    dtypes = {p.spec.name: p.dtype for p in engine.module.parameters()}
+    dtypes = {spec_of(p).name: p.dtype for p in engine.module.parameters()}
     state = {
         entry.name: tensor.to(dtypes.get(entry.name, tensor.dtype))
         for entry, tensor in zip(stored.entries, stored.read_all(stored.entries))
     }
     # The module's own names: of tied parameters all, of a compiled module those with its prefix.
     for name, value in engine.module.state_dict(keep_vars=True).items():
-        saved = value.spec.name if isinstance(value, nn.Parameter) else name_of(name)
+        saved = (
+            spec_of(value).name if isinstance(value, nn.Parameter) else name_of(name)
+        )
         if saved in state:
             state[name] = state[saved]
     own = {
@@ -365,7 +370,7 @@ def _load_foreign(
 
 
 def _description(engine: EngineStatus) -> dict[str, Any]:
-    specs = [p.spec for p in engine.module.parameters()]
+    specs = [spec_of(p) for p in engine.module.parameters()]
     world = engine.world
     times = [world.expert_parts if "ep" in spec.distinct_over else 1 for spec in specs]
     return {
@@ -381,7 +386,7 @@ def _other_names(engine: EngineStatus) -> dict[str, str]:
     found = {}
     for name, p in engine.module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(p), name) != name:
-            found[name_of(name)] = p.spec.name
+            found[name_of(name)] = spec_of(p).name
     return found
 
 

@@ -16,6 +16,7 @@ from ...checkpoint.pieces import WEIGHT, Piece
 from ...errors import CheckpointError
 from ...mpu.agree import on_all_ranks
 from ...mpu.collectives import all_gather_object
+from ...mpu.managed_parameter import spec_of
 from ...progress.ramps import Progress
 from ..conversion.deepspeed.checkpoint import (
     BUFFER,
@@ -69,7 +70,7 @@ def fill_from_deepspeed(
     # With experts the checkpoint has the parameters of all ranks.
     world = engine.world.world
     plans = []
-    here = {p.spec.name for p in engine.module.parameters()}
+    here = {spec_of(p).name for p in engine.module.parameters()}
     names = (
         here.union(*all_gather_object(here, world))
         if engine.world.expert_parts > 1

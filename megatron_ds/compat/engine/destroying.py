@@ -10,15 +10,7 @@ from .gradients import EngineParameter
 from .status import EngineStatus
 
 # Attributes of the parameters of an engine (zero/buckets.py, initialization.py).
-ADDED = (
-    "engine",
-    "take_main_grad",
-    "take_new_main_grad",
-    "add_main_grad",
-    "add_main_product",
-    "view_main_grad",
-    "grad_ready",
-)
+ADDED = ("engine", "grads")
 
 
 @torch.no_grad()

@@ -32,7 +32,8 @@ from torch import nn
 from ...errors import ConfigError, MegatronDSError
 from ...mpu.collectives import all_gather_object, all_reduce_
 from ...mpu.group import Group
-from ...zero.buckets import GradBuckets, GradientStore
+from ...mpu.managed_parameter import ManagedParameter, spec_of
+from ...zero.buckets import GradBuckets, GradientStore, SlotGradient
 from ...zero.layout import SlotPiece
 from ...zero.parameter_set import ParameterSet
 from ...zero.shard_optimizer import Leaf
@@ -51,7 +52,7 @@ TORCH = (
 )
 
 
-class EngineParameter(ShardedNames, nn.Parameter):
+class EngineParameter(ShardedNames, ManagedParameter):
     """A parameter of an engine: `grad` is its gradient in the engine's buffers. A copy is a plain one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -91,6 +92,10 @@ class _Place(NamedTuple):
     @property
     def store(self) -> GradientStore:
         return self.set.buckets
+
+    @property
+    def gradient(self) -> SlotGradient:
+        return self.store.gradients[self.index]
 
     @property
     def is_whole(self) -> bool:
@@ -134,20 +139,20 @@ class Gradients:
     def shown(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A view of the gradient; None before a backward. Raises MegatronDSError where it is a shard."""
         place = self._places.get(parameter)
-        if place is None or not place.store.received[place.index]:
+        if place is None or not place.gradient.received:
             return None
         if self.is_reduced and not place.is_whole:
             stage = self._engine.zero_optimization_stage()
             raise MegatronDSError(
                 _NO_GRAD.format(
-                    name=parameter.spec.name, stage=stage, size=place.ranks.size
+                    name=spec_of(parameter).name, stage=stage, size=place.ranks.size
                 )
             )
         self._check(parameter)
         if not isinstance(place.store, GradBuckets):
             return None
         self._show()
-        return parameter.view_main_grad()
+        return place.gradient.view()
 
     def is_zeroed_by(self, parameter: nn.Parameter, reader: FrameType) -> bool:
         """Whether torch's zero_grad of more than a part of the module reads a gradient."""
@@ -155,7 +160,7 @@ class Gradients:
         if (
             reader.f_code.co_name != "zero_grad"
             or place is None
-            or not place.store.received[place.index]
+            or not place.gradient.received
         ):
             return False
         owner = reader.f_locals.get("self")
@@ -164,7 +169,7 @@ class Gradients:
     def assign(self, parameter: nn.Parameter, value: torch.Tensor | None) -> bool:
         """Take `value` as the gradient, None as zero; False where there is no gradient to replace."""
         place = self._places.get(parameter)
-        if place is None or not place.store.received[place.index]:
+        if place is None or not place.gradient.received:
             return False
         if value is None and (
             self.is_reduced
@@ -175,7 +180,7 @@ class Gradients:
         view = self.shown(parameter)
         if view is None:
             raise MegatronDSError(
-                f"the gradient of {parameter.spec.name} cannot be set between "
+                f"the gradient of {spec_of(parameter).name} cannot be set between "
                 "micro-batches at this ZeRO stage: each rank holds a shard. Set it after "
                 "the last backward of an update, with "
                 "megatron_ds.utils.safe_set_full_grad."
@@ -217,13 +222,13 @@ class Gradients:
         """Raises MegatronDSError where the buffers do not hold the gradient of one rank, or the mean."""
         if self._engine.zero.settings.update_rule.keeps_gradients:
             raise MegatronDSError(
-                f"the gradient of {parameter.spec.name}: a 1-bit optimizer exchanges "
+                f"the gradient of {spec_of(parameter).name}: a 1-bit optimizer exchanges "
                 "compressed momentum, and no rank has the mean of the gradients. Read and "
                 "clip gradients with another optimizer."
             )
-        if parameter.spec.partial_over and self._engine.world.model.size > 1:
+        if spec_of(parameter).partial_over and self._engine.world.model.size > 1:
             raise MegatronDSError(
-                f"the gradient of {parameter.spec.name} is a partial sum over the "
+                f"the gradient of {spec_of(parameter).name} is a partial sum over the "
                 'model-parallel ranks until engine.step(). Use "gradient_clipping", and '
                 "engine.get_global_grad_norm() after the step."
             )
@@ -264,7 +269,7 @@ class Gradients:
     def has_any(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has received a gradient in this update, on this rank."""
         place = self._places.get(parameter)
-        return place is not None and place.store.received[place.index]
+        return place is not None and place.gradient.received
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
         """Whether the engine's optimizer updates the parameter."""
@@ -353,7 +358,7 @@ class Gradients:
         known = here.union(*all_gather_object(here, place.set.store.ranks.data))
         if kind not in known:
             raise ConfigError(
-                f"{parameter.spec.name} has no state {kind!r}. It has "
+                f"{spec_of(parameter).name} has no state {kind!r}. It has "
                 f"{', '.join(sorted(known)) or 'none'}."
             )
 
@@ -379,7 +384,7 @@ class Gradients:
 def _check_shape(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
         raise ConfigError(
-            f"a value of shape {list(value.shape)} for {parameter.spec.name} of shape "
+            f"a value of shape {list(value.shape)} for {spec_of(parameter).name} of shape "
             f"{list(parameter.shape)}. Give the whole tensor."
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, MegatronDSError
+from ...mpu.managed_parameter import spec_of
 from .gradients import WEIGHT, Part
 from .parts import EngineParts
 
@@ -49,7 +50,7 @@ def set_local_state(
     """Replace the part of a master or state. Collective: ranks gather the weights again."""
     parts = _states(engine, parameter, kind)
     if parts is None:
-        raise ConfigError(f"{parameter.spec.name} is frozen: it has no {kind}.")
+        raise ConfigError(f"{spec_of(parameter).name} is frozen: it has no {kind}.")
     engine.zero.before_change()
     _fill(parts, value)
     engine.zero.after_load()
@@ -63,7 +64,7 @@ def _states(
     try:
         return list(engine.gradients.states(parameter, kind))
     except KeyError:
-        raise ConfigError(f"{parameter.spec.name} has no state {kind!r}.") from None
+        raise ConfigError(f"{spec_of(parameter).name} has no state {kind!r}.") from None
 
 
 def _joined(parts: Iterable[Part] | None) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ from torch import nn
 from ...errors import CallError
 from ...mpu.collectives import all_gather_object
 from ...mpu.group import Group
+from ...mpu.managed_parameter import ManagedParameter, spec_of
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.tiers import DEVICE
 from ...zero.unused import PathCheck
@@ -82,7 +83,7 @@ class ModuleChanges:
     def train_named(self, names: Iterable[str]) -> None:
         """`train_unfrozen` of these, whether or not they are unfrozen yet: a checkpoint has their state."""
         wanted = set(names)
-        late = [p for p in self._dormant if p.spec.name in wanted]
+        late = [p for p in self._dormant if spec_of(p).name in wanted]
         if late and not self._refusal:
             self._train(late)
 
@@ -90,13 +91,13 @@ class ModuleChanges:
         engine = self._engine
         if engine.gradients.is_reduced:
             raise CallError(
-                f"{late[0].spec.name} was unfrozen between two backwards of one micro-batch, whose gradients "
+                f"{spec_of(late[0]).name} was unfrozen between two backwards of one micro-batch, whose gradients "
                 "are averaged already. Set requires_grad after engine.step()."
             )
         retrain(engine, self._trained, late)
         self._trained += late
         self._dormant = [p for p in self._dormant if p not in set(late)]
-        self.late += [p.spec.name for p in late]
+        self.late += [spec_of(p).name for p in late]
         self._check = self._new_check()
 
     # ------------------------------------------------------------------ around an update
@@ -120,11 +121,13 @@ class ModuleChanges:
         problems = self._structure.changes()
         if not self._refusal:
             without = [p for p in frozen if not self._engine.gradients.has_any(p)]
-            return Found(tuple(problems), tuple(p.spec.name for p in without))
+            return Found(tuple(problems), tuple(spec_of(p).name for p in without))
         flags = [(p, "trained", "frozen") for p in frozen]
         flags += [(p, "frozen", "trained") for p in unfrozen]
         for p, before, now in flags:
-            problems.append(f"{p.spec.name} was {before} at initialize and is {now}")
+            problems.append(
+                f"{spec_of(p).name} was {before} at initialize and is {now}"
+            )
         return Found(tuple(problems))
 
     def _warn_of_others(self) -> None:
@@ -136,7 +139,7 @@ class ModuleChanges:
             "%d parameters require gradients now, but are in no group of the optimizer, and are not trained "
             "(first: %s). Give them to initialize, frozen, to train them later",
             len(begun),
-            begun[0].spec.name,
+            spec_of(begun[0]).name,
         )
 
     def _new_check(self) -> "_Check":
@@ -154,7 +157,7 @@ def refusal_to_follow(zero: ZeroOptimizer) -> str | None:
         return "ranks hold shards of the optimizer's state, which initialize lays out"
     if zero.settings.offload.optimizer != DEVICE:
         return "the optimizer's state is offloaded in groups that initialize lays out"
-    collective = [g.name for g in zero.settings.param_groups if g.is_collective]
+    collective = [g.name for g in zero.settings.param_groups if g.traits.is_collective]
     if collective:
         return (
             f"the optimizer of {collective[0]} communicates for all of its parameters"
@@ -242,7 +245,7 @@ def _differences(
         if other is None:
             found.append(f"{name} is no longer in the module")
         elif id(other) in known:
-            found.append(f"{name} is tied to {other.spec.name} since initialize")
+            found.append(f"{name} is tied to {spec_of(other).name} since initialize")
     return found
 
 
@@ -335,7 +338,7 @@ def retrain(
     zero = engine.optimizer.remake()
     for p, flag in flags.items():
         p.requires_grad_(flag)
-        if type(p) is nn.Parameter:
+        if type(p) in (nn.Parameter, ManagedParameter):
             p.__class__ = EngineParameter
 
     # Its state. Moments of the late ones are as before a first update.
@@ -345,11 +348,12 @@ def retrain(
     zero.load_extra_state(numbers)
     zero.after_load()
     zero.begin_step()
-    for p, gradient in summed.items():
-        p.take_new_main_grad().copy_(gradient)
-        p.grad_ready()
+    for s in zero.trained:
+        for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
+            if holder.parameter in summed:
+                gradient.add(summed[holder.parameter])
     engine.optimizer.zero = engine.zero = zero
-    behind = dict.fromkeys((p.spec.name for p in late), zero.resident.num_updates)
+    behind = dict.fromkeys((spec_of(p).name for p in late), zero.resident.num_updates)
     engine.optimizer.restore_steps(engine.optimizer.missed | behind)
     engine.gradients = Gradients(engine)
     engine.backwards.recount()
@@ -358,9 +362,9 @@ def retrain(
 def _gradients_of(zero: ZeroOptimizer) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
     for s in zero.trained:
-        for holder, has in zip(s.buckets.holders, s.buckets.received):
-            if has:
-                found[holder.parameter] = holder.parameter.view_main_grad().clone()
+        for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
+            if gradient.received:
+                found[holder.parameter] = gradient.view().clone()
     return found
 
 

@@ -50,6 +50,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...mpu.managed_parameter import spec_of
 from ...zero.gathering import LayerGathering, Unit
 from .leaf_modules import with_gradient, z3_leaf_module
 from .module_specs import ModuleLayer, tensors_in, units_of_layers
@@ -247,7 +248,7 @@ class ModuleGathering:
                 level,
                 "%s is read outside of the forward of its module: it stays gathered to the end "
                 "of each step, which takes memory. Others are logged at level INFO",
-                parameter.spec.name,
+                spec_of(parameter).name,
             )
         self._closing.keep_open(unit.layer)
         unit.claims.add(OUTSIDE)

@@ -42,6 +42,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, LayoutError
+from ...mpu.managed_parameter import describe, spec_of
 from ...mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec, Split
 from ...zero.gathering import LayerGathering, Unit
 from ..deepspeed.external_groups import SEVENTH, DataParallelWorld
@@ -76,11 +77,11 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
             full_name = names.get(name, name_of(name))
-            p.spec = _spec_of(full_name, p, world.model.size)
+            describe(p, _spec_of(full_name, p, world.model.size))
         elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
             # A spec without experts, on a parameter that is marked as one.
             full_name = names.get(name, p.spec.name)
-            p.spec = replace(p.spec, name=full_name, distinct_over=("ep",))
+            describe(p, replace(p.spec, name=full_name, distinct_over=("ep",)))
         _check_shape(name, p, world)
 
 
@@ -231,14 +232,14 @@ def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
 def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
     sizes = {axis: size for axis, (_, size) in world.coordinates.items()}
     try:
-        expected = p.spec.local_shape(sizes)
+        expected = spec_of(p).local_shape(sizes)
     except LayoutError as error:
         raise ConfigError(
             f"{name} has a spec that does not fit the ranks: {error}"
         ) from error
     if tuple(p.shape) != expected:
         raise ConfigError(
-            f"{name} has shape {list(p.shape)} here. Its spec, {p.spec.splits} of {list(p.spec.shape)}, "
+            f"{name} has shape {list(p.shape)} here. Its spec, {spec_of(p).splits} of {list(spec_of(p).shape)}, "
             f"gives {list(expected)} with {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
             "ranks. Give the mpu with the groups that the module was made with (for experts: with "
             f"{SEVENTH}, or a Mesh with ep)."

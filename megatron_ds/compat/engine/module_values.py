@@ -20,6 +20,7 @@ from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_gather_object, broadcast_
 from ...mpu.group import Group
+from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import ParamSpec
 from ...mpu.parameter_piece import ParameterPiece
 from ...mpu.stuck_ranks import doing
@@ -109,7 +110,7 @@ def _values(
     of_experts = global_names(module, world)
     for name, p in module.named_parameters():
         if not p.is_meta:
-            yield name, p, world.by_axes[p.spec.reduced_over]
+            yield name, p, world.by_axes[spec_of(p).reduced_over]
     for name, buffer in module.named_buffers():
         yield name, buffer, world.expert if name in of_experts else world.data
 
@@ -122,7 +123,7 @@ def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
         here[is_expert(p) and world.expert is not None][name] = (
             tuple(p.shape),
             p.requires_grad,
-            p.spec.name,
+            spec_of(p).name,
             str(p.dtype).removeprefix("torch."),
         )
     # Digests are enough where all is well.
@@ -245,14 +246,14 @@ def gathered_parameters(
             and engine.optimizer.settings.weight_blocks is not None
         )
         before = (
-            {p.spec.name: p.detach().clone().view(-1) for p in chosen}
+            {spec_of(p).name: p.detach().clone().view(-1) for p in chosen}
             if is_rounded
             else {}
         )
         yield
         if resized := [p for p, shape in zip(chosen, shapes) if p.shape != shape]:
             raise ConfigError(
-                f"{len(resized)} parameters, first {resized[0].spec.name}, were resized: the "
+                f"{len(resized)} parameters, first {spec_of(resized[0]).name}, were resized: the "
                 "engine has laid out their shards. Resize the module before initialize, and "
                 "make a new engine."
             )
@@ -274,12 +275,12 @@ def _keep(
     values = {}
     world = engine.world
     for p in parameters:
-        group = world.by_axes[p.spec.reduced_over]
+        group = world.by_axes[spec_of(p).reduced_over]
         writer = world.data.ranks[source]
         broadcast_(
             p.detach(), group, group.ranks.index(writer) if writer in group.ranks else 0
         )
-        values[p.spec.name] = p.detach().view(-1)
+        values[spec_of(p).name] = p.detach().view(-1)
     engine.optimizer.before_change()
     for piece in engine.optimizer.pieces():
         if piece.kind == "weight" and piece.spec.name in values:
@@ -320,9 +321,9 @@ def full_state_dict(
     state = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         shown = names.get(name, name_of(name))
-        held = value.spec.name if isinstance(value, nn.Parameter) else shown
+        held = spec_of(value).name if isinstance(value, nn.Parameter) else shown
         state[shown] = whole[held] if held in whole else _on_host(value)
-    here = {p.spec.name for p in engine.module.parameters()}
+    here = {spec_of(p).name for p in engine.module.parameters()}
     experts_elsewhere = {
         name: tensor for name, tensor in whole.items() if name not in here
     }
@@ -422,8 +423,8 @@ def save_safetensors(
 def _stream(engine: EngineStatus, dtype: torch.dtype | None) -> TensorStream:
     """The tensors of all parameters, and the buffers of experts, of which rank 0 has only some."""
     world = engine.world
-    dtypes = {p.spec.name: dtype or p.dtype for p in engine.module.parameters()}
-    order = {p.spec.name: i for i, p in enumerate(engine.module.parameters())}
+    dtypes = {spec_of(p).name: dtype or p.dtype for p in engine.module.parameters()}
+    order = {spec_of(p).name: i for i, p in enumerate(engine.module.parameters())}
     weights = (piece for piece in engine.optimizer.pieces() if piece.kind == "weight")
     pieces = sorted(weights, key=lambda piece: order[piece.spec.name])
     of_experts = set(global_names(engine.module, world).values())

@@ -28,12 +28,12 @@ from ...config.optimizer_facts import facts_of
 from ...config.options.training import DEEPSPEED_STYLES
 from ...config.training_schedule import make_beta1, make_learning_rate
 from ...errors import ArgumentError, CallError, ConfigError
-from ...optim import ParamGroup, RegisteredOptimizer, default_groups
+from ...optim import OptimizerTraits, ParamGroup, RegisteredOptimizer, default_groups
+from ...optim.optimizers import NO_NEEDS
 from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from ...zero.shard_optimizer import Leaf
-from ...zero.update_rule import UpdateRule
 from .group_schedule import GroupSchedule
 from .module_specs import named_parameters
 
@@ -51,9 +51,7 @@ class InnerOptimizers:
     groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
-    needs_norms, needs_matrices  `make` takes the keyword `reduce_norms`, and steps in halves, or `for_each`
-                                 (optim/optimizers.py)
-    update_rule  what its ranks exchange (zero/update_rule.py); None: the sum of gradients
+    traits  what `make` needs of the ranks
     """
 
     def __init__(
@@ -62,18 +60,13 @@ class InnerOptimizers:
         groups: list[Group],
         make: Callable[..., torch.optim.Optimizer],
         client: torch.optim.Optimizer | None = None,
-        needs_norms: bool = False,
-        needs_matrices: bool = False,
-        update_rule: UpdateRule | None = None,
+        traits: OptimizerTraits = NO_NEEDS,
     ):
         self.kind = kind
         self.groups = groups
         self.client = client
         self._make = make
-        self.needs_norms = needs_norms
-        self.needs_matrices = needs_matrices
-        self.update_rule = update_rule
-        self.steps_in_halves = needs_norms and update_rule is None
+        self.traits = traits
         self._pairs: list[tuple[Group, Group]] = []  # (inner, the user's)
 
     def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
@@ -85,9 +78,7 @@ class InnerOptimizers:
         for tensor in (t for group in inner for t in group["params"]):
             members[group_of[tensor.spec.name]].append(tensor)
         # Norms, matrices, exchanges are collective: a rank without parts of any parameter has empty groups.
-        is_collective = (
-            self.needs_norms or self.needs_matrices or self.update_rule is not None
-        )
+        is_collective = self.traits.is_collective
         present = range(len(self.groups)) if is_collective else sorted(members)
         optimizer = self._make(
             [{**self.groups[i], "params": members[i]} for i in present], **options
@@ -285,9 +276,7 @@ def registered_optimizer(
         facts.name if facts else name,
         of_groups,
         entry,
-        needs_norms=entry.needs_norms,
-        needs_matrices=entry.needs_matrices,
-        update_rule=entry.update_rule,
+        traits=entry.traits,
     )
 
 

@@ -126,8 +126,7 @@ def _problems(
                 f"{where} has init_factor, but an engine takes the weights of the module as they "
                 "are. Remove it, and scale the weights in the module."
             )
-        takes = OPTIMIZERS[rule.optimizer] if rule.optimizer else None
-        if getattr(takes, "needs_matrices", False):
+        if rule.optimizer and OPTIMIZERS.declared(rule.optimizer).traits.needs_matrices:
             others = [
                 name
                 for name, p in named.items()

@@ -29,6 +29,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...mpu.collectives import all_gather_into_, broadcast_
 from ...mpu.group import Group
+from ...mpu.managed_parameter import spec_of
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.param_store import become
 from ..config.deepspeed_json import load_json
@@ -390,7 +391,7 @@ def move_into(
     zero.before_change()
     for p, partition in partitions.items():
         flat = partition.whole().view(-1)
-        for piece in pieces.get(p.spec.name, ()):
+        for piece in pieces.get(spec_of(p).name, ()):
             piece.tensor.copy_(flat[piece.start : piece.stop])
         p.__dict__.pop("partition", None)
     zero.after_load()

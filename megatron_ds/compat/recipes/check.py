@@ -200,7 +200,7 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _obstacles(assessment) -> Iterator[str]:
+def _obstacles(assessment) -> set[str]:
     from megatron_ds.compat.recipes.verdict import Kind
 
     found = {

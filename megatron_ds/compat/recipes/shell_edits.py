@@ -28,8 +28,8 @@ def edited_value(value: str, action: str, word: str, budget: Budget) -> str | No
         old, _, new = word.partition("/")
         if not old:
             return value
-        count = -1 if action == "//" else 1
-        return budget.replaced(value, old, new, count)
+        most = -1 if action == "//" else 1
+        return budget.replaced(value, old, new, most)
     if action[0] in "%#":
         return _cut(value, action, word, budget)
     # An interval of the characters.
@@ -45,9 +45,7 @@ def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
     """`${A%pattern}` and `${A#pattern}`: without the shortest end or beginning that fits, or the longest."""
     lengths = range(len(value) + 1)
     is_longest = len(action) == 2
-    if is_longest:
-        lengths = reversed(lengths)
-    for length in lengths:
+    for length in reversed(lengths) if is_longest else lengths:
         budget.spend(length // 16)  # comparing costs less than making
         kept = len(value) - length
         if action[0] == "%" and matches(value[kept:], pattern):

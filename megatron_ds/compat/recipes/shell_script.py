@@ -142,8 +142,8 @@ class Script:
                     if variable:
                         self.scope.variables[variable] = value
                     self._all(body)
-            case Case(word, branches):
-                self._case(value_of(word, self.scope), branches)
+            case Case(word, cases):
+                self._case(value_of(word, self.scope), cases)
             case ShellFunction(name, body):
                 self.functions[name] = body
         return True
@@ -173,7 +173,8 @@ class Script:
             self._assign(match, words.pop(0))
         # A here-document that is redirected writes a file that trainings may read.
         if command.document is not None and command.writes:
-            self._write(command, self._document(command))
+            text = self._document(command.document, command.is_literal)
+            self._write(command.writes, text)
         # Commands that change no text and start no training are passed over.
         if not words or words[0] in ("exit", "return", "set", "mkdir", "cd", "wait"):
             return True
@@ -228,25 +229,25 @@ class Script:
             value = value_of(text, self.scope)
             if adds:
                 self.scope.budget.spend(len(before or ""))
-            if adds and isinstance(before, list):
+            if not adds:
+                variables[name] = value
+            elif isinstance(before, list):
                 # The first element of an array is what its name alone means.
                 first = before[0] if before else ""
                 variables[name] = [first + value, *before[1:]]
-            elif adds:
-                variables[name] = (before or "") + value
             else:
-                variables[name] = value
+                variables[name] = (before or "") + value
 
-    def _document(self, command: ShellCommand) -> str:
-        """The text of its here-document, whose values are expanded unless its mark was quoted."""
-        if command.is_literal:
-            return command.document
-        quoted = command.document.replace('"', '\\"')
+    def _document(self, text: str, is_literal: bool) -> str:
+        """The text of a here-document, whose values are expanded unless its mark was quoted."""
+        if is_literal:
+            return text
+        quoted = text.replace('"', '\\"')
         return value_of(f'"{quoted}"', self.scope)
 
-    def _write(self, command: ShellCommand, text: str, is_copy: bool = False) -> None:
-        """Record what the command writes. is_copy: whether the text is that of a neighbour."""
-        name = value_of(command.writes, self.scope)
+    def _write(self, target: str, text: str, is_copy: bool = False) -> None:
+        """Record what a command writes to `target`. is_copy: whether the text is that of a neighbour."""
+        name = value_of(target, self.scope)
         self.files[name] = text
         if is_copy:
             self.copies.add(name)
@@ -272,7 +273,7 @@ class Script:
             words = self._fields(command.words)
             text = edited(text, words, self.scope.budget)
         if commands[-1].writes:
-            self._write(commands[-1], text, is_copy)
+            self._write(commands[-1].writes, text, is_copy)
         return True
 
     def _source(self, command: ShellCommand) -> tuple[str | None, bool]:
@@ -282,7 +283,7 @@ class Script:
         if not words or words[0] not in ("sed", "cat"):
             return None, False
         if command.document is not None:
-            return self._document(command), False
+            return self._document(command.document, command.is_literal), False
         # The first word that is no option and no edit is the file.
         for word in words[1:]:
             if word in self.files or not word.startswith(EDITS):
@@ -318,7 +319,8 @@ class Script:
         if command.writes and (name == "sed" or is_copying):
             text, is_copy = self._source(command)
             if text is not None:
-                self._write(command, edited(text, words, self.scope.budget), is_copy)
+                text = edited(text, words, self.scope.budget)
+                self._write(command.writes, text, is_copy)
             return None
         # An edit in place.
         if name == "sed" and any(word.startswith("-i") for word in words):
@@ -330,14 +332,12 @@ class Script:
                 self.files[target] = edited(text, words, self.scope.budget)
             return None
         # Text that is printed into a file, or into the value of a `$(…)`.
-        if name == "echo" and (command.writes or self.output is not None):
+        if name == "echo":
             text = " ".join(word for word in words[1:] if word not in ("-n", "-e"))
             if command.writes:
-                self._write(command, text)
-            else:
+                self._write(command.writes, text)
+            elif self.output is not None:
                 self.output.append(text)
-            return None
-        if name == "echo":
             return None
         # Anything else may start a training: a shell's text, a Python script or another shell script.
         self.is_silent = False

@@ -7,7 +7,7 @@ If, For, Case, ShellFunction   with their bodies; a `while` is a For without wor
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .shell_tokens import ShellError, Token, tokens_of
@@ -138,26 +138,29 @@ class Parser:
             found.append(self._and_or())
 
     def _and_or(self) -> Statement:
-        parts = [("", self._statement())]
+        parts: list[tuple[str, Statement]] = [("", self._statement())]
         while self._is_operator() and self._word() in ("&&", "||"):
-            operator = self._word()
+            operator = self.tokens[self.at].text
             self.at += 1
             self._skip("\n", "(")
             parts.append((operator, self._statement()))
         return parts[0][1] if len(parts) == 1 else AndOr(tuple(parts))
 
     def _statement(self) -> Statement:
-        word = self._word()
+        word = self._word() or ""
         follows = self.tokens[self.at + 1 : self.at + 3]
-        if word in ("if", "for", "while", "until", "case", "function", "{"):
+        blocks: dict[str, Callable[[], Statement]] = {
+            "if": self._if,
+            "for": self._for,
+            "while": self._while,
+            "until": self._while,
+            "case": self._case,
+            "function": self._function,
+            "{": self._group,
+        }
+        if word in blocks:
             self.at += 1
-            return {
-                "if": self._if,
-                "for": self._for,
-                "case": self._case,
-                "function": self._function,
-                "{": self._group,
-            }.get(word, self._while)()
+            return blocks[word]()
         if [token.text for token in follows] == ["(", ")"] and re.fullmatch(
             r"[\w-]+", word
         ):
@@ -165,7 +168,7 @@ class Parser:
         return self._pipe()
 
     def _if(self) -> If:
-        branches = []
+        branches: list[tuple[tuple, tuple]] = []
         while True:
             condition = self._body({"then"})
             self._expect("then")
@@ -183,19 +186,20 @@ class Parser:
                 return If(tuple(branches))
 
     def _for(self) -> For:
-        if (self._word() or "").startswith("(("):
+        first = self._word() or ""
+        if first.startswith("(("):
             name = COUNTING
-            words = [self._word()]
+            words = [first]
             self.at += 1
         else:
-            name = self._word() or ""
+            name = first
             words = []
             self.at += 1
             self._skip("\n")
             if self._word() == "in":
                 self.at += 1
-                while self._word() is not None and not self._is_operator():
-                    words.append(self._word())
+                while (word := self._word()) is not None and not self._is_operator():
+                    words.append(word)
                     self.at += 1
         self._expect("do")
         body = self._body({"done"})
@@ -233,9 +237,9 @@ class Parser:
             if self._word() in ("esac", None):
                 break
             patterns = []
-            while self._word() is not None and self._word() != ")":
-                if self._word() not in ("|", "("):
-                    patterns.append(self._word())
+            while (pattern := self._word()) is not None and pattern != ")":
+                if pattern not in ("|", "("):
+                    patterns.append(pattern)
                 self.at += 1
             self._expect(")")
             branches.append((tuple(patterns), self._body({";;", "esac"})))
@@ -265,7 +269,7 @@ class Parser:
         return commands[0] if len(commands) == 1 else Pipe(tuple(commands))
 
     def _command(self) -> ShellCommand:
-        words = []
+        words: list[str] = []
         line = self._line()
         writes = None
         document = None

@@ -85,19 +85,14 @@ def tokens_of(text: str) -> Iterator[Token]:
         elif operator := next((o for o in OPERATORS if text.startswith(o, at)), None):
             at += len(operator)
             if operator in ("<<", "<<-"):
-                end, at = scan_word(text, _skip_blanks(text, at), line)
-                waiting.append((end, operator == "<<-", line))
+                last, at = scan_word(text, _skip_blanks(text, at), line)
+                waiting.append((last, operator == "<<-"))
             elif operator == "\n":
                 line += 1
-                for end, strips, _ in waiting:
-                    body, at = _document(text, at, end, strips)
-                    yield Token(
-                        "<<",
-                        line,
-                        True,
-                        body,
-                        not any(quote in end for quote in "'\"\\"),
-                    )
+                for last, strips in waiting:
+                    body, at = _document(text, at, last, strips)
+                    is_quoted = any(quote in last for quote in "'\"\\")
+                    yield Token("<<", line, True, body, not is_quoted)
                     line += body.count("\n") + 1
                 waiting = []
                 yield Token("\n", line, True)
@@ -184,7 +179,13 @@ def skip_unit(text: str, at: int, line: int = 0) -> int:
     # Expansions in brackets, and runs of plain characters.
     if character == "$" and text[at + 1 : at + 2] in ("(", "{"):
         return _closing(text, at + 1, line)
-    return UNMARKED.match(text, at + 1).end()
+    return end_of_run(UNMARKED, text, at + 1)
+
+
+def end_of_run(characters: re.Pattern[str], text: str, at: int) -> int:
+    """Return the place after the characters at `at`; `at` if there are none."""
+    run = characters.match(text, at)
+    return at if run is None else run.end()
 
 
 def _closing(text: str, at: int, line: int) -> int:

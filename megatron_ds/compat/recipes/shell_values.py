@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from .budget import LONGEST_EXPRESSION, Budget, whole
 from .shell_arithmetic import NOT_COMPUTED, computed
 from .shell_edits import edited_value
-from .shell_tokens import CLOSE, OPEN, skip_unit, tokens_of
+from .shell_tokens import CLOSE, OPEN, end_of_run, skip_unit, tokens_of
 
 IS_OPEN = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -38,6 +38,10 @@ def shown(text: str) -> str:
 def closed(text: str) -> str:
     """The text with open values empty."""
     return IS_OPEN.sub("", text)
+
+
+# (a text or the elements of an array, is it quoted), of a part of a word.
+Unit = tuple[str | list[str], bool]
 
 
 @dataclass
@@ -112,9 +116,9 @@ class _Fields:
 def fields_of(word: str, scope: Scope) -> list[str]:
     """The words that a word as written becomes; without quotes, values are split at blanks."""
     fields = _Fields()
-    for text, is_quoted, is_list in _units(word, scope):
+    for text, is_quoted in _units(word, scope):
         # "${A[@]}" is one field for each element.
-        if is_list:
+        if isinstance(text, list):
             fields.grow_each(text)
             continue
         if is_quoted:
@@ -133,10 +137,8 @@ def fields_of(word: str, scope: Scope) -> list[str]:
 def value_of(word: str, scope: Scope) -> str:
     """The value of a word that is not split, as in an assignment."""
     texts = []
-    for text, _, is_list in _units(word, scope):
-        if is_list:
-            text = " ".join(text)
-        texts.append(text)
+    for text, _ in _units(word, scope):
+        texts.append(text if isinstance(text, str) else " ".join(text))
     return "".join(texts)
 
 
@@ -154,9 +156,9 @@ def _split(text: str) -> list[str]:
     return re.findall(rf"(?:{OPEN}[^{OPEN}{CLOSE}]*{CLOSE}|[^\s])+", text)
 
 
-def _units(word: str, scope: Scope) -> list[tuple]:
-    """(text, is it quoted, is it a list) of each part of the word."""
-    units = []
+def _units(word: str, scope: Scope) -> list[Unit]:
+    """Return the units of each part of the word."""
+    units: list[Unit] = []
     at = 0
     scope.budget.spend(len(word))
     while at < len(word):
@@ -165,29 +167,29 @@ def _units(word: str, scope: Scope) -> list[tuple]:
         first = part[0]
         # Its first character gives the kind of a part.
         if first == "'":
-            units.append((part[1:-1], True, False))
+            units.append((part[1:-1], True))
         elif first == '"':
             units += _double_quoted(part[1:-1], scope)
         elif part == "\\\n":
-            units.append(("", True, False))
+            units.append(("", True))
         elif first == "\\":
-            units.append((part[1:], True, False))
+            units.append((part[1:], True))
         elif first in "$`":
             # A list without quotes is one text, which is split at blanks later.
             value, at = _expansion(word, at, scope)
             if isinstance(value, list):
                 value = " ".join(value)
-            units.append((value, False, False))
+            units.append((value, False))
             continue
         else:
-            units.append((part, True, False))
+            units.append((part, True))
         at = end
     return units
 
 
-def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
+def _double_quoted(inner: str, scope: Scope) -> list[Unit]:
     """The units of the text inside of double quotes."""
-    units = []
+    units: list[Unit] = []
     text = ""
     at = 0
     while at < len(inner):
@@ -204,15 +206,15 @@ def _double_quoted(inner: str, scope: Scope) -> list[tuple]:
                 continue
             # A list ends the text before it.
             if text:
-                units.append((text, True, False))
-            units.append((value, True, True))
+                units.append((text, True))
+            units.append((value, True))
             text = ""
         else:
-            end = PLAIN.match(inner, at + 1).end()
+            end = end_of_run(PLAIN, inner, at + 1)
             text += inner[at:end]
             at = end
     if text or not units:
-        units.append((text, True, False))
+        units.append((text, True))
     return units
 
 
@@ -290,8 +292,10 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
         if index:
             place = closed(arithmetic(index[1:-1], scope))
         number = whole(place)
-        is_there = number is not None and number < len(value)
-        value = value[number] if is_there else None
+        if number is None or number >= len(value):
+            value = None
+        else:
+            value = value[number]
     # ${#NAME} is its length. Without an operator the value is returned as it is.
     if prefix == "#":
         return str(len(value or ""))
@@ -336,7 +340,7 @@ def _acted(
         # Each operator chooses between the value and the word.
         if action.endswith("+"):
             return " ".join(fields_of(word, scope)) if is_set else ""
-        if is_set:
+        if is_set and value is not None:
             return value
         if action.endswith("?"):
             return scope.text(name)

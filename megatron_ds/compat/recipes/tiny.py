@@ -150,10 +150,11 @@ def _misfits(
         flags = re.findall(r"--[a-zA-Z0-9_-]+", problem)
         for flag in flags:
             spelling = spellings().get(flag)
-            path = spelling.option.path if spelling else ""
+            if spelling is None:
+                continue
+            path = spelling.option.path
             if (
-                path
-                and path not in fixed
+                path not in fixed
                 and not config.is_default(path)
                 and not spelling.option.required
             ):
@@ -253,13 +254,9 @@ def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 def _has_chunks(config: RunConfig) -> bool:
     parallel = config.parallel
-    whole = parallel.num_layers_per_virtual_pipeline_stage
+    whole = parallel.num_layers_per_virtual_pipeline_stage or 0
     each = (config.model.num_layers or 0) // parallel.pipeline_model_parallel_size
-    return (
-        (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1
-        or bool(whole)
-        and each > whole
-    )
+    return (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1 or 0 < whole < each
 
 
 def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -35,13 +35,17 @@ BATCH_SIZES = (
 )
 
 
+class ModelOfTrainer(nn.Module):
+    """A model of transformers, of which only the hidden size is known."""
+
+    config = SimpleNamespace(hidden_size=HIDDEN_SIZE)
+
+
 def with_trainer_values(
     block: Mapping[str, Any], ranks: int
 ) -> tuple[dict[str, Any], list[str]]:
     """(a copy of the block with values for "auto", the keys that got one)."""
     asked = auto_keys(block)
-    model = nn.Module()
-    model.config = SimpleNamespace(hidden_size=HIDDEN_SIZE)
     # An engine derives the open sizes from a batch that is given, as a program's arguments must fit to it.
     if isinstance(block.get(BATCH_SIZES[0]), int):
         block = {
@@ -49,6 +53,6 @@ def with_trainer_values(
             for key, value in block.items()
             if not (key in BATCH_SIZES and value == "auto")
         }
-    filled = fill_autos(block, Sources(ARGUMENTS, model, ranks))
+    filled = fill_autos(block, Sources(ARGUMENTS, ModelOfTrainer(), ranks))
     left = auto_keys(filled)
     return filled, [key for key in asked if key not in left]

@@ -301,7 +301,7 @@ def _read_file(name: str, text: str, is_copy: bool) -> SourceReading:
         root = load_yaml(text) if is_yaml else None
     except ConfigError:
         root = None
-    if not is_neox(root):
+    if root is None or not is_neox(root):
         return _read_json(name, text, is_copy)
     reading = read_neox(name.rpartition("/")[2], [root])
     if not any(setting.path in PATHS_OF_DATA for setting in reading.settings):
@@ -405,9 +405,9 @@ def _of_json(reading: SourceReading) -> Iterator[Verdict]:
     for name, why in reading.without_effect.items():
         yield Verdict(name.partition(" ")[2] or name, "", Kind.ACCEPTED, why)
     for problem in reading.problems:
-        key = re.search(r'"([\w.]+)"', problem)
+        quoted = re.search(r'"([\w.]+)"', problem)
         kind = Kind.UNKNOWN if "unknown key" in problem else Kind.REFUSED
-        yield Verdict(key[1] if key else "", "", kind, problem)
+        yield Verdict(quoted[1] if quoted else "", "", kind, problem)
 
 
 # -------------------------------------------------------------------------------------------- the whole

@@ -65,11 +65,6 @@ class AttentionOptions:
         avoid="It is for models that were trained so.",
     )
 
-    @property
-    def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer has the window. Raises ConfigError."""
-        return self.windowed_layers(self.num_layers)
-
     def windowed_layers(self, num_layers: int) -> tuple[bool, ...]:
         """Whether each layer has the window. Raises ConfigError."""
         if self.window_size is None or self.window_attn_skip_freq is None:

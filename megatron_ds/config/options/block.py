@@ -42,7 +42,7 @@ class BlockOptions:
     )
     output_layer_bias: bool = option(
         False,
-        help="Give the output layer over the vocabulary a bias (GPT-J, Phi-2). BERT has it in any case.",
+        help="Give the output layer over the vocabulary a bias (GPT-J, Phi-2). That of masked tokens always has it.",
         avoid="It is for models that were trained so.",
     )
     final_logit_softcapping: float | None = option(

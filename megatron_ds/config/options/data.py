@@ -1,4 +1,4 @@
-"""`DataConfig`: corpora, tokenizer, order of samples. `BertConfig`: how sentences become BERT's samples."""
+"""`DataConfig`: corpora, tokenizer, order of samples."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ class DataConfig:
     vocab_file: str | None = option(
         None,
         per_host=True,
-        help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.",
+        help="vocab.json of GPT2BPETokenizer, or vocab.txt of a WordPiece tokenizer.",
     )
     merge_file: str | None = option(
         None,
@@ -235,37 +235,3 @@ class DataConfig:
     def is_divided_by_split(self) -> bool:
         """Whether the splits are ranges of the same corpora."""
         return bool(self.data_path or self.data_args_path)
-
-
-@dataclass(frozen=True)
-class BertConfig:
-    """For --model bert; the defaults are Megatron's."""
-
-    mask_prob: float = option(
-        0.15,
-        above=0,
-        below=1,
-        needs=need("model.model", "bert"),
-        help="Share of the tokens that BERT predicts.",
-    )
-    mask_max_ngram: int = option(
-        3,
-        at_least=1,
-        unit="words",
-        needs=need("model.model", "bert"),
-        help="Longest run of masked words; shorter runs are more frequent. 1 masks single words.",
-    )
-    mask_whole_words: bool = option(
-        True,
-        needs=need("model.model", "bert"),
-        help="Mask all pieces of a word together.",
-        avoid="The missing pieces of a partly visible word are easy to predict.",
-    )
-    short_seq_prob: float = option(
-        0.1,
-        at_least=0,
-        at_most=1,
-        needs=need("model.model", "bert"),
-        help="Share of BERT's samples that are shorter than the sequence length, so that it trains on short "
-        "texts, too; 0: none.",
-    )

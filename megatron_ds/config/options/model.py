@@ -8,16 +8,17 @@ from .block import BlockOptions
 from .layer_pattern import MOST_LAYERS
 from .moe import MoEOptions
 from .need import need
-from .option import option, plugged_options
+from .option import added_options, option
 
 GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections
 
 
 @dataclass(frozen=True)
-class ModelConfig(
-    AttentionOptions, plugged_options("attention options"), BlockOptions, MoEOptions
-):
-    """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
+class ModelConfig(AttentionOptions, *added_options("model"), BlockOptions, MoEOptions):
+    """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties.
+
+    vocab_size is None until the tokenizer of a run is known, before the model is built.
+    """
 
     model: str = option("gpt", help="Name of a registered model.")
     num_layers: int = option(
@@ -268,15 +269,7 @@ class ModelConfig(
         help="The vocabulary is padded to a multiple of this × tensor-parallel size. Padding does not enter "
         "the softmax.",
     )
-    bert_binary_head: bool = option(
-        True,
-        switches={"--bert-no-binary-head": False},
-        needs=need("model.model", "bert"),
-        help="BERT's samples are pairs of segments, and the model predicts whether they are in the right "
-        "order (--model bert).",
-        avoid="Without it a sample is one run of sentences.",
-    )
-    vocab_size: int | None = option(
+    vocab_size: int = option(
         None,
         at_least=1,
         flags=["--padded-vocab-size"],
@@ -304,7 +297,11 @@ class ModelConfig(
     def yarn_factor(self) -> float:
         """By how much YaRN stretches long waves."""
         given = self.yarn_rotary_scaling_factor
-        return given or max(1.0, self.positions / self.original_max_position_embeddings)
+        if given:
+            return given
+        trained = self.original_max_position_embeddings
+        assert trained, "the rules demand it for YaRN without a factor"
+        return max(1.0, self.positions / trained)
 
     @property
     def is_gated(self) -> bool:
@@ -321,6 +318,28 @@ class ModelConfig(
             if self.is_gated
             else 4 * self.hidden_size
         )
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
+        return self.experts_of_layers(self.num_layers)
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def dense_width(self) -> int:
+        """Width of the feed-forward that all tokens of a layer with experts pass; 0 for none."""
+        if self.mlp_type == "residual":
+            return self.ffn_size
+        return self.moe_shared_expert_intermediate_size or 0
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer has the window. Raises ConfigError."""
+        return self.windowed_layers(self.num_layers)
 
     @property
     def positions(self) -> int:

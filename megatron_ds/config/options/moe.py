@@ -220,23 +220,6 @@ class MoEOptions:
     )
 
     @property
-    def dense_width(self) -> int:
-        """Width of the feed-forward that all tokens of a layer with experts pass; 0 for none."""
-        if self.mlp_type == "residual":
-            return self.ffn_size
-        return self.moe_shared_expert_intermediate_size or 0
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
-        return self.experts_of_layers(self.num_layers)
-
-    @property
-    def expert_ffn_size(self) -> int:
-        """Width inside an expert."""
-        return self.moe_ffn_hidden_size or self.ffn_size
-
-    @property
     def moe_choice(self) -> str:
         """How experts and tokens are matched: "top-k", "sinkhorn" or "expert_choice"."""
         return next(

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError
-from ...features import find_provided
+from ...features import own_features
 from ...registry import did_you_mean
 from .need import Need
 
@@ -205,9 +205,9 @@ def _one(option: Option, raw: Any, where: str) -> Any:
     value = _CONVERT[option.kind](raw)
     if value is None:
         raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")
-    if option.strip and isinstance(value, str):
-        value = value.strip(option.strip)
-    value = option.values.get(value, value)
+    if isinstance(value, str):
+        value = value.strip(option.strip) if option.strip else value
+        value = option.values.get(value, value)
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
         raise ConfigError(
@@ -302,14 +302,10 @@ def _str(raw: Any) -> str | None:
 _CONVERT = {int: _int, float: _float, bool: _bool, str: _str}
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """A part of a section without fields."""
-
-
-def plugged_options(plugin: str, otherwise: type = NoOptions) -> type:
-    """The dataclass of the options of a wing: a section, or a base class of one.
-
-    otherwise: the class if the wing is not installed
-    """
-    return find_provided(plugin) or otherwise
+def added_options(section: str) -> tuple[type, ...]:
+    """Return the dataclasses of options that features of the wings add to a section, as base classes of it."""
+    return tuple(
+        feature.extends[section]
+        for feature in own_features()
+        if section in feature.extends
+    )

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from ...features import own_features
 from .cycle import ONE_CYCLE, RANGE_TEST
 from .muon import MuonConfig
 from .need import need
-from .option import DTYPE_NAMES, option, plugged_options
+from .option import DTYPE_NAMES, added_options, option
 from .task import TaskOptions
 
 # DeepSpeed's schedulers, which count steps.
@@ -32,8 +33,15 @@ MAIN_RATE = "main"
 DECOUPLED_RATE = "decoupled"
 
 
+OPTIMIZERS = (
+    "adagrad",
+    "sgd",
+    *(name for feature in own_features() for name in feature.optimizers),
+)
+
+
 @dataclass(frozen=True)
-class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
+class OptimizerConfig(MuonConfig, *added_options("optimizer")):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """
@@ -41,7 +49,7 @@ class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
     optimizer: str = option(
         "adam",
         help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, muon, "
-        "adagrad, sgd, onebit_adam, zero_one_adam, onebit_lamb (docs/scale/optimizers.md).",
+        f"{', '.join(OPTIMIZERS)} (docs/scale/optimizers.md).",
     )
     lr: float = option(
         required=True,
@@ -216,8 +224,8 @@ class OptimizerConfig(MuonConfig, plugged_options("optimizer options")):
         None,
         at_least=1,
         unit="tokens",
-        help="Consumed tokens at which the decay ends; the warm-up is then in tokens, too. With a "
-        "curriculum, only tokens that were trained on count.",
+        help="Consumed tokens at which the decay ends; the warm-up is then in tokens, too. Only "
+        "tokens that were trained on count, where sequences are shortened.",
     )
     lr_warmup_iters: int = option(
         0, at_least=0, unit="iterations", help="Length of the warm-up."
@@ -362,7 +370,7 @@ class TrainConfig(TaskOptions):
         unit="samples",
         help="Samples of one forward and backward pass on one data-parallel rank.",
     )
-    global_batch_size: int | None = option(
+    global_batch_size: int = option(
         None,
         at_least=1,
         json="train_batch_size",
@@ -644,7 +652,8 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = option(
         None,
         help="Directory of weights to start from, at the first step, where --load has no checkpoint: the same command "
-        "then continues the run's own. With --lora-rank, the frozen weights of every start.",
+        "then continues the run's own. Where others are trained beside them, the "
+        "frozen weights of every start.",
     )
     load_format: str | None = option(
         None,

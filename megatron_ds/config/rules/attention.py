@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ..messages import flag
+from ..model_facts import facts_of_model
 from ..run import RunConfig
 
 
@@ -15,7 +16,7 @@ def windows(config: RunConfig) -> Iterator[str]:
         return
     # The window hides some tokens, but not all, and shows none of the future.
     left, right = window
-    is_causal = model.model != "bert"
+    is_causal = facts_of_model(model.model).is_causal
     if is_causal and right > 0:
         yield (
             f"[window_size] shows {right} later tokens, but a causal model sees none. Use --window-size "

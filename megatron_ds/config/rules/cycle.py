@@ -61,6 +61,8 @@ def _momentum(config: RunConfig) -> Iterator[str]:
     steps = config.train.train_iters
     if cycle.cycle_min_mom > cycle.cycle_max_mom:
         yield "[cycle_min_mom] is above [cycle_max_mom]. Lower it."
-    beta1 = make_beta1(config) if steps and config.train.global_batch_size else None
+    if not steps or not config.train.global_batch_size:
+        return
+    beta1 = make_beta1(config)
     if beta1 is not None:
         beta1.at(steps - 2)  # of the last step; raises where it is too large

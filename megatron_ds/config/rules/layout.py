@@ -335,12 +335,12 @@ def pipeline(config: RunConfig) -> Iterator[str]:
     # A layout of numbers; others are checked where they are read.
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
-        fits = (
+        are_stages = (
             len(counts) == stages
             if config.pipeline_chunks
             else len(counts) % ranks == 0
         )
-        if not fits or sum(counts) != layers:
+        if not are_stages or sum(counts) != layers:
             yield (
                 f"[pipeline_layout] has {len(counts)} stages and {sum(counts)} layers, but there are "
                 f"[pipeline_model_parallel_size]{several} and [num_layers]. Use "

@@ -5,6 +5,7 @@ from math import gcd
 
 from ...errors import ConfigError
 from ..messages import divisors, either, given
+from ..model_facts import facts_of_model, other_models
 from ..options.moe import CHOICES
 from ..run import RunConfig
 
@@ -289,11 +290,11 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
         "of its own. Remove one of the two.",
     )
     # A token is chosen by comparing it with others, which a rank must have.
-    if by_experts and config.model.model != "bert":
+    if by_experts and facts_of_model(config.model.model).is_causal:
         yield (
             "[moe_router_load_balancing_type]: an expert compares the tokens of a sequence, so earlier "
-            "tokens would depend on later ones, which [model] must not see. Use aux_loss, or --model "
-            "bert."
+            "tokens would depend on later ones, which [model] must not see. Use "
+            f"aux_loss{other_models()}."
         )
     if (
         not by_experts

@@ -10,7 +10,7 @@ from .group import group_rules
 
 def _own_paths(optimizers: Iterable[OptimizerFacts]) -> dict[str, None]:
     """Paths of the options that only these optimizers have, in the order of the optimizers."""
-    paths = {}
+    paths: dict[str, None] = {}
     for facts in optimizers:
         paths |= dict.fromkeys(f"optimizer.{name}" for name in facts.own_fields)
     return paths

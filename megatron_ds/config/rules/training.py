@@ -259,9 +259,7 @@ def _in_unit(config: RunConfig, name: str, other: str, unit: str) -> str:
         "tokens": in_samples and length and in_samples * length,
         "iters": size and in_samples and -(-in_samples // size),
     }[unit]
-    shown = (
-        f" {converted}" if converted and not config.curriculum.changes_lengths else ""
-    )
+    shown = f" {converted}" if converted and config.changed_lengths is None else ""
     return f" Use {flag(f'optimizer.{name}_{unit}')}{shown}."
 
 

@@ -55,7 +55,7 @@ def table(
     refused   why only values that mean "off" are accepted → the names
     only      the names with answers of their own
     """
-    answers = {}
+    answers: dict[str, Answer] = {}
     for note, names in accepted.items():
         answers |= dict.fromkeys(names.split(), Answer(note))
     for why, names in refused.items():

@@ -275,10 +275,6 @@ def _with_tokenizer(config: RunConfig) -> RunConfig:
     # The files name the type.
     if data.tokenizer_type is not None or data.mock_data or not data.vocab_file:
         return config
-    if config.model.model == "bert":
-        return _derived(
-            config, "data.tokenizer_type", "BertWordPieceLowerCase", "--vocab-file"
-        )
     if data.merge_file:
         return _derived(
             config,
@@ -334,11 +330,10 @@ def _with_rows(config: RunConfig, files: Sequence[Setting]) -> RunConfig:
         return config
     saved = [s.value for s in files if s.path == "data.tokenizer_type"]
     more = (BARE in saved) - (config.data.tokenizer_type == BARE)
-    if not more:
+    rows = config.model.vocab_size
+    if not more or rows is None:
         return config
-    return _derived(
-        config, size, config.model.vocab_size + more, f"{source} and {BARE}"
-    )
+    return _derived(config, size, rows + more, f"{source} and {BARE}")
 
 
 def _with_experts(config: RunConfig) -> RunConfig:

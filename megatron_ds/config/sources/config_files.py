@@ -25,7 +25,7 @@ from ...features import missing_wings, per_features, sections_without_features
 from ...host.regular_file import read_text
 from ..messages import value_text
 from ..options.option import Option, coerce
-from ..run import RENAMED, RUN, Source, all_options, formerly, sections
+from ..run import RUN, Source, all_options, formerly, name_of_section, sections
 from .flags import Spelling, spellings
 from .reading import Setting, SourceReading
 from .suggest import near_key
@@ -107,7 +107,9 @@ def text_of(path: str, flag: str) -> str:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:
         where = "" if Path(path).is_absolute() else f", looked for in {Path.cwd()}"
-        raise ConfigError(f"{flag} {path}: {error.strerror.lower()}{where}.") from None
+        raise ConfigError(
+            f"{flag} {path}: {(error.strerror or str(error)).lower()}{where}."
+        ) from None
 
 
 def _top(path: str, root: Any, reading: SourceReading) -> None:
@@ -128,7 +130,7 @@ def _top(path: str, root: Any, reading: SourceReading) -> None:
     # Sections, and options outside of one.
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
-        name = RENAMED.get(name, name)
+        name = name_of_section(name)
         if name in left_out or name == IMPORT and not is_run:
             continue  # what it names was imported before the flags were read
         if name in sections() and value.id == "mapping":

@@ -13,12 +13,12 @@ from ...registry import did_you_mean
 from ..messages import either, needed, value_text
 from ..options.option import Option
 from ..run import (
-    RENAMED,
     RunConfig,
     Source,
     all_options,
     by_field,
     home_of,
+    name_of_section,
     options_in,
     sections,
 )
@@ -35,10 +35,6 @@ TITLES = {
     "cycle": "OneCycle and LRRangeTest",
     "train": "Training",
     "data": "Data",
-    "bert": "BERT's samples",
-    "curriculum": "Curriculum",
-    "random_ltd": "Random-LTD",
-    "adapters": "Adapters (LoRA)",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
     "profiler": "Measurements",
@@ -346,7 +342,7 @@ def from_dict(saved: Mapping[str, Any], left_out: Collection[str] = ()) -> RunCo
 
     Raises ConfigError for other sections and fields that are unknown.
     """
-    saved = {RENAMED.get(name, name): values for name, values in saved.items()}
+    saved = {name_of_section(name): values for name, values in saved.items()}
     for name in saved.keys() - {*sections(), *left_out, "world_size", "sources"}:
         raise ConfigError(
             f"the saved configuration has a section {name}, which does not exist in this version. It was written by "
@@ -371,7 +367,7 @@ def from_dict(saved: Mapping[str, Any], left_out: Collection[str] = ()) -> RunCo
 
 def _renamed(path: str) -> str:
     section, dot, name = path.partition(".")
-    return home_of(RENAMED.get(section, section), name) + dot + name
+    return home_of(name_of_section(section), name) + dot + name
 
 
 def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -341,7 +341,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
     """A problem for each two flags that set an option to different values. `--no-x` may follow `--x`."""
     wrong = []
-    last = {}
+    last: dict[str, Setting] = {}
     for setting in settings:
         option = all_options()[setting.path]
         before = last.get(setting.path)

@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from ...features import features, per_features
+
 CUTOFF = 0.75  # of difflib's ratio; below it two names share letters, not a meaning: "profile", "vocab-file"
 
 # Our flags, or a sentence where there is no such flag → names of other projects that mean them, with hyphens.
@@ -62,7 +64,6 @@ _FLAGS = {
     "--eval-interval": "eval-steps eval-every val-interval valid-interval",
     "--tensorboard-dir": "tensorboard logging-dir log-dir",
     "--zero-stage": "zero zero-level",
-    "--otel-enabled": "otel opentelemetry",
     "--deepspeed_config": "ds-config deepspeed-json deepspeed-config-file",
     "--config": "yaml config-file yaml-cfg",
     "--num-workers": "num-workers-per-gpu dataloader-num-workers workers",
@@ -76,24 +77,24 @@ _SENTENCES = {
     "--dry-run --world-size N": "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
     "--profile --use-pytorch-profiler profiles a few steps": "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
-    "metrics go to the log, to --metrics-jsonl and to --tensorboard-dir, and with --wandb-project, --comet-project, --mlflow-tracking-uri or --otel-enabled to a service": "wandb report-to comet mlflow",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files": "tokenizer tokenizer-path tokenizer-name",
     "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",
     "kernels are chosen by what the device supports": "flash-attn flash-attention",
 }
 
 
-def _synonyms() -> dict[str, str | tuple[str, ...]]:
-    found = {}
+@per_features
+def synonyms() -> Mapping[str, str | tuple[str, ...]]:
+    """Return the meaning of names of other projects: our flags, or a sentence."""
+    found: dict[str, str | tuple[str, ...]] = {}
     for flags, names in _FLAGS.items():
         found |= dict.fromkeys(names.split(), tuple(flags.split()))
     for sentence, names in _SENTENCES.items():
         found |= dict.fromkeys(names.split(), sentence)
-    return found
-
-
-# Name of another project → our flags, or a sentence.
-SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType(_synonyms())
+    for feature in features():
+        for name, meant in feature.synonyms.items():
+            found[name] = (meant,) if meant.startswith("--") else meant
+    return MappingProxyType(found)
 
 
 def near_flag(typed: str, known: Iterable[str]) -> str:
@@ -127,7 +128,7 @@ def _near(
     known    each valid name → how it is written here
     written  from a flag of this package to how it is written here; None if it is not valid here
     """
-    meant = SYNONYMS.get(name.lower().replace("_", "-"))
+    meant = synonyms().get(name.lower().replace("_", "-"))
     if isinstance(meant, str):
         return f": {meant}."
     names = [word for flag in meant or () if (word := written(flag))]

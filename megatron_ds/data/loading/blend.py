@@ -225,16 +225,21 @@ class Blend:
             (*self.left_out, *(part.prefix for part in slices)),
         )
 
+    @property
+    def _given(self) -> tuple[float, ...]:
+        assert self.weights is not None, "a blend without weights has no shares"
+        return self.weights
+
     def times(self, sizes: Sequence[float]) -> "Blend":
         """Each weight times its size: turns epochs of each corpus into samples."""
         return replace(
-            self, weights=tuple(w * size for w, size in zip(self.weights, sizes))
+            self, weights=tuple(w * size for w, size in zip(self._given, sizes))
         )
 
     @property
     def shares(self) -> list[float]:
         """Weights that sum to 1, for the number of samples of each corpus."""
-        return normalized(self.weights)
+        return normalized(self._given)
 
     @property
     def order_shares(self) -> list[float]:
@@ -250,12 +255,13 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     # Weights and prefixes alternate, unless the first word is a prefix.
     given = f"{flag} {' '.join(words[:12])}{' …' if len(words) > 12 else ''}"
     items = list(_with_ranges(words, given))
-    weights = [_number(item) for item in items[0::2]]
-    if weights[0] is None:
+    words_of_weights = [_number(item) for item in items[0::2]]
+    if words_of_weights[0] is None:
         return Blend(tuple(map(_slice, items)), None)
     prefixes = tuple(map(_slice, items[1::2]))
     # Weights are proportions of any unit, for at most MAX_DATASETS corpora.
-    if len(items) % 2 or None in weights:
+    weights = [weight for weight in words_of_weights if weight is not None]
+    if len(items) % 2 or len(weights) < len(prefixes):
         raise ConfigError(
             f"{given}: give either prefixes alone, or a weight before each of them."
         )
@@ -339,8 +345,9 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 
     Every sample of every dataset occurs once; exhausted datasets are skipped.
     """
-    sizes = np.asarray(sizes, np.int64)
-    return _draw(sizes / sizes.sum(), int(sizes.sum()), sizes)
+    limits = np.asarray(sizes, np.int64)
+    total = int(limits.sum())
+    return _draw(limits / total, total, limits)
 
 
 def _draw(
@@ -451,7 +458,9 @@ def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
 
 
 def _number(word: str | CorpusSlice) -> float | None:
+    if isinstance(word, CorpusSlice):
+        return None
     try:
         return float(word)
-    except (TypeError, ValueError):
+    except ValueError:
         return None

@@ -35,13 +35,21 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 
 from ...errors import DataError
 from ...host.regular_file import open_regular, read_regular
 
-Sums = dict[str, int | list[str]]  # of a file: its size and checksums, see `sums_of`
+
+class Sums(TypedDict):
+    """The size of a file, and the CRC-32 of each of its blocks in hexadecimal digits."""
+
+    bytes: int
+    crc32: list[str]
+
+
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 20  # read at a time, by each of THREADS
@@ -280,7 +288,7 @@ class CacheEntry:
 
 
 def sums_of(path: Path) -> Sums:
-    """{"bytes": size, "crc32": [of each block, in hexadecimal digits]}; threads read a large file."""
+    """Return the sums of a file; threads read a large one."""
     size = path.stat().st_size
     if size <= BLOCK_BYTES:
         return {"bytes": size, "crc32": [_crc32(path, 0)]}

@@ -23,6 +23,7 @@ from .blend import (
     Blend,
     BlendedDataset,
     CorpusSlice,
+    DataPath,
     Draw,
     build_blend_index,
     build_exhaustive_index,
@@ -67,8 +68,8 @@ def build_datasets(
     samples: (training, validation, test) wanted.
     planned: the numbers of training samples that the starts of the run planned, in rising order, whose order
     is kept; by default the wanted number.
-    one_epoch: the training data are one epoch for any number of samples, for a curriculum, which numbers
-    them. Raises DataError for missing or damaged files and for a part without text, except that the default
+    one_epoch: the training data are one epoch for any number of samples, for a `SampleOrder`, which
+    numbers them. Raises DataError for missing or damaged files and for a part without text, except that the default
     split may leave validation or test without text; ConfigError for impossible flags.
     """
     data = config.data
@@ -85,6 +86,7 @@ def build_datasets(
     builder = _Builder(config, tokenizer, kind, one_epoch)
     # Either --split divides one blend, or each part has its own.
     sources = read_sources(data)
+    named: Sequence[DataPath]
     if sources.whole:
         named = [sources.whole] * len(PARTS)
         shares = [parse_split(data.splits)] * len(PARTS)
@@ -108,16 +110,18 @@ def fit_default_split(
     """The config with a split for a small corpus, if the default split leaves wanted validation without text.
 
     Then the last document of the largest corpus is for validation and the others for training. A --split that
-    the user gave is kept, and so is the default of a curriculum, whose index numbers samples under it. The
+    the user gave is kept, and so is the default of an order of samples, whose index numbers them under it. The
     split in the config is part of the identity of a checkpoint. Reads the corpora.  samples: (training,
     validation, test) wanted.
     """
     # Only the default split of a blend may be changed.
     data = config.data
-    is_fixed = data.split is not None or config.curriculum.orders_samples
+    is_fixed = data.split is not None or config.sample_order is not None
     if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
-    flag, words = read_sources(data).whole
+    whole = read_sources(data).whole
+    assert whole is not None, "the data are divided by --split"
+    flag, words = whole
     slices = parse_blend(words, flag).slices
     # The last document of the largest corpus is enough for validation.
     builder = _Builder(config, None, kind, one_epoch=False)
@@ -236,8 +240,8 @@ class _Builder:
             )
         elif epoch:
             raise DataError(
-                f"{part.flag}: a curriculum numbers the samples of one epoch, and a blend with "
-                "weights has no epoch. Name the corpora without weights."
+                f"{part.flag}: the order of the samples is of one epoch, and a blend with weights has no epoch. "
+                "Name the corpora without weights."
             )
         else:
             dataset = self._weighted(part, wanted, opened, blend)
@@ -272,15 +276,18 @@ class _Builder:
             source = Source("derived", f"piece {number} of the training samples")
             config = self.config.with_values({"train.seed": seed}, source)
             builder = _Builder(config, self.tokenizer, self.kind, self.one_epoch)
-            datasets.append(builder.dataset(part, size, blend))
+            datasets.append(builder._training(part, size, blend))
         return ContinuedDataset(datasets, pieces)
 
-    def _cyclic(
-        self, part: _Part, planned: Sequence[int], blend: Blend
-    ) -> Dataset | None:
+    def _training(self, part: _Part, wanted: int, blend: Blend) -> Dataset:
+        dataset = self.dataset(part, wanted, blend)
+        assert dataset is not None, "a run without training data is an error"
+        return dataset
+
+    def _cyclic(self, part: _Part, planned: Sequence[int], blend: Blend) -> Dataset:
         """The samples of a cyclic order, which depends on the number of all samples of the dataset."""
-        dataset = self.dataset(part, planned[-1], blend)
-        before = len(self.dataset(part, planned[-2], blend))
+        dataset = self._training(part, planned[-1], blend)
+        before = len(self._training(part, planned[-2], blend))
         if len(dataset) != before:
             logger.warning(
                 "the order of the training samples changes here: --dataloader-type cyclic shuffles %d samples, and "
@@ -369,15 +376,12 @@ class _Builder:
     def _draws(
         self, part: _Part, wanted: int, dataset: Dataset, blend: Blend
     ) -> list[Draw]:
-        is_blend = isinstance(dataset, BlendedDataset)
-        counts = (
-            count_draws(dataset.dataset_index, len(blend.prefixes))
-            if is_blend
-            else [wanted]
-        )
+        counts = [wanted]
+        if isinstance(dataset, BlendedDataset):
+            counts = count_draws(dataset.dataset_index, len(blend.prefixes)).tolist()
         asked = [None] * len(counts) if blend.weights is None else blend.shares
         return [
-            Draw(piece.name, share, int(count), self._num_tokens(part, piece))
+            Draw(piece.name, share, count, self._num_tokens(part, piece))
             for piece, share, count in zip(blend.slices, asked, counts)
         ]
 
@@ -504,6 +508,9 @@ class _Builder:
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """Check the first samples, so that a wrong tokenizer is an error before training starts."""
+        assert self.tokenizer is not None, (
+            "it is only missing where documents are counted"
+        )
         highest = max(
             (
                 int(dataset[i][self.kind.tokens].max())

@@ -13,7 +13,7 @@ The documents, in the order of document_index, are one long stream of tokens; sa
 A numpy `RandomState(seed)` shuffles document_index first, then shuffle_index. Pure; `lengths` may be mapped.
 
 `extension` is the compiled index builder, csrc/data/index_builder.cpp. It is optional: the arrays here, in
-`blend.py` and in `bert/maps.py` are also built with numpy, with the same values, several times slower.
+`blend.py` and of features are also built with numpy, with the same values, several times slower.
 """
 
 import functools
@@ -112,7 +112,7 @@ def last_epoch_is_separate(
     Shuffled with the others, a partly used last epoch would leave parts of the corpus read once less than the
     rest.
     """
-    if epochs == 1:
+    if num_samples is None or epochs == 1:
         return False
     from_last = num_samples - num_samples_in(
         (epochs - 1) * tokens_per_epoch, seq_length

@@ -32,7 +32,7 @@ class Loader:
 
     collate          makes a Batch of samples (`kind.Collator`)
     dataloader_type  the order, a name in ORDERS
-    order            the order itself, in place of a name: that of a curriculum
+    order            the order itself, in place of a name: that of a `SampleOrder`
     num_workers      batches read ahead, each by a thread (numpy releases the interpreter lock while it
                      copies). After a resume or a change of the batch size, batches read ahead are dropped
     pin              put batches into page-locked memory, for a GPU
@@ -79,7 +79,9 @@ class Loader:
             for i in range(self._depth + 1)
         ]
         futures = {
-            key: self._ahead.pop(key, None) or self._pool.submit(self._make, *key)
+            key: self._ahead.pop(key)
+            if key in self._ahead
+            else self._pool.submit(self._make, *key)
             for key in wanted
         }
         for dropped in self._ahead.values():

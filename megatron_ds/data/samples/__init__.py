@@ -1,1 +1,1 @@
-"""From a corpus to samples and batches: for GPT (one stream, packed, fill in the middle) and for BERT."""
+"""From a corpus to samples and batches: one stream, packed, fill in the middle."""

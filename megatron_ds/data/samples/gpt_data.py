@@ -22,7 +22,6 @@ from ..loading.index_maps import INT32, IndexMaps, build_index_maps, epochs_of
 from ..text.indexed import IndexedDataset
 from ..text.mask_file import LossMasks
 from ..tokenizers import Tokenizer
-from .packing import open_packed_dataset
 
 if TYPE_CHECKING:
     from ...config import RunConfig
@@ -180,9 +179,8 @@ class GPTCollator:
         tokens = rows[:, :-1].contiguous()
         labels = rows[:, 1:].contiguous()
         loss_mask = (labels != PAD).float()
-        ends = None if self.eod is None else tokens == self.eod
         if self.eod_mask_loss:
-            loss_mask[ends] = 0.0
+            loss_mask[self._ends(tokens)] = 0.0
         # Conversations have a mask of their own, and packed samples keep documents apart.
         if "loss_mask" in samples[0]:
             masks = np.stack([sample["loss_mask"] for sample in samples])
@@ -195,7 +193,7 @@ class GPTCollator:
             loss_mask[ids[:, 1:] != ids[:, :-1]] = 0.0
             document_ids = ids[:, :-1].contiguous()
         elif self.reset_position_ids or self.reset_attention_mask:
-            document_ids = document_numbers(ends)
+            document_ids = document_numbers(self._ends(tokens))
         position_ids = torch.arange(self.seq_length).expand_as(tokens)
         if packed or self.reset_position_ids:
             position_ids = document_positions(document_ids)
@@ -209,6 +207,11 @@ class GPTCollator:
             training=training,
         )
 
+    def _ends(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return where documents end; bool, of the shape of `tokens`."""
+        assert self.eod is not None  # __post_init__ has checked it
+        return tokens == self.eod
+
     def _check(self, rows: torch.Tensor, indices: Sequence[int]) -> None:
         if rows.shape[1] != self.seq_length + 1:
             raise DataError(
@@ -217,9 +220,12 @@ class GPTCollator:
                 f"Make the dataset for a sequence length of {self.seq_length}."
             )
         low, high = torch.aminmax(rows)
-        if PAD <= low and (self.vocab_size is None or high < self.vocab_size):
+        if low < PAD:
+            outside = rows < PAD
+        elif self.vocab_size is not None and high >= self.vocab_size:
+            outside = rows >= self.vocab_size
+        else:
             return
-        outside = rows < PAD if low < PAD else rows >= self.vocab_size
         row, column = outside.nonzero()[0].tolist()
         raise DataError(
             f"sample {indices[row]} holds token id {rows[row, column]}, outside the vocabulary "
@@ -237,12 +243,15 @@ def _open(
     config: "RunConfig",
     tokenizer: Tokenizer,
 ) -> Dataset:
-    open_dataset = (
-        open_packed_dataset if config.data.pack_documents else open_gpt_dataset
-    )
+    open_dataset = open_gpt_dataset
+    if config.data.pack_documents or config.data.sft:
+        # Loaded by runs that pack documents.
+        from .packing import open_packed_dataset
+
+        open_dataset = open_packed_dataset
     if config.data.sft:
         _refuse_pairs(corpus)
-        open_dataset = partial(open_packed_dataset, masks=LossMasks(corpus))
+        open_dataset = partial(open_dataset, masks=LossMasks(corpus))
     return open_dataset(
         corpus,
         documents,

@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class Pattern(NamedTuple):
-    """`count` samples that hold one piece of each of these lengths."""
+    """A number of samples, each of which holds one piece of each of these lengths."""
 
     lengths: tuple[int, ...]
-    count: int
+    samples: int
 
 
 class Packs(NamedTuple):
@@ -77,9 +77,9 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
             pattern = open_samples[room].pop()
             if not open_samples[room]:
                 del open_samples[room], rooms[at]
-            taken = min(pattern.count, left)
-            if pattern.count > taken:
-                put(pattern._replace(count=pattern.count - taken), room)
+            taken = min(pattern.samples, left)
+            if pattern.samples > taken:
+                put(pattern._replace(samples=pattern.samples - taken), room)
             put(Pattern((*pattern.lengths, length), taken), room - length)
             left -= taken
     return [pattern for room in rooms for pattern in open_samples[room]]
@@ -155,8 +155,8 @@ class PackedDataset:
         return self.num_samples if self.per_epoch else 0
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        epoch, place = divmod(i, self.per_epoch)
-        pack = _order(self.per_epoch, self.seed, epoch)[place]
+        epoch, number_in_epoch = divmod(i, self.per_epoch)
+        pack = _order(self.per_epoch, self.seed, epoch)[number_in_epoch]
         packs = self.packs
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
         document_ids = np.empty(self.seq_length + 1, np.int64)

@@ -1,7 +1,7 @@
 """The `.bin/.idx` corpus of Megatron, reading and writing.
 
-A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, one per
-sentence for BERT). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
+A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, or one
+per sentence). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
 
     0        9         17     18       26       34        34+4S      34+12S      34+12S+8D
     | magic  | version | code | S      | D      | lengths | offsets  | documents | modes ... |
@@ -382,7 +382,7 @@ def _map(path: Path) -> memoryview:
         # An empty file cannot be mapped.
         if path.stat().st_size == 0:
             return memoryview(b"")
-        return memoryview(np.memmap(path, np.uint8, "r"))
+        return np.memmap(path, np.uint8, "r").data
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "

@@ -1,13 +1,12 @@
 """Tokenizers: text ↔ ids, made from the tokenizer flags by `make_tokenizer`.
 
 To add one: a file here with a class that has the members of `Tokenizer` and a `from_options`, registered in
-TOKENIZERS.
+TOKENIZERS and declared below.
 """
 
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from . import file_tokenizers  # noqa: F401  registers its tokenizers
 from .base import TOKENIZERS, NullTokenizer, Tokenizer, TokenizerOptions, arrays_of
 
 if TYPE_CHECKING:
@@ -22,6 +21,18 @@ __all__ = [
     "build_tokenizer",
     "make_tokenizer",
 ]
+
+TOKENIZERS.declare(
+    f"{__name__}.file_tokenizers",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "GPT2BPETokenizer",
+    aliases={
+        "HFTokenizer": "HuggingFaceTokenizer",
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+    },
+)
 
 
 def build_tokenizer(data: "DataConfig", model: "ModelConfig") -> Tokenizer:

@@ -190,12 +190,13 @@ def _native(
 
 def _native_or_reason(describe: Describe, library: EncodeBatch) -> CheckedBackend | str:
     """The native backend, or the reason why it cannot be used."""
-    if extension() is None:
+    module = extension()
+    if module is None:
         return "megatron_ds was installed without a C++17 compiler, so its faster encoder is missing"
     plan = plan_native(describe())
     if isinstance(plan, str):
         return plan
-    encoder = extension().Encoder(*plan)
+    encoder = module.Encoder(*plan)
 
     def encode(texts: Sequence[str]) -> Arrays:
         """The library encodes texts with an added token."""
@@ -232,7 +233,7 @@ def _gigatoken(describe: Describe, library: EncodeBatch) -> EncodeArrays:
     )
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[[Describe, EncodeBatch], EncodeArrays]] = {
     "auto": functools.partial(_native, is_required=False),
     "native": _native,
     "tokenizers": _by_library,

@@ -2,8 +2,9 @@
 
 HuggingFaceTokenizer, SentencePieceTokenizer and Llama2Tokenizer read one file. GPT2BPETokenizer reads
 `vocab.json` and `merges.txt` (Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909,
-algorithm 1). BertWordPiece… reads `vocab.txt` (Devlin et al. 2019, section 3; Wu et al. 2016,
-arXiv:1609.08144, section 4.1): of a word, the longest token of the vocabulary from the left, repeatedly.
+algorithm 1). `WordPieceTokenizer`, which features register, reads `vocab.txt` (Devlin et al. 2019, section 3;
+Wu et al. 2016, arXiv:1609.08144, section 4.1): of a word, the longest token of the vocabulary from the left, again
+and again.
 """
 
 import json
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tokenizers.models import Model
 
 EOD = "<|endoftext|>"
-BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORD_PIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LONGEST_WORD = 200  # characters; a longer word is unknown, as in Megatron
 MOST_IDS = 10**8  # no vocabulary is so large; ids are int32 in corpora
 Pair = tuple[str, str]
@@ -157,7 +158,7 @@ def byte_level(model: "Model") -> "LibraryModel":
 
 
 def word_piece(model: "Model", lower: bool) -> "LibraryModel":
-    """The library's tokenizer over a WordPiece model, as BERT's."""
+    """The library's tokenizer over a WordPiece model."""
     from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(model)
@@ -259,7 +260,7 @@ def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
     return merges
 
 
-class _BertWordPiece(LibraryTokenizer):
+class WordPieceTokenizer(LibraryTokenizer):
     """`[SEP]` ends a document. `pad`, `unk`, `cls`, `sep`, `mask` are ids; `inv_vocab` is {id: token}.
 
     `decode` puts spaces between words: ids hold neither the original white space nor, in lower case, the
@@ -278,7 +279,7 @@ class _BertWordPiece(LibraryTokenizer):
         self.vocab = vocab
         self.inv_vocab = {i: token for token, i in vocab.items()}
         self.pad, self.unk, self.cls, self.sep, self.mask = (
-            vocab[token] for token in BERT_TOKENS
+            vocab[token] for token in WORD_PIECE_TOKENS
         )
         self.vocab_size = len(vocab)
         self.eod = self.sep
@@ -287,22 +288,8 @@ class _BertWordPiece(LibraryTokenizer):
         )
 
     @classmethod
-    def from_options(cls, options: TokenizerOptions) -> "_BertWordPiece":
+    def from_options(cls, options: TokenizerOptions) -> "WordPieceTokenizer":
         return cls(read_vocab(*required_files(options, ("vocab_file",), cls.__name__)))
-
-
-@TOKENIZERS.register("BertWordPieceLowerCase")
-class BertWordPieceLowerCase(_BertWordPiece):
-    """Text becomes lower case without accents."""
-
-    lower = True
-
-
-@TOKENIZERS.register("BertWordPieceCase")
-class BertWordPieceCase(_BertWordPiece):
-    """Text keeps case and accents."""
-
-    lower = False
 
 
 def read_vocab(vocab_file: str) -> dict[str, int]:
@@ -319,9 +306,9 @@ def read_vocab(vocab_file: str) -> dict[str, int]:
                 f"--vocab-file {vocab_file}, line {number + 1}: {token!r} is in line "
                 f"{vocab[token] + 1} already, and a token has only one id."
             )
-    if missing := [token for token in BERT_TOKENS if token not in vocab]:
+    if missing := [token for token in WORD_PIECE_TOKENS if token not in vocab]:
         raise DataError(
-            f"--vocab-file {vocab_file} has no {', '.join(missing)}, which BERT needs: it must "
+            f"--vocab-file {vocab_file} has no {', '.join(missing)}, which WordPiece needs: it must "
             "be a vocab.txt with one token per line."
         )
     return vocab

@@ -15,11 +15,12 @@ from ...models.architecture import MODELS, Architecture, Loss, gpt_loss
 from ...models.attention import make_rotary
 from ...models.block import block_layers
 from ...models.embedding import WORD_EMBEDDINGS, Embedding
-from ...models.heads import BertHeads, BertOutput, FinalNorm, bert_head_flops
+from ...models.heads import FinalNorm
 from ...models.layer import Layer
 from ...mpu.context import ParallelContext
 from ...mpu.group import Group
 from .data import BERT_DATA
+from .heads import BertHeads, BertOutput, bert_head_flops
 
 SEGMENTS = 2
 
@@ -72,6 +73,7 @@ def bert_loss(
         per_token=per_token,
     )
     if output.order is not None:
+        assert batch.sentence_order is not None  # of data of BERT with pairs
         total = F.cross_entropy(
             output.order.float(), batch.sentence_order, ignore_index=-1, reduction="sum"
         )

@@ -30,6 +30,7 @@ from ...errors import DataError
 from ...host.content_hash import content_hash
 from .maps import LONG_SENTENCE, build_mapping
 from .masking import Masking, WordPieces, mask_tokens, pieces_of
+from .options import BertConfig
 
 if TYPE_CHECKING:
     from ...config import RunConfig
@@ -124,10 +125,10 @@ def make_sample(
         "text": text,
         "types": types,
         "labels": labels,
-        "is_random": int(swapped),
+        "is_random": np.array(int(swapped)),
         "loss_mask": loss_mask,
         "padding_mask": padding_mask,
-        "truncated": int(truncated),
+        "truncated": np.array(int(truncated)),
     }
 
 
@@ -297,12 +298,12 @@ def bert_batch(
         training=training,
         attention_mask=(column("padding_mask") == 0)[:, None, None, :],
         token_types=column("types"),
-        sentence_order=torch.tensor([sample["is_random"] for sample in samples]),
+        sentence_order=column("is_random"),
     )
 
 
 def _options(config: "RunConfig", seed: int) -> BertOptions:
-    bert = config.bert
+    bert = config.of(BertConfig)
     return BertOptions(
         config.model.seq_length,
         seed,
@@ -355,7 +356,7 @@ BERT_DATA = DataKind(
     collator=lambda config, tokenizer: bert_batch,
     blank=_blank,
     identity=lambda config: {
-        **asdict(config.bert),
+        **asdict(config.of(BertConfig)),
         "pairs": config.model.bert_binary_head,
     },
 )

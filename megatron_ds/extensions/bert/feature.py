@@ -1,10 +1,41 @@
 """BERT: the declaration of the feature."""
 
-from ...features import Feature
+from functools import partial
+from typing import Any
+
+from ...config.model_facts import ModelFacts
+from ...features import Feature, Later
+from .options import BertConfig, BertHeadOptions
+
+own = partial(Later, __package__)
+NAME = "bert"
+
+
+def _implied(config: Any) -> dict[str, tuple[Any, str]]:
+    """Return the tokenizer of Megatron's entry script, if a file of it is given without its type."""
+    data = config.data
+    if config.model.model != NAME or data.mock_data or not data.vocab_file:
+        return {}
+    if data.tokenizer_type is not None:
+        return {}
+    return {"data.tokenizer_type": ("BertWordPieceLowerCase", "--vocab-file")}
+
 
 FEATURES = [
     Feature(
-        "bert_model",
-        registers={"model": f"{__package__}.bert"},
+        NAME,
+        title="BERT's samples",
+        options=BertConfig,
+        extends={"model": BertHeadOptions},
+        implies=_implied,
+        rules=(own(".rules:samples"),),
+        registers={
+            "model": {"bert": f"{__package__}.bert"},
+            "tokenizer": {
+                "BertWordPieceLowerCase": f"{__package__}.tokenizers",
+                "BertWordPieceCase": f"{__package__}.tokenizers",
+            },
+        },
+        models={NAME: ModelFacts(is_causal=False)},
     )
 ]

@@ -12,7 +12,7 @@ Pure; arrays may be mapped. Built by the compiled builder of `index_maps.py` if 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -214,7 +214,7 @@ def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:
 
 
 def _shuffled(
-    rows: list[tuple[int, ...]], width: int, dtype: type, seed: int
+    rows: Sequence[tuple[int, ...]], width: int, dtype: type, seed: int
 ) -> np.ndarray:
     """The rows in random order, by Fisher and Yates' shuffle from the back."""
     order = list(range(len(rows)))

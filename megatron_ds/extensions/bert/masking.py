@@ -86,7 +86,7 @@ def mask_tokens(
     most = masking.most(len(tokens), target)
     last = len(starts)
     hidden = tokens.copy()
-    chosen = set()
+    chosen: set[int] = set()
     # Words in random order, each with some of the words after it, until enough are chosen.
     for first in random.permutation(last).tolist():
         if len(chosen) >= most:
@@ -135,4 +135,5 @@ def pieces_of(tokenizer: "Tokenizer") -> WordPieces:
         )
     continues = np.zeros(tokenizer.vocab_size, bool)
     continues[[i for token, i in vocab.items() if token.startswith(CONTINUES)]] = True
-    return WordPieces(*(vocab[token] for token in SPECIAL), continues)
+    cls, sep, mask, pad = (vocab[token] for token in SPECIAL)
+    return WordPieces(cls, sep, mask, pad, continues)

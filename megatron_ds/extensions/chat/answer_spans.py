@@ -58,12 +58,13 @@ def find_answers(template: ChatTemplate, conversation: Conversation) -> Answers:
     The spans are those that the template marks with {% generation %}, if every answer is inside of them, and
     those that follow the generation prompts otherwise.
     """
-    reason = None
+    reason: AnswerNotFound | None = None
     for form in conversation.forms():
         try:
             return _answers(template, form)
         except AnswerNotFound as error:
             reason = reason or error
+    assert reason is not None, "a conversation has a form"
     raise reason
 
 

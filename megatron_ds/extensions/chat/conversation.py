@@ -198,10 +198,12 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
 
 def _pairs(value: object) -> list[list]:
     """The rounds of a history. Raises ValueError."""
-    rounds = value or []
-    is_list = isinstance(rounds, list)
-    if is_list and all(isinstance(pair, list) and len(pair) == 2 for pair in rounds):
-        return rounds
+    if not value:
+        return []
+    if isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in value
+    ):
+        return value
     raise ValueError("'history' is not a list of pairs of a question and an answer")
 
 
@@ -388,7 +390,8 @@ def _calls(value: object, number: int) -> list[dict]:
 
 
 def _call(call: object, number: int) -> dict:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    fields = call if isinstance(call, dict) else {}
+    function = fields.get("function", fields)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call of message {number} names no function")
     arguments = function.get("arguments", {})
@@ -401,9 +404,9 @@ def _call(call: object, number: int) -> dict:
         raise ValueError(
             f"the arguments of {function['name']!r} in message {number} are no JSON object"
         )
-    written = {"type": "function"}
-    if call.get("id"):
-        written["id"] = call["id"]
+    written: dict[str, Any] = {"type": "function"}
+    if fields.get("id"):
+        written["id"] = fields["id"]
     written["function"] = {"name": function["name"], "arguments": arguments}
     return written
 
@@ -434,8 +437,8 @@ def _tools(value: object) -> tuple[dict, ...] | None:
     return tuple(value)
 
 
-def _value_in(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError."""
+def _value_in(text: Any) -> Any:
+    """The value of a JSON text. Raises ValueError, and TypeError for another value than a text."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -91,7 +91,7 @@ def _reply(render, request: bytes) -> dict[str, Any]:
     except Exception as error:  # a template can fail in any way that a program can
         kind = type(error).__name__
         if kind == "TemplateSyntaxError":
-            return {"syntax": str(error)[:1000], "line": error.lineno}
+            return {"syntax": str(error)[:1000], "line": vars(error)["lineno"]}
         return {"refusal": f"{kind}: {error}"[:1000].strip(": ")}
 
 

@@ -123,6 +123,7 @@ def find_template(
     folder = Path(tokenizer)
     if not folder.is_dir():
         folder = folder.parent
+    source: str | None
     if path is not None:
         source = _read(Path(path))
     elif (folder / FILE).is_file():

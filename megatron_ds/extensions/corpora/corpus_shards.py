@@ -177,16 +177,17 @@ def merge(
         for path in partial:
             with contextlib.suppress(OSError):
                 path.unlink()
-    if not all(records):
+    known = [record for record in records if record is not None]
+    if len(known) < len(records):
         return None
     # The record describes the merged files by the pieces of all records.
     record = CorpusRecord(
         sum(corpus.num_documents for corpus in corpora),
         sum(corpus.num_tokens for corpus in corpora),
-        records[0].tokenizer,
-        [piece for record in records for piece in record.pieces],
+        known[0].tokenizer,
+        [piece for record in known for piece in record.pieces],
         sha256_of(idx_path),
-        sum(record.skipped for record in records),
+        sum(record.skipped for record in known),
         mask_sha256=sha256_of(mask_path(output)) if masks else None,
     )
     record.write(output)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from ...data.tokenizers import Tokenizer
 from ..chat.conversation import conversation_of
-from ..chat.loss_masks import ChatEncoder, Doubts, MaskedTokens
+from ..chat.loss_masks import ChatEncoder, Doubts, MaskedTokens, OffsetTokenizer
 from ..chat.template import ChatTemplate
 from .preference_pair import pair_of
 from .text_records import BadLine, TextBlock, record_in
@@ -44,7 +45,8 @@ def encode_chats(
 
     eod: id to append to each conversation, or None.  are_pairs: a line has the chosen answer and the rejected one
     """
-    encoder = ChatEncoder(template, tokenizer, eod)
+    # The flags allow no other tokenizer with conversations.
+    encoder = ChatEncoder(template, cast(OffsetTokenizer, tokenizer), eod)
     found: list[MaskedTokens] = []
     sequences = []
     bad = []
@@ -73,7 +75,7 @@ def encode_chats(
 
 
 def _encoded(
-    content: bytes | dict, encoder: ChatEncoder, is_pair: bool
+    content: bytes | tuple | dict, encoder: ChatEncoder, is_pair: bool
 ) -> Sequence[MaskedTokens]:
     """Raises ValueError with the reason why a line or a row is bad."""
     record = record_in(content) if isinstance(content, bytes) else content

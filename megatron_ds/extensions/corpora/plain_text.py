@@ -14,14 +14,14 @@ first end at or after `stop`, so consecutive slices hold each document once, whe
 """
 
 import codecs
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
 
 from ...errors import DataError
-from .text_records import BadLine, TextBlock, Texts
+from .text_records import BadLine, Text, TextBlock, Texts
 
 WHERE = ("file", "paragraph", "line")
 LONGEST_BYTES = 1 << 27  # of a document: the library takes 150 bytes of memory for each
@@ -53,7 +53,7 @@ class TextCut:
 
 
 def cut_documents(
-    file: BinaryIO, path: str, at: int, stop: int | None, cut: TextCut
+    file: io.BufferedIOBase, path: str, at: int, stop: int | None, cut: TextCut
 ) -> Iterator[tuple[int, bytes]]:
     """(first line, text) of each document of a slice.
 
@@ -107,18 +107,21 @@ def blocks_of(
     position: Callable[[], int],
 ) -> Iterator[TextBlock]:
     """Documents that are not blank, in blocks of at least `block_bytes`.  position: that of the reader."""
-    block = []
+    numbers: list[int] = []
+    contents: list[bytes] = []
     size = 0
     for first, text in documents:
         if text and not text.isspace():
-            block.append((first, text))
+            numbers.append(first)
+            contents.append(text)
             size += len(text)
         if size >= block_bytes:
-            yield TextBlock(path, *zip(*block), position(), start)
-            block = []
+            yield TextBlock(path, tuple(numbers), tuple(contents), position(), start)
+            numbers.clear()
+            contents.clear()
             size = 0
-    if block:
-        yield TextBlock(path, *zip(*block), position(), start)
+    if numbers:
+        yield TextBlock(path, tuple(numbers), tuple(contents), position(), start)
 
 
 def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
@@ -144,9 +147,10 @@ def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
 
 def texts_of_documents(block: TextBlock) -> Texts:
     """The documents, as texts of one key. One that is not UTF-8 is reported by its bad line."""
-    texts = []
+    texts: list[Text] = []
     bad = []
     for first, data in zip(block.numbers, block.contents):
+        assert isinstance(data, bytes), f"a document of {block.path} is {type(data)}"
         try:
             texts.append(data.decode("utf-8").replace("\r\n", "\n").rstrip("\n"))
         except UnicodeDecodeError as e:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -171,6 +171,7 @@ def preprocess(
         for encoded in _encoded(blocks, encode, make_tokenizer, tokenizer, workers):
             _write(encoded, writers, sums, written, options.skip_bad_lines)
             if masks is not None:
+                assert encoded.mask is not None  # of conversations
                 masks.add(encoded.mask)
             progress(encoded.path, encoded.position, written)
         if not written.documents and not shard:
@@ -218,9 +219,11 @@ def _done_before(
 ) -> Written | None:
     """The counts of a shard that is complete; None if a corpus is missing or was made in another way."""
     records = [
-        done_before(name, {**made_from, "key": key}) for name, key in zip(names, keys)
+        record
+        for name, key in zip(names, keys)
+        if (record := done_before(name, {**made_from, "key": key})) is not None
     ]
-    if not all(records):
+    if len(records) < len(names):
         return None
     tokens = sum(record.tokens for record in records)
     first = records[0]
@@ -384,7 +387,7 @@ def _encoded(
         (make_tokenizer, os.getpid()),
     )
     try:
-        pending = deque()
+        pending: deque[Future[Encoded]] = deque()
         for block in blocks:
             pending.append(pool.submit(_encode_in_worker, encode, block))
             if len(pending) > 2 * workers:

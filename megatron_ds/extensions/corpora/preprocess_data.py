@@ -167,7 +167,7 @@ def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
                 f"--{kind} reads JSON lines and Parquet, and {path} is a file of another kind. Convert it: one JSON "
                 "object with the conversation in each line."
             )
-    values = {}
+    values: dict | None = {}
     if args.chat_template_kwargs:
         try:
             values = json.loads(args.chat_template_kwargs)

@@ -1,5 +1,8 @@
 """The options of `megatron-ds preprocess`: flag → arguments of `argparse`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...data.tokenizers import TOKENIZERS
 from ...data.tokenizers.backend import BACKENDS
 from .plain_text import WHERE
@@ -7,7 +10,7 @@ from .sentences import ABBREVIATIONS, TRAINING_BYTES
 from .text_files import INPUT_HELP
 
 # What a document is.
-TEXT = {
+TEXT: dict[str, dict[str, Any]] = {
     "--input": {
         "nargs": "+",
         "required": True,
@@ -95,7 +98,7 @@ CONVERSATIONS = {
 }
 
 # What its tokens are.
-TOKENIZER = {
+TOKENIZER: dict[str, dict[str, Any]] = {
     "--tokenizer-type": {
         "required": True,
         "help": f"one of {', '.join(TOKENIZERS)}",
@@ -144,7 +147,7 @@ OUTPUT = {
 }
 
 # Which processes and machines do it.
-WORK = {
+WORK: dict[str, dict[str, Any]] = {
     "--workers": {
         "type": int,
         "default": 1,
@@ -191,7 +194,7 @@ WORK = {
 }
 
 # Title of a group in --help → its options.
-GROUPS = {
+GROUPS: dict[str, Mapping[str, Mapping[str, Any]]] = {
     "text": TEXT,
     "conversations": CONVERSATIONS,
     "tokenizer": TOKENIZER,

@@ -19,9 +19,9 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ...errors import ConfigError, DataError
 from .plain_text import (
@@ -291,7 +291,7 @@ def _read_bytes(
 
 
 def _lines(
-    file: BinaryIO, raw: BinaryIO, piece: FileSlice, block_bytes: int
+    file: io.BufferedIOBase, raw: BinaryIO, piece: FileSlice, block_bytes: int
 ) -> Iterator[TextBlock]:
     number = 1
     while lines := _some_lines(file, block_bytes, piece, number):
@@ -309,7 +309,7 @@ def _lines(
         number = numbers.stop
 
 
-def _seek_line(file: BinaryIO, at: int) -> int:
+def _seek_line(file: io.BufferedIOBase, at: int) -> int:
     """Seek to the first line that begins at byte `at` or after it; returns where it begins."""
     if not at:  # a compressed file cannot seek
         return 0
@@ -318,7 +318,7 @@ def _seek_line(file: BinaryIO, at: int) -> int:
 
 
 def _some_lines(
-    file: BinaryIO, block_bytes: int, piece: FileSlice, first: int
+    file: io.BufferedIOBase, block_bytes: int, piece: FileSlice, first: int
 ) -> list[bytes]:
     """Lines of `block_bytes` together, or up to the end of the slice. first: number of the first one."""
     left = (
@@ -338,7 +338,7 @@ def _some_lines(
     return lines
 
 
-def _open_zst(raw: BinaryIO) -> BinaryIO:
+def _open_zst(raw: BinaryIO) -> io.BufferedReader:
     """Raises ConfigError without zstandard. Reading damaged data raises EOFError or ValueError."""
     try:
         import zstandard
@@ -353,7 +353,7 @@ class _ZstFrames(io.RawIOBase):
     def __init__(self, raw: BinaryIO, zstandard):
         self._raw = raw
         self._zstandard = zstandard
-        self._frame = None
+        self._frame: Any = None
         self._input = b""
         self._output = memoryview(b"")
 
@@ -382,7 +382,8 @@ class _ZstFrames(io.RawIOBase):
         self._frame = None if self._frame.eof else self._frame
 
 
-COMPRESSED = {
+OpenFile = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
+COMPRESSED: dict[str, Callable[[BinaryIO], OpenFile]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,

@@ -7,7 +7,7 @@ and h5py, of the extra `data`, are imported when the first such file is opened.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,9 +39,8 @@ class TextBlock:
     @property
     def last(self) -> int:
         """Number of the last row, or of the last line that is not blank."""
-        lines = (
-            0 if self.unit == "row" else self.contents[-1].rstrip(b"\r\n").count(b"\n")
-        )
+        end = self.contents[-1]
+        lines = end.rstrip(b"\r\n").count(b"\n") if isinstance(end, bytes) else 0
         return self.numbers[-1] + lines
 
 
@@ -95,7 +94,9 @@ def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> 
         if isinstance(contents, bytes) and (not contents or contents.isspace()):
             continue
         try:
-            values = contents if block.unit == "row" else _values(contents, keys)
+            values: Iterable[object] = (
+                _values(contents, keys) if isinstance(contents, bytes) else contents
+            )
             found = [
                 _checked_text(value, key, sentences) for key, value in zip(keys, values)
             ]

@@ -13,8 +13,9 @@ vocabulary for BPE as vocab.json and merges.txt (--tokenizer-type GPT2BPETokeniz
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.console import set_up_logging
@@ -32,7 +33,7 @@ from megatron_ds.extensions.corpora.vocabulary_training import (
 )
 
 logger = logging.getLogger(__name__)
-KINDS = {
+KINDS: dict[str, Callable[..., int]] = {
     "bpe": train_byte_level_bpe,
     "wordpiece": train_word_pieces,
     "wordpiece-cased": partial(train_word_pieces, lower=False),
@@ -102,7 +103,7 @@ def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
             if bad:
                 raise DataError(f"{bad[0]}. Nothing was written.")
             for column in columns:
-                yield from column
+                yield from cast("list[str]", column)  # not split into sentences
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,12 +8,17 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...data.tokenizers.file_tokenizers import BERT_TOKENS, EOD, byte_level, word_piece
+from ...data.tokenizers.file_tokenizers import (
+    EOD,
+    WORD_PIECE_TOKENS,
+    byte_level,
+    word_piece,
+)
 from ...errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from tokenizers.trainers import Trainer
+    from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 logger = logging.getLogger(__name__)
 SMALLEST = 257  # a letter for each byte, and the end of a document
@@ -62,10 +67,10 @@ def train_word_pieces(
 
     Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].  Returns the size.
     """
-    if vocab_size <= len(BERT_TOKENS):
+    if vocab_size <= len(WORD_PIECE_TOKENS):
         raise ConfigError(
-            f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are "
-            f"{len(BERT_TOKENS)}. Use a thousand for a toy model; BERT has 30,522."
+            f"--vocab-size {vocab_size} is too small: {', '.join(WORD_PIECE_TOKENS)} alone are "
+            f"{len(WORD_PIECE_TOKENS)}. Use a thousand for a toy model; BERT has 30,522."
         )
 
     from tokenizers import models, trainers
@@ -73,7 +78,7 @@ def train_word_pieces(
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
-        special_tokens=list(BERT_TOKENS),
+        special_tokens=list(WORD_PIECE_TOKENS),
         show_progress=False,
     )
     tokenizer = word_piece(models.WordPiece(unk_token="[UNK]"), lower)
@@ -104,7 +109,7 @@ def _learn(
     folder: str | os.PathLike,
     files: tuple[str, ...],
     tokenizer: "Tokenizer",
-    trainer: "Trainer",
+    trainer: "BpeTrainer | WordPieceTrainer",
 ) -> int:
     """Train a tokenizer of the library, write these files to a temporary folder, rename."""
     folder = Path(folder)

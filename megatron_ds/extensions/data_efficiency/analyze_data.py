@@ -151,9 +151,11 @@ class Corpus:
             )
         tokenizer = build_tokenizer(config.data, config.model)
         kind = MODELS[config.model.model].data
-        self.dataset = build_datasets(
+        dataset = build_datasets(
             config, (1, 0, 0), tokenizer, kind, one_epoch=True
         ).train
+        assert dataset is not None, "a training sample is wanted"
+        self.dataset = dataset
         self.identity = identity(config, kind, len(self.dataset))
         self.vocab_size = tokenizer.vocab_size
         self.seq_length = config.model.seq_length
@@ -280,6 +282,7 @@ def _start_worker(training: list[str]) -> None:
 
 
 def _map_here(work: partial, shard: int) -> list[str]:
+    assert _corpus is not None, "a worker opens it when it starts"
     return work(_corpus.dataset, shard=shard)
 
 

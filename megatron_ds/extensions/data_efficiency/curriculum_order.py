@@ -70,7 +70,9 @@ class MetricIndex:
         self.easiest_first = index.flat
         self._check(total, identity)
         if metric.difficulty_type == "value":
-            values = ListFile(metric.index_to_metric_path)
+            path = metric.index_to_metric_path
+            assert path is not None, "read_metric requires it of values"
+            values = ListFile(path)
             is_ascending = bool((values.flat[1:] > values.flat[:-1]).all())
             if not len(values) == len(index) == len(values.flat) or not is_ascending:
                 raise DataError(

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import ConfigError
-from ...progress.token_drop import Difficulty
+from ...progress.kept_tokens import Difficulty
 from ...registry import did_you_mean
 
 
@@ -126,7 +126,7 @@ def make_difficulty(
             "only rises. Exchange the two."
         )
     kind = settings.get("schedule_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(
             f"{where}: schedule_type is {kind!r}{did_you_mean(str(kind), list(KINDS)) or '.'} "
             f"Known: {', '.join(KINDS)}."

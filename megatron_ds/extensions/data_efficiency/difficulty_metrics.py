@@ -320,10 +320,10 @@ def _digest(path: Path) -> str | None:
 
 
 # name → function of the spec, the rarities if it needs them, and samples
-METRICS = {
+METRICS: Mapping[str, Callable[..., np.ndarray]] = {
     "seqlen": _seqlen,
     "vocab_rarity": _vocab_rarity,
     "seqlen_vocab_rarity": _seqlen_vocab_rarity,
 }
 TOTALS = {FREQUENCY: _total_vocab_freq}
-KNOWN = {**METRICS, **TOTALS}
+KNOWN: Mapping[str, Callable[..., np.ndarray]] = {**METRICS, **TOTALS}

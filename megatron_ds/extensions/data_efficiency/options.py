@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.options.model import ModelConfig
 from ...config.options.need import need
 from ...config.options.option import option
-from ...config.options.sample_choice import Curriculum, TokenDropping
 from ...errors import ConfigError
-from ...progress.token_drop import TokenDrop
+from ...progress.kept_tokens import KeptTokens
 from .difficulty import KINDS, Custom, Difficulty, Rise, make_difficulty
 
 # DeepSpeed's names of such metrics
@@ -32,11 +30,12 @@ METRIC_KEYS = {
     *SCHEDULE,
 }
 _LTD = "data_efficiency.data_routing.random_ltd"
+PATHS = ("index_to_sample_path", "index_to_metric_path")
 CLUSTERINGS = ("schedule_based", "single_cluster")
 
 
 @dataclass(frozen=True)
-class CurriculumConfig(Curriculum):
+class CurriculumConfig:
     """Off unless --curriculum-type or --curriculum-metrics is given; both may be."""
 
     curriculum_type: str | None = option(
@@ -109,15 +108,18 @@ class CurriculumConfig(Curriculum):
 
     @property
     def changes_lengths(self) -> bool:
+        """Whether sequences are shorter than samples in some steps."""
         return self.curriculum_type is not None
 
     @property
     def orders_samples(self) -> bool:
+        """Whether there is an order of the samples of one epoch."""
         return bool(self.curriculum_metrics)
 
     @property
-    def stated_lengths(self) -> tuple[int | None, ...]:
-        return self.curriculum_min_length, self.curriculum_max_length
+    def longest_stated(self) -> int:
+        """The longest length that options name, which a sample must have."""
+        return max(self.curriculum_min_length or 0, self.curriculum_max_length or 0)
 
     def lengths(self, seq_length: int) -> "LengthCurriculum | None":
         """The lengths of --curriculum-type. Raises ConfigError with the flags that are wrong."""
@@ -132,6 +134,7 @@ class CurriculumConfig(Curriculum):
         return {"curriculum": order_identity(self)} if self.orders_samples else {}
 
     def index_prefixes(self) -> Iterator[tuple[str, str]]:
+        """Yield (description, prefix) of the index files that the order is made from."""
         for text in self.curriculum_metrics:
             block = json.loads(text)
             for key in block:
@@ -169,7 +172,7 @@ def _given(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RandomLTDConfig(TokenDropping):
+class RandomLTDConfig:
     """Random layer-wise token dropping: blocks process a growing subset of the tokens."""
 
     random_ltd: bool = option(
@@ -230,27 +233,32 @@ class RandomLTDConfig(TokenDropping):
     )
 
     @property
-    def is_on(self) -> bool:
-        return self.random_ltd
+    def longest_stated(self) -> int:
+        """The largest number of tokens that options name, which a sequence must have."""
+        return max(self.random_ltd_min_tokens or 0, self.random_ltd_max_tokens or 0)
 
-    @property
-    def stated_lengths(self) -> tuple[int | None, ...]:
-        return self.random_ltd_min_tokens, self.random_ltd_max_tokens
-
-    def token_drop(self, model: ModelConfig) -> TokenDrop | None:
-        """The blocks and their tokens; None without --random-ltd."""
-        if not self.random_ltd:
+    def kept_tokens(self, num_blocks: int, seq_length: int) -> KeptTokens | None:
+        """Return the blocks and their tokens; None without --random-ltd."""
+        least = self.random_ltd_min_tokens
+        steps = self.random_ltd_steps
+        # Rules require the two.
+        if not self.random_ltd or least is None or steps is None:
             return None
         # lowest=0: DeepSpeed rounds down below the minimum if that is not a multiple, and the integers are to
         # be equal.
         kept = Rise(
-            self.random_ltd_min_tokens,
-            self.random_ltd_max_tokens or model.seq_length,
-            self.random_ltd_steps,
+            least,
+            self.random_ltd_max_tokens or seq_length,
+            steps,
             self.random_ltd_tokens_per_step,
             lowest=0,
         )
-        return TokenDrop(self.dropping_blocks(model.num_layers), model.num_layers, kept)
+        return KeptTokens(
+            self.dropping_blocks(num_blocks),
+            num_blocks,
+            kept,
+            title="random ltd reserved length",
+        )
 
     def dropping_blocks(self, num_layers: int) -> tuple[int, ...]:
         """Numbers of the blocks that drop tokens; by default all but the first and the last."""
@@ -346,8 +354,8 @@ def read_metric(text: str) -> Metric:
             f"{where}: difficulty_type is {kind!r}; it must be value or percentile."
         )
     # The files of the analysis; percentiles do not read the values.
-    paths = [block.get(key) for key in ("index_to_sample_path", "index_to_metric_path")]
-    for key, path in zip(("index_to_sample_path", "index_to_metric_path"), paths):
+    for key in PATHS:
+        path = block.get(key)
         if not (isinstance(path, str) and path) and (
             key == "index_to_sample_path" or kind == "value"
         ):
@@ -362,7 +370,9 @@ def read_metric(text: str) -> Metric:
             f"{where}: min_difficulty {block['min_difficulty']} of {block['max_difficulty']} "
             "percentiles admits no sample. Use 1 or more."
         )
-    return Metric(block["name"], *paths, kind, difficulty)
+    sample_path, metric_path = map(block.get, PATHS)
+    assert isinstance(sample_path, str)  # checked above
+    return Metric(block["name"], sample_path, metric_path, kind, difficulty)
 
 
 def order_identity(curriculum: CurriculumConfig) -> list[Any]:

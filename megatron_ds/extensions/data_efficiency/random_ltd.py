@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ...batch.batch import Batch
+from ...config import RunConfig
 from ...errors import LayoutError
 from ...models.layer import Layer
 from ...mpu.context import ParallelContext
@@ -34,6 +35,14 @@ from ...mpu.regions import (
     reduce_scatter_to_sequence_region,
 )
 from ...ops.keyed_random import random_subset
+
+
+def dropping_layers(
+    layers: list[Layer], config: RunConfig, ctx: ParallelContext
+) -> list[Layer]:
+    """Return the layers of a run, in which the blocks of --random-ltd drop tokens."""
+    kept = config.kept_tokens
+    return layers if kept is None else with_random_ltd(layers, kept.blocks, ctx)
 
 
 def with_random_ltd(
@@ -70,7 +79,7 @@ class RandomLTD(nn.Module):
 
     def set_recompute(self, granularity: str | None) -> None:
         """Set what the block recomputes in backward: `granularity` of `Block.set_recompute`."""
-        self.block.set_recompute(granularity)
+        self.block.set_recompute(granularity)  # type: ignore[operator]  # torch: attributes of modules are tensors
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Apply the block to the kept tokens. Collective where ranks share a sequence; see the note above."""

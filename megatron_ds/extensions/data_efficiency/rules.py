@@ -7,7 +7,13 @@ from ...config.rules.data import is_number
 from ...config.run import RunConfig, all_options
 from ...config.sources.reading import attempt
 from .difficulty import Difficulty
-from .options import RESHAPE, length_difficulty, read_metric
+from .options import (
+    RESHAPE,
+    CurriculumConfig,
+    RandomLTDConfig,
+    length_difficulty,
+    read_metric,
+)
 
 LENGTH_OPTIONS = (
     "schedule",
@@ -33,7 +39,7 @@ USED_BY = {
 def lengths(config: RunConfig) -> Iterator[str]:
     """A curriculum over lengths has the options of its schedule, and lengths that the ranks can split."""
     # Options need a curriculum.
-    curriculum = config.curriculum
+    curriculum = config.of(CurriculumConfig)
     whole = config.model.seq_length
     chosen = [
         name
@@ -109,7 +115,7 @@ def _sharing(config: RunConfig) -> str:
 def samples(config: RunConfig) -> Iterator[str]:
     """A curriculum over samples sets their order, and needs a corpus with an analysis."""
     # Options need metrics.
-    curriculum = config.curriculum
+    curriculum = config.of(CurriculumConfig)
     data = config.data
     if not curriculum.curriculum_metrics:
         if curriculum.curriculum_cluster_path is not None:
@@ -153,7 +159,8 @@ def samples(config: RunConfig) -> Iterator[str]:
 
 def folding(config: RunConfig) -> Iterator[str]:
     """Only samples of a GPT can be folded into shorter rows."""
-    if config.curriculum.curriculum_type == RESHAPE and config.model.model not in (
+    kind = config.of(CurriculumConfig).curriculum_type
+    if kind == RESHAPE and config.model.model not in (
         None,
         "gpt",
     ):
@@ -166,7 +173,7 @@ def folding(config: RunConfig) -> Iterator[str]:
 def kept_tokens(config: RunConfig) -> Iterator[str]:
     """The number of kept tokens begins above 0 and grows to at most the sequence length."""
     # Options that random-LTD needs.
-    ltd = config.random_ltd
+    ltd = config.of(RandomLTDConfig)
     length = config.model.seq_length
     if not ltd.random_ltd:
         return
@@ -197,7 +204,7 @@ def kept_tokens(config: RunConfig) -> Iterator[str]:
 
 def dropping_blocks(config: RunConfig) -> Iterator[str]:
     """The blocks that drop tokens exist, once each."""
-    ltd = config.random_ltd
+    ltd = config.of(RandomLTDConfig)
     layers = config.model.num_layers
     if not ltd.random_ltd or not layers:
         return
@@ -226,7 +233,7 @@ def dropping_blocks(config: RunConfig) -> Iterator[str]:
 
 def divided_tokens(config: RunConfig) -> Iterator[str]:
     """Ranks that share a sequence divide the number of kept tokens."""
-    ltd = config.random_ltd
+    ltd = config.of(RandomLTDConfig)
     t = config.sequence_parts
     length = config.model.seq_length
     if not ltd.random_ltd or t == 1 or not length:

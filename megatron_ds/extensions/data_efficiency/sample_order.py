@@ -1,23 +1,35 @@
 """The order of the training samples of a run whose curriculum has metrics."""
 
+from functools import partial
 from pathlib import Path
 
 from ...config import RunConfig
+from ...config.sample_order import SampleOrder
 from ...config.training_schedule import stated_batch_size
 from ...data.loading.cache import default_cache
 from ...models import MODELS
 from ...planning.training_length import planned_steps
 from .curriculum_order import CurriculumOrder, order_by_difficulty
 from .difficulty_analysis import identity
-from .options import read_metric
+from .options import CurriculumConfig, read_metric
 
 
-def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
-    """The order of the training samples, `total` an epoch; None without metrics. Raises DataError."""
-    curriculum = config.curriculum
-    data = config.data
-    if not curriculum.curriculum_metrics:
+def order_of(config: RunConfig) -> SampleOrder | None:
+    """Return the order of the samples of one epoch; None without metrics."""
+    curriculum = config.of(CurriculumConfig)
+    if not curriculum.orders_samples:
         return None
+    return SampleOrder(
+        curriculum.identity(),
+        tuple(curriculum.index_prefixes()),
+        partial(make_order, config),
+    )
+
+
+def make_order(config: RunConfig, total: int) -> CurriculumOrder:
+    """The order of the training samples, `total` an epoch. Raises DataError."""
+    curriculum = config.of(CurriculumConfig)
+    data = config.data
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
     cache = (
         curriculum.curriculum_cluster_path

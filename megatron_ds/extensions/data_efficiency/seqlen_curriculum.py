@@ -10,6 +10,7 @@ separate sequences: they do not attend to each other, and the positions of each 
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,9 +22,9 @@ from .options import LengthCurriculum
 MOST_SAMPLES = 1 << 40
 
 
-def shortening(lengths: LengthCurriculum) -> Callable[[Batch, int], Batch]:
-    """The function (batch, length) → batch of a curriculum."""
-    return fold if lengths.folds else truncate
+def shortened(lengths: LengthCurriculum, batch: Batch, length: int) -> Batch:
+    """Return the batch with sequences of this length."""
+    return (fold if lengths.folds else truncate)(batch, length)
 
 
 def truncate(batch: Batch, length: int) -> Batch:
@@ -70,7 +71,7 @@ def _cut(
     rows  makes `count` rows of each row of a field [b, s]
     mask  does the same with a field [b, 1, s, s]
     """
-    cut = {}
+    cut: dict[str, Any] = {}
     if batch.boundaries is not None:
         cut["boundaries"] = cut_boundaries(batch.boundaries, length, count)
     for name, value in batch.tensors().items():

@@ -24,6 +24,13 @@ from .options import DistillationConfig
 Logits = torch.Tensor | LogitsInChunks
 
 
+def width_of(logits: Logits) -> int:
+    """Return the columns of the vocabulary on this rank."""
+    if isinstance(logits, torch.Tensor):
+        return logits.shape[-1]
+    return len(logits.weight)
+
+
 def distillation_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch], Loss]:
     """(logits [s, b, V'/t], batch) → the loss.
 
@@ -33,15 +40,14 @@ def distillation_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch]
     options = config.of(DistillationConfig)
     tp = mesh.group("tp")
     vocab_size = config.model.vocab_size
+    assert vocab_size is not None, "the tokenizer has given it"
     per_token = config.train.calculate_per_token_loss
     own = MODELS[config.model.model].loss
 
     def loss(logits: Logits, batch: Batch) -> Loss:
         if batch.reference is None:
             return own(logits, batch, tp=tp, vocab_size=vocab_size, per_token=per_token)
-        is_whole = isinstance(logits, torch.Tensor)
-        width = logits.shape[-1] if is_whole else len(logits.weight)
-        columns = Columns(width, tp, vocab_size, options.distill_temperature)
+        columns = Columns(width_of(logits), tp, vocab_size, options.distill_temperature)
         tokens = DistilledTokens(
             batch.labels.t().reshape(-1), columns, batch.reference, is_reverse(options)
         )

@@ -40,6 +40,10 @@ class TeacherRows(Protocol):
 class TeacherTokens(Protocol):
     """The predictions of a teacher for the n tokens of a micro-batch."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the predictions."""
+
     def reading(
         self, columns: "Columns", reverse: bool
     ) -> AbstractContextManager[TeacherRows]:

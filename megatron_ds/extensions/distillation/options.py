@@ -51,6 +51,14 @@ class DistillationConfig:
     )
 
     @property
+    def folder(self) -> str:
+        """The folder of the teacher, where there is one."""
+        assert self.distill_from is not None, (
+            "without --distill-from there is no teacher"
+        )
+        return self.distill_from
+
+    @property
     def is_on(self) -> bool:
         """Whether there is a teacher."""
         return self.distill_from is not None

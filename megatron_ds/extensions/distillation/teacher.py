@@ -27,7 +27,7 @@ from ...training.loaders import Loaders
 from ...training.objective import Prepare
 from ...training.run_checkpoint import Start, find_start
 from ..evaluation.checkpoint_model import built_and_loaded
-from .distilled_loss import Logits
+from .distilled_loss import Logits, width_of
 from .divergence import Columns, TeacherTokens
 from .likeliest_tokens import LikeliestTokens, likeliest_tokens
 from .options import DistillationConfig
@@ -73,9 +73,10 @@ class Teacher:
 def teach(student: Replica, engine: Replica) -> None:
     """Let the model of `engine` predict before every step of the student. Both share a mesh."""
     config = student.config
-    keep = keeper(
-        config.of(DistillationConfig), config.model.vocab_size, student.mesh.group("tp")
-    )
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None, "the tokenizer has given it"
+    options = config.of(DistillationConfig)
+    keep = keeper(options, vocab_size, student.mesh.group("tp"))
     student.executor.prepare = Teacher(engine, keep).taught
 
 
@@ -85,7 +86,7 @@ def keeper(
     """What is kept of the output of a teacher's last layer."""
     count = options.distill_top_k
     if count is None:
-        return lambda logits, batch: whole(logits)
+        return whole
     return partial(
         likeliest,
         count=count,
@@ -95,8 +96,11 @@ def keeper(
     )
 
 
-def whole(logits: LogitsInChunks) -> WholeTeacher:
-    """What the logits are computed from."""
+def whole(logits: Logits, batch: Batch) -> WholeTeacher:
+    """Return what the logits are computed from. `batch` is not used."""
+    assert isinstance(logits, LogitsInChunks), (
+        "the teacher of a whole vocabulary has its logits in chunks"
+    )
     return WholeTeacher(
         logits.x, logits.weight, logits.bias, logits.sequence_parallel, logits.cap
     )
@@ -112,17 +116,20 @@ def likeliest(
     temperature: float,
 ) -> LikeliestTokens:
     """The likeliest tokens of each row. Collective over tp."""
-    is_whole = not isinstance(logits, LogitsInChunks)
-    width = logits.shape[-1] if is_whole else len(logits.weight)
-    columns = Columns(width, tp, vocab_size, temperature)
-    parts: Parts = row_parts(logits.flatten(0, -2)) if is_whole else logits.parts()
-    return likeliest_tokens(parts, columns, count)
+    columns = Columns(width_of(logits), tp, vocab_size, temperature)
+    return likeliest_tokens(_parts_of(logits), columns, count)
+
+
+def _parts_of(logits: Logits) -> Parts:
+    if isinstance(logits, LogitsInChunks):
+        return logits.parts()
+    return row_parts(logits.flatten(0, -2))
 
 
 def open_teacher(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
     """What builds and loads the teacher. Raises for a folder without a teacher that suits the run."""
     teacher = teacher_config(config)
-    check_tokens(config.of(DistillationConfig).distill_from, tokenizer)
+    check_tokens(config.of(DistillationConfig).folder, tokenizer)
     return partial(_prepare, teacher, tokenizer)
 
 
@@ -137,6 +144,7 @@ def _prepare(
 ) -> dict[str, Any]:
     """Build and load the teacher of `config`. Returns its checkpoint, for run.json. Collective over the world."""
     folder = config.checkpoint.load
+    assert folder is not None, "the configuration of a teacher has it"
     begin = time.perf_counter()
     try:
         found = find_start(config.checkpoint, student.mesh.group("world"))

@@ -48,12 +48,13 @@ def teacher_config(config: RunConfig) -> RunConfig:
     Reads the folder; not collective. Raises CheckpointError and ConfigError where it has no model, one with another
     vocabulary, or one that the layout cannot hold.
     """
-    folder = config.of(DistillationConfig).distill_from
+    folder = config.of(DistillationConfig).folder
     try:
         model = saved_model(folder)
     except (CheckpointError, ConfigError) as error:
         raise of_teacher(error, folder) from None
     rows = config.model.vocab_size
+    assert rows is not None, "the tokenizer has given it"
     if model.vocab_size != rows:
         raise ConfigError(
             f"--distill-from {folder}: the teacher has a vocabulary of {model.vocab_size} tokens, and this run has "

@@ -57,7 +57,9 @@ class TeacherPlan:
             dict.fromkeys(p for stage in stages for p in stage.parameters)
         )
         settings = weights_alone(self.config)
-        use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
+        use = ParameterUse.of_stages(
+            {stage.index: list(stage.modules) for stage in stages}
+        )
         plans = plan_parameters(parameters, settings, groups, use)
         itemsize = DTYPES[self.config.optimizer.params_dtype].itemsize
         sizes = ElementBytes(itemsize, 0, lambda name: 0, False, False)
@@ -84,8 +86,8 @@ class TeacherPlan:
         return replace(
             plan,
             traffic=traffic,
-            teacher=held,
-            teacher_at_work=max(stage.run.at_work for stage in stages),
+            beside=held,
+            before=max(stage.run.at_work for stage in stages),
         )
 
     def _add_messages(self, traffic: Traffic, program: Program) -> None:
@@ -112,13 +114,13 @@ def plan_teacher(
     run = plan_run(config, describe_layers(config, mesh))
     mesh.place_stages(run.shape.placement)
     schedule = plan_schedule(config, microbatches, costs=run.stage_costs())
-    keep = keeper(
-        student.of(DistillationConfig), config.model.vocab_size, mesh.group("tp")
-    )
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None, "a plan begins with it"
+    keep = keeper(student.of(DistillationConfig), vocab_size, mesh.group("tp"))
     # All stages, run forward without memory.
     with without_memory(device, config.train.kernels) as where:
         runner = ForwardRunner(config, mesh, run, where, keep)
-        stages = []
+        stages: list[FakeStage] = []
         for pp_rank in range(run.shape.size):
             stages += runner.stages_of(pp_rank)
     for stage in stages:

@@ -78,7 +78,7 @@ ROWS_BELOW: dict[str, tuple[str, Callable[[RankPlan], int]]] = {
         "copy for --async-save, up to",
         lambda p: p.copied,
     ),
-    "optimizer": ("the teacher's weights and predictions", lambda p: p.teacher),
+    "optimizer": ("the teacher's weights and predictions", lambda p: p.beside),
     "  of one micro-batch": ("activations in host memory", lambda p: p.in_host),
     "working memory, about": ("  in the update of matrices", lambda p: p.in_update),
 }

@@ -14,10 +14,10 @@ import torch
 
 from ...config import RunConfig, Source
 from ...config.rules.layout import context_parallel
-from ...config.training_schedule import make_token_drop
 from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again
-from ...models.context_attention import COMM_TYPES, make_core
+from ...models.context_attention import COMM_TYPES
+from ...models.core_choice import make_core
 from ...mpu.fake_group import fake_mesh
 from ...planning.fake_stages import without_memory
 from ...planning.run_model import DTYPES, last_step, parallel_context
@@ -50,7 +50,7 @@ def _blocks(
 ) -> Iterator[tuple[str, int, str | None]]:
     """(comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
     length = config.model.seq_length
-    drop = make_token_drop(config)
+    drop = config.kept_tokens
     kinds = config.parallel.cp_comm_type
     kept = drop.kept_at(last_step(config), length) if drop else length
     for number, layer in enumerate(layer for layer in layers if layer.is_block):

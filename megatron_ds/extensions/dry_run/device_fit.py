@@ -91,7 +91,7 @@ def _parts(worst: RankPlan) -> dict[str, int]:
         "weights": state.parameters,
         "gradients": state.gradients,
         "optimizer": on_device,
-        "teacher": worst.teacher,
+        "teacher": worst.beside,
         "buffers": worst.buffers,
         "working memory": worst.at_work,
     }
@@ -117,7 +117,7 @@ class Remedy:
     """A change of flags, and the peak of the plan with it."""
 
     change: str
-    peak: int
+    peak: float
 
 
 Change = Mapping[str, Any]  # path of an option → its value
@@ -139,7 +139,7 @@ def remedies(plan: WorldPlan) -> list[Remedy]:
         change for change, _ in found if not any(path in GRID for path in change)
     ]
     if len(on_this_grid) > 1:
-        together = {}
+        together: dict[str, Any] = {}
         for change in reversed(on_this_grid):
             together |= change
         result.append(Remedy(_flags(together), _peak_with(plan, together)))

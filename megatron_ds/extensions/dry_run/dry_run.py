@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...config import RunConfig
-from ...config.training_schedule import make_batch_size, make_token_drop
+from ...config.training_schedule import make_batch_size
 from ...mpu.launch import Launch
+from ...mpu.managed_parameter import spec_of
 from ...pipeline.picture import draw
 from ...planning.fake_stages import FakeStage
-from ...planning.flops import model_flops, token_drop_savings
+from ...planning.flops import layers_of_run, model_flops
 from ...planning.keep_gathered import is_automatic
 from ...planning.run_model import boundary_shape, last_step
 from ...planning.run_plan import order
@@ -24,6 +25,7 @@ from .context_text import context_text
 from .device_fit import DeviceMemory, device_memory, fit_text, fits, remedies_text
 from .expert_text import expert_rows, experts_text, has_experts
 from .grid_text import grid_text, is_tied
+from .kept_tokens import savings
 from .plan_tables import in_large, in_short, table
 
 logger = logging.getLogger(__name__)
@@ -150,7 +152,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
 
 def _elements(stage: FakeStage) -> int:
     """Elements of the parameters of a stage, in their logical shapes."""
-    return sum(p.spec.numel for p in stage.parameters)
+    return sum(spec_of(p).numel for p in stage.parameters)
 
 
 def schedule_text(plan: WorldPlan) -> Iterator[str]:
@@ -208,20 +210,11 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     config = plan.config
     s = config.model.seq_length
     # The last step, in which the batch and the kept tokens have their final sizes.
-    drop = make_token_drop(config)
+    drop = config.kept_tokens
     batch = make_batch_size(config).final
-    dropping = ()
-    if drop:
-        kept = drop.kept_at(last_step(config), s)
-        dropping = (drop.blocks, kept)
-    model = model_flops(
-        config.model,
-        batch,
-        s,
-        config.padded_vocab_size,
-        *dropping,
-        adapters=config.adapters,
-    )
+    kept = drop.kept_at(last_step(config), s) if drop else None
+    layers = layers_of_run(config)
+    model = model_flops(layers, batch, s, config.padded_vocab_size, kept)
     whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"
@@ -233,7 +226,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     yield from table(rows)
     # Savings change during the run, so they are also given for all steps together.
     if drop:
-        saving = token_drop_savings(config, drop)
+        saving = savings(config, drop)
         yield (
             f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} "
             f"keep {saving.first:,} of {s:,} tokens in the first step, "

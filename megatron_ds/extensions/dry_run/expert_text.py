@@ -52,7 +52,7 @@ def expert_rows(config: RunConfig) -> list[tuple[int, int, int | None]]:
     whole = config.train.micro_batch_size * model.seq_length
     tokens = whole // cp  # of an expert-parallel rank
     topk = model.moe_router_topk
-    found = []
+    found: list[tuple[int, int, int | None]] = []
     for experts in numbers_of_experts(config):
         capacity = Capacity.of(model, experts, training=True)
         local = experts // ep
@@ -132,8 +132,8 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
     if sent:
         pp = grid.coordinates(plan.rank)["pp"]
         stages = plan.stages_of(pp)
-        layers = [layer for stage in stages for layer in stage.layers]
-        ratio = flops_of_rank(plan, layers) / sent
+        own = [layer for stage in stages for layer in stage.layers]
+        ratio = flops_of_rank(plan, own) / sent
         yield (
             f"  all-to-all: {ratio:,.0f} model FLOPs for each byte that rank "
             f"{plan.rank} sends; both take equally long at {1e3 / ratio:.3g} GB/s "

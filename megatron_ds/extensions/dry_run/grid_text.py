@@ -127,7 +127,7 @@ def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
 
 def _some(count: int, must: int, most: int) -> list[int | None]:
     """0 to `count` - 1; if more than `most`, only the first two, `must` and the last; None is a gap."""
-    chosen = range(count)
+    chosen: Sequence[int] = range(count)
     if count > most:
         chosen = sorted({0, 1, must, count - 1})
     # A gap stands between numbers that do not follow each other.

@@ -12,6 +12,7 @@ from math import lcm
 
 from ...config import RunConfig
 from ...errors import ConfigError
+from ...features import features
 from ...models.attention_layouts import attention_layouts
 from ...planning.world_plan import plan_world, with_vocabulary
 
@@ -92,8 +93,7 @@ def length_range(config: RunConfig, unit: int) -> tuple[int, int]:
     given = model.max_position_embeddings
     lengths = [
         1,
-        *config.random_ltd.stated_lengths,
-        *config.curriculum.stated_lengths,
+        *(f.least_length(config) for f in features() if f.least_length is not None),
         None if given else model.original_max_position_embeddings,
         attention_layouts().least_length(model),
     ]

@@ -99,7 +99,7 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
         )
     # Options of a checkpoint that cannot be read are an error here.
     has_dtype = any(f"optimizer.{name}" in given for name in DTYPES)
-    foreign = foreign_checkpoints().defaults(argv, with_dtype=not has_dtype)
+    foreign = foreign_checkpoints(folder).defaults(argv, with_dtype=not has_dtype)
     saved = [] if foreign else options_of_checkpoint([*argv, "--use-checkpoint-args"])
     if not foreign and not saved:
         raise CheckpointError(
@@ -121,7 +121,9 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
 
 def _saved_dtype(folder: str) -> list[Setting]:
     """The option with which the run in a folder chose its dtype; [] for fp32."""
-    optimizer = saved_config(read_run(folder, latest(folder)), folder).optimizer
+    step = latest(folder)
+    assert step is not None  # options of its checkpoint were read
+    optimizer = saved_config(read_run(folder, step), folder).optimizer
     source = Source("script", "the checkpoint")
     return [
         Setting(f"optimizer.{name}", True, source)
@@ -156,7 +158,9 @@ def load_model(
             "another program's. Remove it."
         )
     if iteration is not None:
-        run = on_one_rank(world, lambda: read_run(as_given.checkpoint.load, iteration))
+        folder = as_given.checkpoint.load
+        assert folder is not None  # `evaluation_config` refuses flags without it
+        run = on_one_rank(world, lambda: read_run(folder, iteration))
         start = replace(start, step=iteration, run=run)
     config, tokenizer = on_all_ranks(world, lambda: with_tokenizer(as_given))
     return built_and_loaded(config, tokenizer, start, mesh)
@@ -175,8 +179,8 @@ def built_and_loaded(
         )
     base = find_base(config, described, world)
     if start.step is not None:
-        on_all_ranks(world, lambda: check_same_base(start.run, base))
-    of_others = foreign_checkpoints()
+        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
+    of_others = foreign_checkpoints(config.checkpoint.load)
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     # Weights alone: no gradients, no master, no moments.
     engine = build_engine(config, mesh, plan_replica(config, mesh), trains=False)

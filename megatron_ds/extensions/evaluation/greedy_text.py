@@ -40,8 +40,8 @@ def continue_greedily(
                 prompt.tokens, Sampling(0.0), prompt.max_new_tokens, stop_tokens=stops
             )
             asked.append(TextRequest(request, prompt.until))
-        found = score.with_generator(lambda g: TextGenerator(g, tokenizer).run(asked))
-        return [continuation.text for continuation in found]
+        run = lambda generator: TextGenerator(generator, tokenizer).run(asked)
+        return [continuation.text for continuation in score.with_generator(run)]
     texts = [_Text(prompt, tokenizer, max_length, stops) for prompt in prompts]
     while growing := [text for text in texts if not text.is_complete]:
         found = score([text.request for text in growing])

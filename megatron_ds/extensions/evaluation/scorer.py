@@ -70,6 +70,7 @@ class Scorer:
     def check(self, requests: Sequence[ScoreRequest]) -> None:
         """Raises ConfigError for a request that cannot be scored. Not collective."""
         vocab = self.engine.config.model.vocab_size
+        assert vocab is not None  # that of its tokenizer
         for number, request in enumerate(requests):
             if not 0 <= request.scored <= request.inputs:
                 raise ConfigError(

@@ -54,6 +54,6 @@ class ChatTurns:
 
     @property
     def _special_end(self) -> tuple[int, ...]:
-        special = getattr(self._tokenizer, "special_ids", frozenset())
+        special: frozenset[int] = getattr(self._tokenizer, "special_ids", frozenset())
         first = self._tokenizer.encode(self._end)[:1]
         return tuple(token for token in first if token in special)

@@ -59,14 +59,15 @@ class TextGenerator:
             under_way[generator.add(asked.request)] = index, asked.request, stream
         # Until all are over; a stop string ends a text before the generator does.
         while under_way:
-            for number, token in generator.step():
+            for number, event in generator.step():
                 if number not in under_way:  # cancelled in the step before
                     continue
                 index, request, stream = under_way[number]
                 grown = found[index]
                 if request.scores_prompt and not grown.tokens:
                     grown.prompt_scores = generator.prompt_scores(number)
-                new = _extend(grown, stream, required(token), request)
+                token = required(event)
+                new = _extend(grown, stream, token, request)
                 if grown.finish is not None:
                     del under_way[number]
                 if grown.finish is not None and token.finish is None:

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments
@@ -291,8 +292,12 @@ def print_text(
         if is_one_of_many:
             print("-" * 80, flush=True)
         return
-    record = {"prompt": prompt, "text": found.text, "finish": found.finish}
-    record["tokens"] = [token.token for token in found.tokens]
+    record: dict[str, Any] = {
+        "prompt": prompt,
+        "text": found.text,
+        "finish": found.finish,
+        "tokens": [token.token for token in found.tokens],
+    }
     if args.logprobs is not None:
         record["logprobs"] = list(map(scores_of, found.tokens))
     if args.prompt_logprobs:
@@ -325,7 +330,7 @@ def _json_prompts(path: Path) -> list[str]:
             raise DataError(
                 f'--prompts-file {bad[0]}. Write {{"prompt": "…"}} on each line.'
             )
-        prompts += columns[0]
+        prompts += cast("list[str]", columns[0])  # not split into sentences
     return prompts
 
 

@@ -61,6 +61,9 @@ class Generator:
                 f"requests={requests} at once generate nothing. Use 1 or more."
             )
         mesh = engine.mesh
+        vocab = config.model.vocab_size
+        assert vocab is not None  # that of its tokenizer
+        self._vocab = vocab
         positions = config.model.positions
         self.max_length = positions if length is None else min(length, positions)
         self._engine = engine
@@ -80,7 +83,7 @@ class Generator:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ConfigError for a request that cannot run. Not collective."""
-        vocab = self._engine.config.model.vocab_size
+        vocab = self._vocab
         # The model does not read the last token.
         read = len(request.tokens) + request.max_new_tokens - 1
         if read > self.max_length:
@@ -241,12 +244,11 @@ class Generator:
 
     def _choose(self, logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
         """Collective over tp. Scores of long prompts are computed in parts."""
-        vocab = self._engine.config.model.vocab_size
         found = []
         for first in range(0, len(picks), ROWS):
             part = slice(first, first + ROWS)
             whole = all_gather(logits[part], self._engine.mesh.group("tp"), dim=-1)
-            found.append(choose(whole[:, :vocab], picks[part], most))
+            found.append(choose(whole[:, : self._vocab], picks[part], most))
         return torch.cat(found)
 
     def _events(
@@ -254,7 +256,7 @@ class Generator:
     ) -> list[Event]:
         """Add the tokens to their texts."""
         # A token that was given is one of a prompt, any other is new.
-        events = []
+        events: list[Event] = []
         for (text, pick), row in zip(picked, found, strict=True):
             if pick.given is not None:
                 self._scores_of(text).append(_token(row, pick))

@@ -71,9 +71,9 @@ def _named_ends(place: str | None) -> list[int]:
 
 def _ends_in(path: Path) -> list[int]:
     found = _object_in(path).get(KEY)
-    ends = found if isinstance(found, list) else [found]
     if found is None:
         return []
+    ends = found if isinstance(found, list) else [found]
     if not all(type(end) is int and end >= 0 for end in ends):
         raise DataError(
             f"{path}: {KEY} is {str(found)[:60]}, and the tokens that end a text are ids, one or a list. Correct it."

@@ -36,9 +36,9 @@ def limited(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     return scores
 
 
-def limit_top_k(scores: Tensor, numbers: Sequence[int]) -> Tensor:
+def limit_top_k(scores: Tensor, numbers: Sequence[float]) -> Tensor:
     """Keep the k largest scores of each row; k = 0: all."""
-    most = min(max(numbers), scores.shape[1])
+    most = min(int(max(numbers)), scores.shape[1])
     best = scores.topk(most).values
     # The smallest score that is kept, of rows with a limit.
     k = column(numbers, scores.device).long()

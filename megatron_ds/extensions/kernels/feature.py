@@ -13,6 +13,7 @@ FEATURES = [
             "attention kernel": own(".cpu.compiled_attention"),
             "attention tiles": own(".gpu.flash_tiles"),
             "grouped products": own(".cpu.compiled_grouped"),
+            "gpu kernels": own(".registered_gpu"),
             "kernels": own(".registered"),
             "prepared kernels": own(".prepared_kernels:prepare_kernels"),
         },

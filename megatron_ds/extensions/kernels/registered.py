@@ -1,4 +1,4 @@
-"""Importing this module registers the kernels of the folder."""
+"""Importing this module registers the kernels for CPUs."""
 
 from .cpu import (
     compiled_adam,
@@ -12,19 +12,6 @@ from .cpu import (
     compiled_quantize,
     compiled_rotary,
 )
-from .gpu import (
-    adam_kernels,
-    cross_entropy_kernels,
-    dropout_kernels,
-    flex_choice,
-    fp32_sums,
-    gated_kernels,
-    norm_kernels,
-    permute_kernels,
-    quantize_kernels,
-    rotary_kernels,
-    softmax_kernels,
-)
 
 REGISTERING = (
     compiled_adam,
@@ -37,15 +24,4 @@ REGISTERING = (
     compiled_product,
     compiled_quantize,
     compiled_rotary,
-    adam_kernels,
-    cross_entropy_kernels,
-    dropout_kernels,
-    flex_choice,
-    fp32_sums,
-    gated_kernels,
-    norm_kernels,
-    permute_kernels,
-    quantize_kernels,
-    rotary_kernels,
-    softmax_kernels,
 )

@@ -111,6 +111,7 @@ class RankProcess:
 
     def read_to_end(self) -> None:
         """Wait until all its output is read. The rank has ended; a child of it may hold the pipe longer."""
+        assert self.ended is not None, f"rank {self.number} runs"
         self._reader.join(
             timeout=max(0.0, self.ended + LAST_OUTPUT_SECONDS - time.time())
         )
@@ -172,14 +173,15 @@ class RankProcess:
 
     def keep_places(self) -> None:
         """Write what the rank did last beside its log."""
-        lines = last_places(self.places) if self.log else []
-        if lines:
+        lines = last_places(self.places)
+        if self.log is not None and lines:
             path = Path(self.log.name).with_suffix(".places")
             with contextlib.suppress(OSError):
                 path.write_text("\n".join([*lines, ""]))
 
     def _pass_on(self) -> None:
         """Copy the rank's output to the log and to the agent's output, as it comes."""
+        assert self.process.stdout is not None  # a pipe
         for piece in pieces(self.process.stdout):
             self.last.append(piece)
             # a closed terminal must not stop the log, nor a full disk the training
@@ -281,7 +283,7 @@ class Node:
                 report = watch.look() if self.job.hang_seconds else None
                 _print_line(report or NodeReport(self.host))
             if self._record_end is not None:
-                self._end_hanging()
+                self._end_hanging(self._record_end)
             # The launcher is gone, or the time is over.
             if self._end_time is None and _reader_is_gone():
                 self._end()
@@ -299,7 +301,7 @@ class Node:
                 rank.keep_places()
         # An earlier error may have been recorded by a rank that took longer to end.
         first = self._report()
-        return first.exit_code if first else max(map(abs, codes))
+        return first.exit_code if first else max(abs(code or 0) for code in codes)
 
     def _report(self) -> Failure | None:
         """Print the first failure of this node, of the ranks that did not end on request."""
@@ -314,6 +316,7 @@ class Node:
         return first
 
     def _ended_alone(self, rank: RankProcess) -> bool:
+        assert rank.ended is not None, f"rank {rank.number} runs"
         return self._end_time is None or rank.ended < self._end_time
 
     def _end(self) -> None:
@@ -329,12 +332,12 @@ class Node:
             for rank in self.ranks:
                 rank.ask_for_record()
 
-    def _end_hanging(self) -> None:
-        """SIGTERM when the records are written, or at the end of their time, and SIGKILL soon after: there is nothing
-        more that ranks can save."""
+    def _end_hanging(self, record_end: float) -> None:
+        """Send SIGTERM when the records are written or at `record_end`, and SIGKILL soon after: ranks that hang save
+        nothing more."""
         now = time.time()
         answered = all(rank.has_answered() for rank in self.ranks)
-        if self._end_time is None and (answered or now > self._record_end):
+        if self._end_time is None and (answered or now > record_end):
             self._end_time = now
             self._send(signal.SIGTERM)
         if self._end_time is not None and now > self._end_time + LAST_SECONDS:
@@ -354,7 +357,7 @@ class Node:
 
     def _send_held(self) -> None:
         """All ranks have started: they get the signals that came meanwhile."""
-        held = self._held
+        held = self._held or []
         self._held = None
         for number in held:
             self._send(number)

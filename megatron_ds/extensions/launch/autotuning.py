@@ -292,7 +292,7 @@ def _of_stage(
             break
         if is_listed or len(made) < 2:
             continue
-        if not _is_better(*made[-2:], metric):
+        if not _is_better(made[-2], made[-1], metric):
             break
     return made
 

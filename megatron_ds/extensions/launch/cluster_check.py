@@ -18,7 +18,7 @@ import torch
 
 from ...cli import note_for_torchrun
 from ...mpu import collectives
-from ...mpu.group import Group
+from ...mpu.group import Group, Transport
 from ...mpu.host_reads import wait_for_work
 from ...mpu.launch import connect_torch, read_launch, start, stop
 from .cluster_findings import Measured, problems, problems_text, text_of
@@ -167,12 +167,17 @@ class ClusterMeter:
 
     def _send(self, number: float, other: int) -> None:
         tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
-        self.group.transport.isend(tensor, other, 0).wait()
+        self._transport.isend(tensor, other, 0).wait()
 
     def _received(self, other: int) -> float:
         tensor = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self.group.transport.irecv(tensor, other, 0).wait()
+        self._transport.irecv(tensor, other, 0).wait()
         return float(tensor)
+
+    @property
+    def _transport(self) -> Transport:
+        assert self.group.transport is not None, "there is no other rank"
+        return self.group.transport
 
     def look_into(self, folder: Path, found: Measured) -> None:
         """Find out whose files in the folder are not seen here, and whether this rank can write there.

@@ -460,7 +460,8 @@ def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, i
         ) from error
     found = re.match(r"\d+", environ.get("SLURM_GPUS_ON_NODE", ""))
     tasks = re.match(r"\d+", environ.get("SLURM_NTASKS_PER_NODE", ""))
-    count = per_node or int((found or tasks or re.match("1", "1"))[0])
+    listed_count = found or tasks
+    count = per_node or (int(listed_count[0]) if listed_count else 1)
     return {name: count for name in names.stdout.split()}
 
 

@@ -141,7 +141,9 @@ def _asked(text: str, flag: str, every: Slots) -> Slots:
         # the host exists
         slots = every.get(host)
         if slots is None:
-            hint = did_you_mean(host, every) or f". The hosts are {', '.join(every)}."
+            hint = (
+                did_you_mean(host, [*every]) or f". The hosts are {', '.join(every)}."
+            )
             raise ConfigError(f"{flag} {text}: no host {host!r} in the hostfile{hint}")
         # and so do its slots
         numbers = _numbers(listed, text, flag) if has_slots else []

@@ -67,8 +67,10 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
 
 
 def _elastic_problem(ds_config: dict, world_size: int) -> str:
+    check = ELASTIC_CHECK.find()
+    assert check is not None  # of the feature that says that it is elastic
     try:
-        ELASTIC_CHECK.find()(ds_config, world_size=world_size)
+        check(ds_config, world_size=world_size)
     except ConfigError as error:
         return f"With {world_size} ranks: {error}"
     return ""

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import IO
 
 CHUNK_BYTES = 65536
 LONGEST_BYTES = 1 << 20  # of a line that is kept until it ends
 
 
-def pieces(stream: BinaryIO) -> Iterator[bytes]:
+def pieces(stream: IO[bytes]) -> Iterator[bytes]:
     r"""Lines, as soon as they end by \n or by \r, which progress bars write; the last one may have no end."""
     rest = b""
     while chunk := os.read(stream.fileno(), CHUNK_BYTES):

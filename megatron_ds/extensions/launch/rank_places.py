@@ -188,17 +188,20 @@ def _devices_behind(ranks: Sequence[RankPlace]) -> tuple[RankPlace, ...]:
     An instruction that waits for another one has a later moment in the schedule. At the same moment, ranks of a stage
     have one program, whose order decides.
     """
-    if any(rank.device is None for rank in ranks):
+    known = [(rank, rank.device) for rank in ranks if rank.device is not None]
+    if len(known) < len(ranks):
         return tuple(ranks)
-    key = lambda rank: (rank.device.step, rank.device.moment)
-    first = min(map(key, ranks))
-    earliest = [rank for rank in ranks if key(rank) == first]
+    first = min((device.step, device.moment) for _, device in known)
+    earliest = [
+        (rank, device)
+        for rank, device in known
+        if (device.step, device.moment) == first
+    ]
     fewest: dict[int, int] = {}
-    for rank in earliest:
-        stage = rank.device.stage
-        fewest[stage] = min(rank.device.done, fewest.get(stage, rank.device.done))
+    for _, device in earliest:
+        fewest[device.stage] = min(device.done, fewest.get(device.stage, device.done))
     return tuple(
-        rank for rank in earliest if rank.device.done == fewest[rank.device.stage]
+        rank for rank, device in earliest if device.done == fewest[device.stage]
     )
 
 

@@ -133,7 +133,9 @@ class Processes:
         elif self._named is None:
             self._named = time.monotonic()
             self._name(hang)
-        if hang and time.monotonic() - self._named >= self._job.end_seconds:
+        if hang is None or self._named is None:
+            return
+        if time.monotonic() - self._named >= self._job.end_seconds:
             self._end_hanging(hang)
 
     def _name(self, hang: Hang) -> None:
@@ -164,6 +166,7 @@ class Processes:
                 self._signallers.append(_started(one, nothing, nothing))
         elif self._runner.has_input:
             for process in self._processes:
+                assert process.stdin is not None  # a pipe, with `has_input`
                 with contextlib.suppress(OSError):
                     process.stdin.write(f"{int(number)}\n".encode())
                     process.stdin.flush()
@@ -178,6 +181,7 @@ class Processes:
 
     def _read(self, process: subprocess.Popen) -> None:
         """Pass the output of a process on, and keep the failures that it reports."""
+        assert process.stdout is not None  # a pipe
         for line in pieces(process.stdout):
             text = line.decode(errors="replace")
             failure = failure_in(text, time.time())

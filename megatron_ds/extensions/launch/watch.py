@@ -30,9 +30,12 @@ OLD_SECONDS = 10.0  # of a look at a device: the rank looks each second, unless 
 class Watched(Protocol):
     """A rank of the agent. number: in the job; code: its exit code, None while it runs; pid: of its process"""
 
-    number: int
-    pid: int
-    places: Path
+    @property
+    def number(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def places(self) -> Path: ...
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
@@ -144,7 +147,7 @@ class Watch:
             waits_for_device=read.waits_for == FOR_DEVICE,
             device=_device_at(read.device, now),
         )
-        if not found.is_at_device or found.device is None:
+        if not found.is_at_device or found.device is None or read.device is None:
             return found
         # The host has launched what its device does now.
         device_idle = (now - read.device.since) / 1e9

@@ -7,20 +7,31 @@ from functools import partial
 import torch
 from torch import nn
 
+from ...config import RunConfig
 from ...config.options.model import ModelConfig
 from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
 from ...moe.mixture import MixtureOfExperts
 from ...mpu.context import ParallelContext
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm
+from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
 from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
 from .dora import DoraExperts, DoraLinear
 from .options import LoraConfig
 from .targets import TARGETS
 
 # A layer of a block, or of its experts: (module that has it, name in that module, the layer).
-Place = tuple[nn.Module, str, nn.Module]
+Place = tuple[nn.Module, str, Linear | GroupedLinear]
+
+
+def adapted_layers(
+    layers: list[Layer], config: RunConfig, ctx: ParallelContext
+) -> list[Layer]:
+    """Return the layers of a run, with adapters where the options ask for them."""
+    settings = config.of(LoraConfig)
+    if not settings.is_on:
+        return layers
+    return with_adapters(layers, settings, config.model, ctx)
 
 
 def with_adapters(
@@ -37,7 +48,7 @@ def with_adapters(
         if layer.is_block:
             channels = adapted_channels(model, next(experts), settings.targets)
         made = partial(_adapted, layer, settings, ctx)
-        flops = partial(_flops, layer, settings.lora_rank * channels)
+        flops = partial(_flops, layer, settings.rank * channels)
         adapted.append(replace(layer, make=made, flops=flops))
     return adapted
 
@@ -126,17 +137,17 @@ def _parts_of(layer: str, targets: Sequence[str]) -> list[int | None]:
 
 
 def _with_adapter(
-    linear: nn.Module,
+    linear: Linear | GroupedLinear,
     parts: Sequence[int | None],
     settings: LoraConfig,
     ctx: ParallelContext,
     under_way: BatchUnderWay,
 ) -> nn.Module:
-    form = AdapterForm(settings.lora_rank, settings.scale, ctx, tuple(parts))
+    form = AdapterForm(settings.rank, settings.scale, ctx, tuple(parts))
     if isinstance(linear, GroupedLinear):
-        kind = DoraExperts if settings.use_dora else AdaptedExperts
+        of_experts = DoraExperts if settings.use_dora else AdaptedExperts
         drop = _expert_dropout(linear, settings, ctx)
-        return kind(linear, replace(form, drops=(drop,)))
+        return of_experts(linear, replace(form, drops=(drop,)))
     # Adapters of one layer drop different elements of its input.
     weight = linear.weight.spec
     width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None

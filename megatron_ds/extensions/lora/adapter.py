@@ -14,8 +14,9 @@ A starts with normally distributed values of the variance of peft's (1 / 3 in), 
 begins at the model without adapters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from ...tensor_parallel.linear import (
 from .targets import PackedRows
 
 Linear = ColumnParallelLinear | RowParallelLinear
+Matrix = Linear | ReplicatedLinear
 Drop = Callable[..., torch.Tensor]
 
 
@@ -81,9 +83,18 @@ class AdaptedLinear(nn.Module):
         """x as the layer takes it; the collectives of the layer, and of its adapters with r channels."""
         y = self.base(x)
         outputs = []
-        for drop, (down, up) in zip(self.drops, self.adapters):
+        for drop, (down, up) in zip(self.drops, self.matrices()):
             outputs.append(up(down(drop(x)) * self.scale))
         return y + self.packed(outputs, y)
+
+    def matrices(self) -> list[tuple[Matrix, Matrix]]:
+        """Return (A, B) of each adapter."""
+        return [cast(tuple[Matrix, Matrix], tuple(pair)) for pair in self._pairs()]
+
+    def _pairs(self) -> Iterator[nn.ModuleList]:
+        for pair in self.adapters:
+            assert isinstance(pair, nn.ModuleList)
+            yield pair
 
     def packed(
         self, outputs: Sequence[torch.Tensor], like: torch.Tensor

@@ -27,8 +27,14 @@ class BatchUnderWay:
 
     def follow(self, block: nn.Module) -> None:
         """Keep the micro-batches of the calls of the block's halves, `forward(x, batch, ..)`."""
-        for half in (block.self_attention, block.mlp):
-            half.register_forward_pre_hook(self._keep)
+        for half in ("self_attention", "mlp"):
+            block.get_submodule(half).register_forward_pre_hook(self._keep)
+
+    @property
+    def current(self) -> Batch:
+        """The micro-batch of the call; only inside of a followed block."""
+        assert self.batch is not None, "the block is not followed, or is not called"
+        return self.batch
 
     def _keep(self, module: nn.Module, inputs: tuple) -> None:
         self.batch = inputs[1]
@@ -51,8 +57,10 @@ class AdapterDropout:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [s(/t), b, in], or [s, b, in/t] with `width`."""
-        batch = self.under_way.batch
-        if self.p == 0 or not batch.training:
+        if self.p == 0:
+            return x
+        batch = self.under_way.current
+        if not batch.training:
             return x
         ctx = self.ctx
         if self.width is None:

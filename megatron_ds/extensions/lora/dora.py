@@ -38,7 +38,7 @@ class DoraLinear(AdaptedLinear):
         super().__init__(base, form)
         # The bias is added to the scaled rows, and not by the layer.
         self.own_bias = base.bias
-        base.bias = None
+        base.bias = None  # type: ignore[assignment]  # a module takes None for a parameter
         is_row_layer = isinstance(base, RowParallelLinear)
         self.columns = base.group if is_row_layer else solo("tp")
         changes = []
@@ -71,7 +71,7 @@ class DoraLinear(AdaptedLinear):
         weight = self.weight
         own = row_squares(weight)
         norms = []
-        for part, (down, up) in zip(self.parts, self.adapters):
+        for part, (down, up) in zip(self.parts, self.matrices()):
             products = weight @ down.weight.mT
             squares = squared_norms(
                 self._rows_of(part, own),
@@ -207,7 +207,7 @@ def _change_spec(
     name = base.weight.spec.name.removesuffix(".weight")
     if part is not None:
         name = f"{name}.{part}"
-    splits = ()
+    splits: tuple[Split, ...] = ()
     partial_over = ctx.partial_over
     # The ranks divide the rows of a column layer, and scale slices of the sequence after a row layer.
     if not isinstance(base, RowParallelLinear):

@@ -3,22 +3,26 @@
 from functools import partial
 
 from ...features import Feature, Later
+from .options import NOUN, LoraConfig
 
 own = partial(Later, __package__)
 
 FEATURES = [
     Feature(
-        "lora",
+        NOUN,
+        title="Adapters (LoRA)",
+        options=LoraConfig,
         rules=(
             own(".rules:targets"),
             own(".rules:dropout"),
             own(".rules:frozen_weights"),
         ),
+        layers=own(".adapted_layers:adapted_layers"),
+        added=lambda config: config.of(LoraConfig).added,
+        unloadable=own(".saved_adapters:unloadable"),
         provides={
-            "adapted layers": own(".adapted_layers:with_adapters"),
             "adapter merge": own(".merging:merged"),
             "adapter norms": own(".merging:row_norms"),
-            "adapter options": own(".options:LoraConfig"),
             "adapter targets": own(".targets:TARGETS"),
         },
     )

@@ -3,16 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.options.adapter_choice import Adapters
+from ...config.added_weights import AddedWeights
 from ...config.options.need import need
 from ...config.options.option import option
-from .targets import ALL_LINEAR, LAYERS, TARGETS
+from .targets import ALL_LINEAR, LAYERS, TARGETS, Target
 
+NOUN = "adapters"
 LORA = need("adapters.lora_rank")
 
 
 @dataclass(frozen=True)
-class LoraConfig(Adapters):
+class LoraConfig:
     """Off unless --lora-rank is given."""
 
     lora_rank: int | None = option(
@@ -64,19 +65,24 @@ class LoraConfig(Adapters):
         return self.lora_rank is not None
 
     @property
-    def base_bits(self) -> int | None:
-        """Bits in which the frozen weights of linear layers are kept; None for those of their dtype."""
-        return self.lora_base_bits
+    def added(self) -> AddedWeights | None:
+        """The adapters, as the core knows them; None without --lora-rank."""
+        if not self.is_on:
+            return None
+        return AddedWeights(
+            NOUN, self.identity(), self.lora_base_bits, self.lora_dropout
+        )
 
     @property
-    def dropout(self) -> float:
-        """Probability that an element of the input of an adapter is zero, in training."""
-        return self.lora_dropout
+    def rank(self) -> int:
+        """The rank of the adapters, where there are any."""
+        assert self.lora_rank is not None, "without --lora-rank there are no adapters"
+        return self.lora_rank
 
     @property
     def scale(self) -> float:
         """The factor of the output of an adapter."""
-        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.rank
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -85,7 +91,7 @@ class LoraConfig(Adapters):
         if ALL_LINEAR in given:
             given = (*given, *LAYERS)
         chosen = {TARGETS[name] for name in given if name != ALL_LINEAR}
-        names = {}
+        names: dict[Target, str] = {}
         for name, target in TARGETS.items():
             if target in chosen:
                 names.setdefault(target, name)

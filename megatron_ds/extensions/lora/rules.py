@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 
-from ...config.options.adapter_choice import FROZEN_BLOCK
+from ...config.added_weights import FROZEN_BLOCK
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
+from .options import LoraConfig
 from .targets import TARGETS
 
 
 def targets(config: RunConfig) -> Iterator[str]:
     """A target is a layer or some of its rows, and the model has those rows."""
-    adapters = config.adapters
+    adapters = config.of(LoraConfig)
     if not adapters.is_on:
         return
     # A layer with an adapter for all rows has none for some of them.
@@ -38,7 +39,7 @@ def targets(config: RunConfig) -> Iterator[str]:
 
 def dropout(config: RunConfig) -> Iterator[str]:
     """Dropout of adapters needs the positions of the tokens, which tiles of a feed-forward lack."""
-    adapters = config.adapters
+    adapters = config.of(LoraConfig)
     if not adapters.is_on or not adapters.lora_dropout:
         return
     layers = {TARGETS[name].layer for name in adapters.targets}
@@ -52,8 +53,8 @@ def dropout(config: RunConfig) -> Iterator[str]:
 
 def frozen_weights(config: RunConfig) -> Iterator[str]:
     """Encoded weights are on the device of a rank, whose blocks of numbers are those of one process."""
-    adapters = config.adapters
-    if not adapters.base_bits:
+    adapters = config.of(LoraConfig)
+    if not adapters.lora_base_bits:
         return
     zero = config.zero
     for is_on, option, change in (

@@ -53,8 +53,9 @@ class PackedRows:
         if packed is not None and packed.parts:
             return cls(packed.groups, packed.parts)
         split = weight.split_over("tp")
-        is_rows = split is not None and split.dim == len(weight.shape) - 2
-        pieces = split.parts if is_rows else 1
+        pieces = 1
+        if split is not None and split.dim == len(weight.shape) - 2:
+            pieces = split.parts
         return cls(1, (rows // pieces,) * pieces, pieces)
 
     def rows_of(self, part: int | None) -> int:

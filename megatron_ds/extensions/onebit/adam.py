@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ...config import OptimizerConfig
-from ...optim.optimizers import OPTIMIZERS
+from ...optim.optimizers import OPTIMIZERS, Declared
 from .compressed_optimizer import CompressedOptimizer
 from .phases import Exchange, FrozenVariance, Phases
 from .update_rule import OneBitRule
 
-NUMBERS = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+NUMBERS: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
 
 class OneBitAdam(CompressedOptimizer):
@@ -48,7 +48,17 @@ def descend(
     )
 
 
-@OPTIMIZERS.register("onebit_adam")
+def frozen_variance(settings: OptimizerConfig) -> Phases:
+    """The exchanges of 1-bit Adam and 1-bit LAMB."""
+    return FrozenVariance(settings.freeze_step)
+
+
+def frozen_rule(settings: OptimizerConfig) -> OneBitRule:
+    """What ranks of 1-bit Adam and 1-bit LAMB exchange."""
+    return OneBitRule(frozen_variance(settings))
+
+
+@OPTIMIZERS.register("onebit_adam", declares=Declared(rule_of=frozen_rule))
 def make_onebit_adam(
     groups: list[dict], settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
@@ -61,16 +71,3 @@ def make_onebit_adam(
         betas=(settings.adam_beta1, settings.adam_beta2),
         bias_correction=settings.adam_bias_correction,
     )
-
-
-def frozen_variance(settings: OptimizerConfig) -> Phases:
-    """The exchanges of 1-bit Adam and 1-bit LAMB."""
-    return FrozenVariance(settings.freeze_step)
-
-
-def frozen_rule(settings: OptimizerConfig) -> OneBitRule:
-    """What ranks of 1-bit Adam and 1-bit LAMB exchange."""
-    return OneBitRule(frozen_variance(settings))
-
-
-make_onebit_adam.update_rule = frozen_rule

@@ -31,6 +31,7 @@ from torch import nn
 from ...host.memory_maps import huge_page_zeros
 from ...mpu.collectives import all_gather, all_gather_into_, all_reduce_, all_to_all_
 from ...mpu.group import Group
+from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import DATA_AXES
 from ...zero.data_groups import DataGroups
 from ...zero.exchange import Sent
@@ -74,7 +75,7 @@ class CompressedMean:
             for piece in layout.slot_intersections(self.group.rank)
         }
         vectors = [
-            s.start for s, p in zip(layout.slots, parameters) if is_vector(p.spec)
+            s.start for s, p in zip(layout.slots, parameters) if is_vector(spec_of(p))
         ]
         self._vectors = [
             slice(s.start, s.stop) for s in layout.slots if s.start in vectors
@@ -169,7 +170,8 @@ def messages(
     numel = layout.numel
     if group.size == 1:
         return
-    if vectors := sum(p.numel() for p in parameters if is_vector(p.spec)):
+    vectors: int = sum(p.numel() for p in parameters if is_vector(spec_of(p)))
+    if vectors:
         yield "all_reduce", group, FP32_BYTES * vectors, 1
     yield "all_reduce", group, count_rows(layout, parameters), 1
     yield "all_to_all", group, numel // PER_BYTE, 1
@@ -188,7 +190,8 @@ def _norms(
 ) -> tuple[ParameterNorms, ParameterNorms]:
     """(norms of what each rank has whole, norms of what lies in shards)."""
     entries = lambda is_split: [
-        NormEntry(p.spec, DATA_AXES, is_split, is_tied(p, groups)) for p in parameters
+        NormEntry(spec_of(p), DATA_AXES, is_split, is_tied(p, groups))
+        for p in parameters
     ]
     return (
         ParameterNorms(entries(False), groups, device),

@@ -21,13 +21,12 @@ class CompressedOptimizer(PartOptimizer):
     """On flat fp32 tensors. A subclass has the names of its state and `update`.
 
     phases       what is exchanged in each step
-    num_updates  steps so far
     differs      whether "exp_avg" and sums of updates differ between ranks now
     grad_scale   None or a number: gradients are divided by it while they are read
     parameter.low_grad  optional, a 16-bit tensor of the same length: read in place of `grad`
     """
 
-    STATE = ("exp_avg", "exp_avg_sq")
+    STATE: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     _step_supports_amp_scaling = True  # torch's name for support of `grad_scale`
     takes_numbers = True
     reads_low_grad = True
@@ -44,7 +43,6 @@ class CompressedOptimizer(PartOptimizer):
         self.phases = phases
         self.bias_correction = bias_correction
         self.grad_scale: float | None = None
-        self.num_updates = 0
         self.differs = False
 
     def make_step(self) -> None:
@@ -110,7 +108,7 @@ class CompressedOptimizer(PartOptimizer):
 
     def _update_moments(self, group: dict) -> None:
         """m ← β₁ m + (1 - β₁) g, v ← β₂ v + (1 - β₂) g²."""
-        grads = list(map(gradient_of, group["params"]))
+        grads = [_gradient_of(p) for p in group["params"]]
         if not grads:
             return
         (beta1, beta2), scale = group["betas"], self.grad_scale or 1.0
@@ -120,3 +118,9 @@ class CompressedOptimizer(PartOptimizer):
         torch._foreach_add_(m, grads, alpha=(1 - beta1) / scale)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, grads, grads, (1 - beta2) / scale**2)
+
+
+def _gradient_of(p: torch.Tensor) -> torch.Tensor:
+    gradient = gradient_of(p)
+    assert gradient is not None, "a full exchange gives every part its gradient"
+    return gradient

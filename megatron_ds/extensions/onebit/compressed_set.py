@@ -26,6 +26,7 @@ import torch
 from ...host.memory_maps import huge_page_zeros
 from ...mpu.collectives import reduce_scatter_into_
 from ...mpu.group import Group
+from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import ParamSpec
 from ...zero.data_groups import DataGroups
 from ...zero.layout import SlotPiece
@@ -63,7 +64,9 @@ class CompressedSet:
     @property
     def gradient(self) -> torch.Tensor:
         """The whole gradient of this rank, padding included."""
-        return self.of.buckets.flat
+        grads = self.of.buckets
+        assert grads is not None, "sets that are trained have gradients"
+        return grads.flat
 
     @property
     def group(self) -> Group:
@@ -142,7 +145,7 @@ class CompressedSet:
         )
 
     def _spec(self, piece: SlotPiece) -> ParamSpec:
-        return self.of.parameters[piece.slot].spec
+        return spec_of(self.of.parameters[piece.slot])
 
     def _mean_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the mean of a whole buffer over all workers. Collective."""
@@ -164,10 +167,11 @@ def make_set(
     """A set with errors of zero. The "exp_avg" of its leaves become views of the whole buffer."""
     layout = s.plan.layout
     grads = s.buckets
+    assert grads is not None, "sets that are trained have gradients"
     counted = [
         p
         for p in layout.whole_slots()
-        if is_counted(s.parameters[p.slot].spec, groups.tp.rank)
+        if is_counted(spec_of(s.parameters[p.slot]), groups.tp.rank)
     ]
     buffers = {MOMENTUM: huge_page_zeros(layout.numel, device=device)}
     if phases.sums_locally:

@@ -26,11 +26,13 @@ clips on all ranks. (R itself would clip all steps of many ranks, and v, which i
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 
 from ...errors import ConfigError
 from ...mpu.collectives import all_gather_into_
+from ...mpu.managed_parameter import spec_of
 from ...zero.data_groups import DataGroups
 from ...zero.norm import is_counted, norm_views, squared_norm
 from ...zero.parameter_set import ParameterSet
@@ -92,7 +94,7 @@ class CompressedUpdate(UpdateHook):
         return self._kind is not Exchange.FULL
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # the base has a constant, which is read alone
         """Bytes of state that is not counted with the leaves: errors, and momentum of other ranks' shards."""
         return sum(s.nbytes for s in self._sets)
 
@@ -145,6 +147,7 @@ class CompressedUpdate(UpdateHook):
         """Exchange the sums of updates, if it is time. Collective."""
         if self._kind is Exchange.SUM:
             for s in self._sets:
+                assert s.sums is not None, "phases with SUM have sums"
                 s.mean.reduce_(s.sums)
             for optimizer in self._optimizers:
                 optimizer.after_exchange()
@@ -169,7 +172,7 @@ class CompressedUpdate(UpdateHook):
             for leaf in s.of.resident:
                 yield from numbers_of(
                     leaf,
-                    self._resident.optimizer_of(leaf),
+                    cast(CompressedOptimizer, self._resident.optimizer_of(leaf)),
                     s.of.plan,
                     s.group.rank,
                     s.group.size,
@@ -241,7 +244,7 @@ class CompressedUpdate(UpdateHook):
 
     @property
     def _optimizers(self) -> Sequence[CompressedOptimizer]:
-        return self._resident.optimizers
+        return cast(Sequence[CompressedOptimizer], self._resident.optimizers)
 
     @property
     def _beta1(self) -> float:
@@ -305,18 +308,22 @@ def matrices_of(
     Where tensor parallelism can split some of them, only these: gradients of others may still be partial sums
     when they are reduced, and the noise is to be measured on the same parameters under every layout.
     """
-    matrices = [p.spec for s in sets for p in s.parameters if not is_vector(p.spec)]
+    matrices = [
+        spec_of(p) for s in sets for p in s.parameters if not is_vector(spec_of(p))
+    ]
     wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {
         spec.name for spec in matrices
     }
     found = {}
     for s in sets:
         layout = s.plan.layout
+        grads = s.buckets
+        assert grads is not None, "sets that are trained have gradients"
         counted = {
             piece.slot: piece
             for piece in layout.whole_slots()
-            if s.parameters[piece.slot].spec.name in wanted
-            and is_counted(s.parameters[piece.slot].spec, groups.tp.rank)
+            if spec_of(s.parameters[piece.slot]).name in wanted
+            and is_counted(spec_of(s.parameters[piece.slot]), groups.tp.rank)
         }
         for bucket in layout.buckets:
             pieces = [
@@ -325,5 +332,5 @@ def matrices_of(
                 if i in counted
             ]
             name = layout.slots[bucket.first_slot].name
-            found[name] = norm_views(s.buckets.flat, pieces, s.buckets.start_of)
+            found[name] = norm_views(grads.flat, pieces, grads.start_of)
     return found

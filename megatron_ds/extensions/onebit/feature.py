@@ -3,17 +3,26 @@
 from functools import partial
 
 from ...features import Feature, Later
+from .options import OneBitOptions
 
 own = partial(Later, __package__)
 
 FEATURES = [
     Feature(
         "onebit",
-        registers={"optimizer": f"{__package__}.registered"},
+        registers={
+            "optimizer": {
+                "onebit_adam": f"{__package__}.adam",
+                "onebit_lamb": f"{__package__}.lamb",
+                "zero_one_adam": f"{__package__}.zero_one_adam",
+            }
+        },
         rules=(own(".rules:one_bit"),),
-        provides={
-            "optimizer options": own(".options:OneBitOptions"),
-            "optimizer facts": own(".facts:FACTS"),
+        extends={"optimizer": OneBitOptions},
+        optimizers={
+            "onebit_adam": own(".facts:ONE_BIT_ADAM"),
+            "zero_one_adam": own(".facts:ZERO_ONE_ADAM"),
+            "onebit_lamb": own(".facts:ONE_BIT_LAMB"),
         },
     )
 ]

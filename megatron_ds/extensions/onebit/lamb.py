@@ -22,7 +22,7 @@ import torch
 
 from ...config import OptimizerConfig
 from ...optim.lamb import NUMBERS as LAMB_NUMBERS
-from ...optim.optimizers import OPTIMIZERS
+from ...optim.optimizers import OPTIMIZERS, Declared, OptimizerTraits
 from .adam import frozen_rule, frozen_variance
 from .compressed_optimizer import CompressedOptimizer, Tensors
 from .phases import Exchange, Phases
@@ -70,7 +70,8 @@ class OneBitLamb(CompressedOptimizer):
         reduce_norms: Reductions | None = None,
         **numbers: Any,
     ):
-        super().__init__(params, phases, **LAMB_NUMBERS | numbers)
+        given: dict[str, Any] = {**LAMB_NUMBERS, **numbers}
+        super().__init__(params, phases, **given)
         self.rule = rule
         self._reduce = reduce_norms or WholeParameterNorms()
         count = sum(len(group["params"]) for group in self.param_groups)
@@ -80,6 +81,7 @@ class OneBitLamb(CompressedOptimizer):
         self.coefficients = torch.zeros(2, count, device=device)
         self.restart()
         self._before: dict[int, torch.Tensor] = {}
+        self._us: list[list[torch.Tensor]] = []
 
     def restart(self) -> None:
         """The state with which a run begins: no mean ratio, a factor of 1."""
@@ -235,7 +237,10 @@ class WholeParameterNorms:
         return values
 
 
-@OPTIMIZERS.register("onebit_lamb")
+@OPTIMIZERS.register(
+    "onebit_lamb",
+    declares=Declared(OptimizerTraits(needs_norms=True), rule_of=frozen_rule),
+)
 def make_onebit_lamb(
     groups: list[dict],
     settings: OptimizerConfig,
@@ -261,7 +266,3 @@ def make_onebit_lamb(
         betas=(settings.adam_beta1, settings.adam_beta2),
         bias_correction=settings.adam_bias_correction,
     )
-
-
-make_onebit_lamb.update_rule = frozen_rule
-make_onebit_lamb.needs_norms = True

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ...host.device_copies import on_device
+from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import ParamSpec
 from ...zero.layout import ALIGN, Layout
 
@@ -109,8 +110,8 @@ def _runs(layout: Layout, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
     for i, (slot, stop, p) in enumerate(
         zip(layout.slots, stops, parameters, strict=True)
     ):
-        rows = p.shape[0] if has_rows(p.spec) and slot.numel else 1
-        yield _Run(i, rows, slot.numel // rows, is_vector(p.spec))
+        rows = p.shape[0] if has_rows(spec_of(p)) and slot.numel else 1
+        yield _Run(i, rows, slot.numel // rows, is_vector(spec_of(p)))
         if stop > slot.stop:
             yield _Run(i, 1, stop - slot.stop, True)
 

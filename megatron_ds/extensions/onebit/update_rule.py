@@ -29,7 +29,7 @@ class OneBitRule(UpdateRule):
     keeps_gradients = True
 
     @property
-    def keeps_masters(self) -> bool:
+    def keeps_masters(self) -> bool:  # type: ignore[override]  # the base has a constant, which is read alone
         """Whether ranks make steps of their own."""
         return self.phases.sums_locally
 

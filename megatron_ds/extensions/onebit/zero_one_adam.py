@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...config import OptimizerConfig
-from ...optim.optimizers import OPTIMIZERS
+from ...optim.optimizers import OPTIMIZERS, Declared
 from .adam import NUMBERS, descend
 from .compressed_optimizer import CompressedOptimizer
 from .phases import Exchange, Phases, ZeroOnePhases
@@ -109,28 +109,15 @@ def write_low(
     parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
 ) -> None:
     """Write the weights of the model, where they are not the parameters themselves."""
-    pairs = [
-        (p.low, value)
-        for p, value in zip(parameters, values)
-        if getattr(p, "low", None) is not None
-    ]
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs)))
-
-
-@OPTIMIZERS.register("zero_one_adam")
-def make_zero_one_adam(
-    groups: list[dict], settings: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """DeepSpeed's "ZeroOneAdam"."""
-    return ZeroOneAdam(
-        groups,
-        zero_one_phases(settings),
-        lr=0.0,
-        eps=settings.adam_eps,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        bias_correction=settings.adam_bias_correction,
-    )
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    for p, value in zip(parameters, values):
+        low: torch.Tensor | None = getattr(p, "low", None)
+        if low is not None:
+            written.append(low)
+            read.append(value)
+    if written:
+        torch._foreach_copy_(written, read)
 
 
 def zero_one_phases(settings: OptimizerConfig) -> Phases:
@@ -148,4 +135,16 @@ def zero_one_rule(settings: OptimizerConfig) -> OneBitRule:
     return OneBitRule(zero_one_phases(settings))
 
 
-make_zero_one_adam.update_rule = zero_one_rule
+@OPTIMIZERS.register("zero_one_adam", declares=Declared(rule_of=zero_one_rule))
+def make_zero_one_adam(
+    groups: list[dict], settings: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """DeepSpeed's "ZeroOneAdam"."""
+    return ZeroOneAdam(
+        groups,
+        zero_one_phases(settings),
+        lr=0.0,
+        eps=settings.adam_eps,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        bias_correction=settings.adam_bias_correction,
+    )

@@ -45,8 +45,9 @@ def origin_of(config: RunConfig, start: Start) -> dict[str, Any]:
     """
     checkpoint = config.checkpoint
     is_loaded = start.step is not None or start.foreign is not None
+    folder = checkpoint.load if is_loaded else None
     return {
-        "load": absolute(checkpoint.load) if is_loaded else None,
+        "load": None if folder is None else absolute(folder),
         "format": checkpoint.load_format,
         "run_id": run_id_of(start.run),
         "step": start.step,
@@ -103,14 +104,19 @@ class FirstModel:
 
     @property
     def _folder(self) -> str:
-        return self.origin["load"] or "the initial model"
+        return self._recorded["load"] or "the initial model"
+
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        """What `origin_of` gave. Raises CheckpointError for a run that has not recorded it."""
+        if self.origin is None:
+            raise self._lost("the run does not record where it began", None)
+        return self.origin
 
     @cached_property
     def _again(self) -> Replica:
         """The model of the first step, built again with weights alone. Collective over the world."""
-        origin = self.origin
-        if origin is None:
-            raise self._lost("the run does not record where it began", None)
+        origin = self._recorded
         values = {
             "checkpoint.load": origin["load"],
             "checkpoint.load_format": origin["format"],
@@ -126,7 +132,7 @@ class FirstModel:
 
     def _start(self, config: RunConfig) -> Start:
         """The checkpoint that the run began with. Raises CheckpointError for another one."""
-        origin = self.origin
+        origin = self._recorded
         if origin["load"] is None:
             return Start(None, {}, "")
         start = find_weights(config.checkpoint)
@@ -151,7 +157,7 @@ class FirstModel:
         """The error of a run that continues to pairs without scores, on all ranks."""
         steps = self.engine.config.train.train_iters
         pairs = "pairs" if count is None else f"{count:,} pairs"
-        error = CheckpointError(
+        error: Any = CheckpointError(
             f"this run reaches {pairs} that its first start did not, and the reference cannot score them: {reason}. "
             f"Restore what the run began with; or give --train-iters (now {steps}), --eval-iters and --eval-interval "
             "of the first start; or begin another run from this checkpoint, with --finetune."
@@ -171,6 +177,7 @@ def score_pairs(
     train = engine.config.train
     # Global batches as in training, for which programs and memory are planned; the last one is filled up.
     size = train.global_batch_size
+    assert size is not None, "a checked configuration has it"
     count = len(numbers)
     padded = -(-count // size) * size
     loader = Loader(

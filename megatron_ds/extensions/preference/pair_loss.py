@@ -47,6 +47,7 @@ def answer_scores(
     """
     losses = token_losses(logits, batch, tp, vocab_size)  # [s, b]
     learned = batch.loss_mask.t()
+    assert batch.document_ids is not None, "a row of a pair has two documents"
     answers = batch.document_ids.t()
     sums = [
         (losses * (learned * (answers == answer))).sum(0).neg() for answer in (0, 1)

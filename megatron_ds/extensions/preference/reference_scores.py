@@ -65,11 +65,12 @@ def fill_references(
     """
     _warn_of_dropout(engine)
     is_new = progress.step == 0
-    weights = start.run.get(TITLE)
+    weights: dict[str, Any] | None = start.run.get(TITLE)
     if is_new:
-        bits = engine.config.adapters.base_bits
-        weights = _first_weights(start, description, bits)
-        weights[FORMAT] = engine.config.optimizer.params_dtype
+        added = engine.config.added_weights
+        bits = None if added is None else added.frozen_bits
+        dtype = engine.config.optimizer.params_dtype
+        weights = _first_weights(start, description, bits) | {FORMAT: dtype}
         origin = origin_of(engine.config, start)
     else:
         origin = start.run.get(ORIGIN)
@@ -94,8 +95,9 @@ def fill_references(
 def _warn_of_dropout(engine: Replica) -> None:
     """Log the dropout of a model whose reference has none."""
     model = engine.config.model
-    of_adapters = engine.config.adapters.dropout
-    largest = max(model.hidden_dropout, model.attention_dropout, of_adapters)
+    added = engine.config.added_weights
+    of_added = 0.0 if added is None else added.dropout
+    largest = max(model.hidden_dropout, model.attention_dropout, of_added)
     if largest and engine.mesh.rank == 0:
         logger.warning(
             "--dpo trains with dropout (up to %g), which the reference does not have: a model that equals the "
@@ -148,7 +150,7 @@ def _stored_or_scored(
     look = lambda: _read(_entries(engine, dataset, weights, model.is_new))
     entry, scores = on_one_rank(world, look)
     if scores is None and not model.is_new and len(numbers):
-        error = CheckpointError(_not_stored(entry, dataset))
+        error: Any = CheckpointError(_not_stored(entry, dataset))
         error.on_all_ranks = True
         raise error
     if scores is None:

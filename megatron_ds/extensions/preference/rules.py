@@ -26,7 +26,7 @@ def pairs(config: RunConfig) -> Iterator[str]:
         )
     if not data.pack_documents and not data.mock_data:
         yield "[data.pack_documents] with --dpo: a row holds the two answers of a pair. Remove it."
-    if config.curriculum.changes_lengths:
+    if config.changed_lengths is not None:
         yield "[preference.dpo] with [curriculum.curriculum_type]: shorter rows cut pairs. Remove one of the two."
     # The loss.
     for path in ("train.calculate_per_token_loss", "train.label_smoothing"):

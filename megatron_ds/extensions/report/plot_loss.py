@@ -6,12 +6,13 @@ megatron-ds plot-loss --metrics quickstart/metrics.jsonl --output loss.png
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.observe.metrics_file import read_metrics
 
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "train": dict(linewidth=1.5),
     "validation": dict(marker="o", linestyle="--", markersize=4),
     "test": dict(marker="s", linestyle="none"),

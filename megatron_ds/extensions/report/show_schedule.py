@@ -13,12 +13,13 @@ opens in https://ui.perfetto.dev. "peak alive" is the maximum number of live act
 micro-batch at one stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.pipeline.instruction import Op, StageCosts
+from megatron_ds.pipeline.instruction import Instruction, Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.picture import Panel, draw, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES
@@ -42,7 +43,7 @@ DRAW = {
 }
 
 # The schedules to plan.
-PLAN = {
+PLAN: dict[str, dict[str, Any]] = {
     "--schedule": {
         "nargs": "+",
         "default": ["1f1b"],
@@ -96,7 +97,7 @@ PLAN = {
 }
 
 # What a run did, and the files to write.
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--measured": {
         "nargs": "+",
         "type": Path,
@@ -174,14 +175,15 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
     # Costs: --costs, else the measured ones, else 1 for each of F, I and W.
     make = SCHEDULES[name]
     whole = args.costs or (1.0, 1.0, 1.0)
-    costs = StageCosts(*(time / chunks for time in whole), transfer=args.transfer)
+    forward, input_grad, weight_grad = (time / chunks for time in whole)
+    costs = StageCosts(forward, input_grad, weight_grad, args.transfer)
     said = {
         "costs": costs,
         "memory_limit": args.memory_limit,
         "group_size": args.group_size,
     }
     options = {option: said[option] for option in SCHEDULES[name].options}
-    cost = costs.of
+    cost: Callable[[Instruction], float] = costs.of
     if measured and not args.costs:
         cost = typical_cost(measured)
     # The order of the schedule, and the time that it takes.

@@ -6,6 +6,11 @@ from ...features import Feature, Later, MetricSink
 from .options import ServiceOptions
 
 own = partial(Later, __package__)
+NAMES = ("wandb", "report-to", "comet", "mlflow")
+WHERE = (
+    "metrics go to the log, to --metrics-jsonl and to --tensorboard-dir, and with --wandb-project, --comet-project, "
+    "--mlflow-tracking-uri or --otel-enabled to a service"
+)
 
 
 def _is_given(option: str):
@@ -19,6 +24,8 @@ FEATURES = [
         title="Services that collect metrics",
         options=ServiceOptions,
         formerly="logging",
+        synonyms=dict.fromkeys(NAMES, WHERE)
+        | dict.fromkeys(("otel", "opentelemetry"), "--otel-enabled"),
         sinks=(
             MetricSink(
                 _is_given("wandb_project"),

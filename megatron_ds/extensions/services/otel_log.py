@@ -10,6 +10,7 @@ the variables OTEL_EXPORTER_OTLP_… of OpenTelemetry point, from threads of its
 
 import time
 from importlib import import_module
+from typing import Any
 
 from ...config import RunConfig
 from ...training.observe.records import EvalRecord, Record, TrainRecord
@@ -46,13 +47,13 @@ class OtelLog:
         self._spans.add_span_processor(export.BatchSpanProcessor(exporter))
         self._metrics = metrics.MeterProvider([reader or _otlp_reader()], resource)
         self._meter = self._metrics.get_meter(NAME)
-        self._gauges = {}
+        self._gauges: dict[str, Any] = {}
         # The span around all others.
         trace = import_module("opentelemetry.trace")
         self._tracer = self._spans.get_tracer(NAME)
         self._job = self._tracer.start_span("job")
         self._context = trace.set_span_in_context(self._job)
-        self._step = None
+        self._step: int | None = None
 
     def write(self, record: Record) -> None:
         """Record a span that ends now, and the values."""

@@ -8,6 +8,7 @@ name. Programs send no `Origin`, and the `Host` of the address that they were gi
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.message import Message
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError
@@ -39,7 +40,7 @@ class BrowserRules:
                     "letters, such as http://localhost:3000; * for all sites."
                 )
 
-    def require(self, headers: Mapping[str, str]) -> None:
+    def require(self, headers: Mapping[str, str] | Message) -> None:
         """Raises RefusedRequest for the page of another site, and for a name that is not this machine's."""
         host = headers.get("Host", "")
         if host and is_local(self.host) and not self._is_own(_name_of(host)):

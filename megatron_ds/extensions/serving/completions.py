@@ -81,7 +81,7 @@ def completions(body: Values, model: ServedModel) -> CompletionReply:
             "prompt",
         )
     model.check_texts(len(prompts) * values["n"], "prompt")
-    parts = []
+    parts: list[ReplyPart] = []
     seed = seed_of(values)
     for number, prompt in enumerate(prompts):
         parts += _parts_of(prompt, values, model, seed + number * values["n"])

@@ -69,7 +69,8 @@ class HttpService(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind without asking a name server, as HTTPServer would."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
 
     @property
     def url(self) -> str:

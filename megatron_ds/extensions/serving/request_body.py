@@ -8,10 +8,10 @@ The last one is found in pieces: the interpreter runs no other thread while it r
 millions of lists would stop all clients for seconds.
 """
 
+import io
 import threading
 from collections.abc import Iterator
 from email.message import Message
-from typing import BinaryIO
 
 from .refused_request import BUSY, RefusedRequest
 
@@ -56,7 +56,9 @@ class HeldBytes:
 class Body:
     """The body of one request, a context that holds its bytes. most: bytes of a usable one."""
 
-    def __init__(self, file: BinaryIO, headers: Message, most: int, held: HeldBytes):
+    def __init__(
+        self, file: io.BufferedIOBase, headers: Message, most: int, held: HeldBytes
+    ):
         self._file = file
         self._headers = headers
         self._most = most
@@ -82,7 +84,7 @@ class Body:
     def read(self) -> bytes:
         """All bytes. Raises RefusedRequest, and ConnectionError for a client that leaves."""
         pieces = self._chunks() if self._is_chunked() else self._by_length()
-        kept = []
+        kept: list[bytes] = []
         size = 0
         refusal: RefusedRequest | None = None
         for piece in pieces:

@@ -33,8 +33,10 @@ class Serving:
 class Reply(Protocol):
     """An answer that is being generated. One that `streams` is an `OpenAIReply`."""
 
-    parts: Sequence[ReplyPart]
-    streams: bool
+    @property
+    def parts(self) -> Sequence[ReplyPart]: ...
+    @property
+    def streams(self) -> bool: ...
 
     def whole(self) -> dict[str, Any]:
         """The answer, once all texts are complete."""

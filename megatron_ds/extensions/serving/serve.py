@@ -183,6 +183,7 @@ def served_model(
 ) -> ServedModel:
     """What endpoints know of the model."""
     config = model.engine.config
+    assert config.model.vocab_size is not None  # that of the tokenizer
     return ServedModel(
         args.served_name or args.load.resolve().name,
         model.tokenizer,

@@ -3,6 +3,7 @@
 from functools import partial
 
 from ...features import Feature, Later
+from .sparse_options import SparseOptions
 
 own = partial(Later, __package__)
 
@@ -14,8 +15,9 @@ FEATURES = [
             own(".sparse_rules:sparse_direction"),
             own(".sparse_rules:sparse_composition"),
         ),
+        extends={"model": SparseOptions},
+        layouts=own(".layer_layouts:sparse_layouts"),
         provides={
-            "attention layouts": own(".layer_layouts:LAYOUTS"),
             "layouts of heads": own(".sparse_layouts:LAYOUTS"),
             "attention options": own(".sparse_options:SparseOptions"),
         },

@@ -34,4 +34,6 @@ class SparseLayouts(AttentionLayouts):
         return (max(config.sparse_global_block_indices) + 1) * config.sparse_block
 
 
-LAYOUTS = SparseLayouts()
+def sparse_layouts() -> AttentionLayouts:
+    """Return the layouts of the modes."""
+    return SparseLayouts()

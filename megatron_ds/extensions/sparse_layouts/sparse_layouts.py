@@ -69,6 +69,7 @@ def layout(
     options: SparseOptions, blocks: int, heads: int, is_causal: bool, draw: Draw
 ) -> np.ndarray:
     """bool [heads, blocks, blocks]: whether a block of queries (row) sees a block of keys (column)."""
+    assert options.sparse_attention is not None, "attention is dense"
     make = LAYOUTS[options.sparse_attention]
     different = heads if options.sparse_layout_per_head else 1
     seen = np.stack(

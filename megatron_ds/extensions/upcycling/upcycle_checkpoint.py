@@ -239,9 +239,10 @@ def write(
     pieces = upcycling.pieces(StoredTensors(args.load, step, (WEIGHT,)))
     check_room(args.save, pieces, coordinates={}, world=solo(), saves=1, limit=None)
     # The tokenizer moves along with the weights.
-    for path in {Path(path).parts[0] for path in named_copies(args.load, run).values()}:
-        if (args.load / path).is_dir():
-            shutil.copytree(args.load / path, args.save / path, dirs_exist_ok=True)
+    copies = named_copies(args.load, run).values()
+    for name in {Path(copy).parts[0] for copy in copies}:
+        if (args.load / name).is_dir():
+            shutil.copytree(args.load / name, args.save / name, dirs_exist_ok=True)
     # The weights.
     with progress(sum(piece.tensor.nbytes for piece in pieces)) as done:
         path = save(

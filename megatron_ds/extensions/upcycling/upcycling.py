@@ -91,13 +91,13 @@ class Upcycling:
                 "shared experts, and new ones would change the loss. Omit it, or use "
                 "--mlp-type residual, whose dense part is the feed-forward."
             )
-        if odd := [
+        if others := [
             kind
             for kind in model.moe_router_load_balancing_type
             if kind in CHOOSING_OTHERWISE
         ]:
             raise ConfigError(
-                f"--moe-router-load-balancing-type {odd[0]}: a token's weights do not follow "
+                f"--moe-router-load-balancing-type {others[0]}: a token's weights do not follow "
                 "from its scores, so no factor keeps the loss. Upcycle with aux_loss, and "
                 "change it in training."
             )

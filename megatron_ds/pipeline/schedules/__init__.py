@@ -2,16 +2,14 @@
 and W. `ScheduleFamily` is such a function with its limits, and `SCHEDULES` the table of families.
 
 A schedule is the order in which each rank computes; `pipeline.passes` adds the transfers and reductions that
-follow from it. A new schedule is one file in this folder with such a function under `@schedule(name)`. All
-files here are imported, and `tests/contracts` runs each schedule through the passes and the simulator for
+follow from it. A new schedule is one file in this folder with such a function under `@schedule(name)`, declared at
+the end of this file. `tests/contracts` runs each schedule through the passes and the simulator for
 many shapes.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import import_module
-from pkgutil import iter_modules
 
 from ...errors import ScheduleError
 from ...registry import Registry
@@ -123,8 +121,14 @@ def stages_of(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stage for stage, home in enumerate(placement) if home == rank)
 
 
-# The files of this folder, which register their schedules; they import the names above.
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+# A file of this folder is imported when one of its schedules is used.
+SCHEDULES.declare(
+    f"{__name__}.classic",
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    aliases={"one_f_one_b": "1f1b", "interleaved_1f1b": "interleaved"},
+)
+SCHEDULES.declare(f"{__name__}.zero_bubble", "zb-auto", "zb-h1", "zb-h2", "zb-v")
 
 __all__ = ["SCHEDULES", "ScheduleFamily", "placement", "schedule", "stages_of"]

@@ -73,7 +73,6 @@ class ProfiledFlops(TimedPhases):
             self._config,
             size.samples,
             size.length,
-            size.dropping,
             size.kept,
             each=self._config.profiler.flops_profiler_detailed,
         )

@@ -25,6 +25,7 @@ class TrainRecord:
 
     mfu                model FLOP/s as a fraction of the device's peak; None when the peak is unknown
     kept_tokens        per sequence, in the blocks that drop tokens; None when no block drops tokens
+    kept_title         of this number in the line of the log, as `progress.kept_tokens.KeptTokens` has it
     layer_tokens       consumed tokens, counted once for each block that processed them
     actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
@@ -59,6 +60,7 @@ class TrainRecord:
     memory_gib: float
     data_seconds: float
     kept_tokens: int | None = None
+    kept_title: str = ""
     layer_tokens: int = 0
     actual_seq_length: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class TrainRecord:
         dropping = []
         if self.kept_tokens is not None:
             dropping = [
-                f"random ltd reserved length: {self.kept_tokens:5d}",
+                f"{self.kept_title}: {self.kept_tokens:5d}",
                 f"actual seqlen: {self.actual_seq_length:5d}",
                 f"consumed layer tokens: {self.layer_tokens:12d}",
             ]
@@ -336,7 +338,8 @@ def rate(tokens_per_second: float) -> str:
 def _flat(record: Record) -> dict[str, Any]:
     """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
-    fields.pop("tags", None)
+    for name in ("tags", "kept_title"):
+        fields.pop(name, None)
     for name in (
         "num_zeros",
         "params_norm",

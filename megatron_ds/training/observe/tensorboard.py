@@ -40,7 +40,6 @@ TAGS = {
     "mfu": "mfu",
 }
 TOKEN_TAGS = {
-    "seqlen/random_ltd_reserved_length": "kept_tokens",
     "seqlen/actual_seq_length": "actual_seq_length",
     "consumed-layer-tokens": "layer_tokens",
 }
@@ -88,7 +87,10 @@ def scalars_of(
         others = {f"{record.kind}-grad-norm": record.grad_norm}
     else:
         losses = {"lm loss": record.loss, **record.metrics}
-        tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
+        tags = TAGS
+        if record.kept_tokens is not None:
+            kept = f"seqlen/{record.kept_title.replace(' ', '_')}"
+            tags = TAGS | {kept: "kept_tokens"} | TOKEN_TAGS
         values = ((tag, getattr(record, name)) for tag, name in tags.items())
         times = record.times if timers else {}
         others = (

@@ -1,0 +1,114 @@
+"""A parameter with a spec is an `nn.Parameter` in all that torch does to one, and its copies belong to no optimizer."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ds.errors import LayoutError
+from megatron_ds.mpu.context import new_parameter
+from megatron_ds.mpu.managed_parameter import (
+    ManagedParameter,
+    TensorAccumulator,
+    describe,
+    grads_of,
+    is_accumulated,
+    made_grads,
+    spec_of,
+)
+from megatron_ds.mpu.param_spec import Init, ParamSpec
+
+SPEC = ParamSpec("weight", (3, 4), Init("normal", 0.1))
+
+
+def accumulated_module(device=None):
+    module = nn.Module()
+    module.weight = new_parameter(SPEC, device=device)
+    total = torch.zeros(3, 4, device=device)
+    made_grads(module.weight).accumulator = TensorAccumulator(total)
+    return module
+
+
+def copied(module, way):
+    if way == "deepcopy":
+        return copy.deepcopy(module)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_has_the_values_and_no_accumulator(way):
+    module = accumulated_module()
+    module.weight.data.normal_()
+    other = copied(module, way)
+    assert torch.equal(other.weight, module.weight)
+    assert isinstance(other.weight, nn.Parameter) and other.weight.requires_grad
+    assert not is_accumulated(other.weight) and is_accumulated(module.weight)
+
+
+def test_pickling_keeps_the_spec():
+    assert spec_of(copied(accumulated_module(), "pickle").weight) == SPEC
+
+
+def test_changes_of_the_module_keep_parameter_spec_and_accumulator():
+    module = accumulated_module()
+    weight = module.weight
+    module.to(torch.bfloat16).requires_grad_(False).requires_grad_(True)
+    assert module.weight is weight and weight.dtype == torch.bfloat16
+    assert spec_of(weight) == SPEC and is_accumulated(weight)
+
+
+def test_on_the_meta_device():
+    weight = accumulated_module("meta").weight
+    assert isinstance(weight, ManagedParameter) and weight.is_meta
+    assert spec_of(weight) == SPEC
+
+
+def test_parametrizations_hold_the_parameter():
+    module = accumulated_module()
+    weight = module.weight
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", nn.Tanh())
+    assert module.parametrizations.weight.original is weight
+    assert torch.equal(module.weight, weight.tanh())
+
+
+def test_what_torch_computes_from_it_is_a_plain_tensor():
+    weight = accumulated_module().weight
+    assert {type(weight.detach()), type(weight + 1), type(weight.t())} == {torch.Tensor}
+    [stored] = accumulated_module().state_dict().values()
+    assert type(stored) is torch.Tensor
+
+
+def test_a_plain_parameter_of_another_module_is_given_the_same_attributes():
+    plain = nn.Parameter(torch.zeros(3, 4))
+    assert grads_of(plain) is None and not is_accumulated(plain)
+    describe(plain, SPEC)
+    made_grads(plain).accumulator = TensorAccumulator(torch.zeros(3, 4))
+    assert spec_of(plain) == SPEC and is_accumulated(plain)
+    assert made_grads(plain) is grads_of(plain)
+
+
+def test_a_parameter_without_a_spec_is_named_by_its_shape():
+    with pytest.raises(LayoutError, match=r"shape \[5\] has no `.spec`.*new_parameter"):
+        spec_of(nn.Parameter(torch.zeros(5)))
+
+
+def test_an_accumulator_counts_contributions_and_not_their_parts():
+    counted = []
+    accumulator = TensorAccumulator(torch.zeros(2), lambda: counted.append(1))
+    add = lambda total, values, overwrites: total.add_(values)
+    accumulator.write(add, torch.ones(2))
+    accumulator.write(add, torch.ones(2))
+    assert not counted
+    accumulator.ready()
+    accumulator.add(torch.ones(2))
+    accumulator.contribute(add, torch.ones(2))
+    assert len(counted) == 3
+    assert torch.equal(accumulator.view(), torch.full((2,), 4.0))
