@@ -406,7 +406,10 @@ def all_pieces(
 ) -> list[Piece]:
     """Return this rank's weights, optimizer state, and what layers remember from step to step, without frozen
     weights. saved: see `ZeroOptimizer.pieces`."""
-    pieces = [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
+    pieces: list[Piece] = [
+        *engine.optimizer.pieces(saved=saved),
+        *engine.step_state.pieces(),
+    ]
     return _without_frozen(engine, pieces)
 
 
