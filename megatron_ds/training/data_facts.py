@@ -21,7 +21,7 @@ from ..mpu.group import Group
 from ..planning.run_model import data_kind
 from .file_copies import are_read_in_full, copies_of, hashes_of_blocks
 from .loaders import Loaders
-from .second_reading import hash_of_sample
+from .sample_hash import hash_of_sample
 
 logger = logging.getLogger(__name__)
 # name → (value, where it is from), of `mpu.agreement`

@@ -62,7 +62,6 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_engine
-from .continued_schedule import changes
 from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks
@@ -98,7 +97,6 @@ from .samples import (
     rearranged,
     wanted_samples,
 )
-from .second_reading import with_second_reading
 from .startup_text import describe
 from .trainer import Trainer
 
@@ -329,6 +327,8 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     identity = description["identity"]
     copies = require_same_data(config, identity, tokenizer, loaders, world)
     if copies is not None:
+        from .second_reading import with_second_reading
+
         loaders = with_second_reading(loaders, copies, mesh)
     # The weights.
     if start.step is not None:
@@ -386,6 +386,8 @@ def _log_changes(engine: Replica, opened: Opened, progress: Progress) -> None:
     run = opened.start.run
     if not progress.step or "converted_from" in run:
         return
+
+    from .continued_schedule import changes
 
     def texts() -> list[str]:
         before = saved_config(run, opened.config.checkpoint.load)

@@ -39,7 +39,7 @@ from ..config.sources.config_text import to_dict
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
-from ..errors import CheckpointError, MismatchError
+from ..errors import CheckpointError, ConfigError, MismatchError
 from ..features import record
 from ..launch_env import run_in
 from ..models.identity import (
@@ -322,6 +322,16 @@ def new_saving(engine: Replica, progress: Progress) -> Saving:
     )
 
 
+def check_states(engine: Replica, description: Mapping) -> None:
+    """Raises ConfigError where an observer keeps state under a name that run.json has for something else."""
+    own = {*description, "progress", "optimizer"}
+    for name in sorted(own & engine.states.keys()):
+        raise ConfigError(
+            f"an observer keeps its state under {name!r}, which run.json has for something else. Use another name in "
+            "`replica.states`."
+        )
+
+
 def run_values(engine: Replica, progress: Progress, description: dict) -> dict:
     """The values of run.json at this moment: the tensors are in other files."""
     of_observers = {name: kept.state() for name, kept in engine.states.items()}
@@ -406,7 +416,10 @@ def all_pieces(
 ) -> list[Piece]:
     """Return this rank's weights, optimizer state, and what layers remember from step to step, without frozen
     weights. saved: see `ZeroOptimizer.pieces`."""
-    pieces = [*engine.optimizer.pieces(saved=saved), *engine.step_state.pieces()]
+    pieces: list[Piece] = [
+        *engine.optimizer.pieces(saved=saved),
+        *engine.step_state.pieces(),
+    ]
     return _without_frozen(engine, pieces)
 
 

@@ -21,6 +21,7 @@ from ..progress.ramps import Progress
 from .build import Replica
 from .observer import due
 from .run_checkpoint import (
+    check_states,
     is_finite,
     log_saved,
     new_saving,
@@ -56,6 +57,7 @@ class Saves:
     """
 
     def __init__(self, engine: Replica, description: dict, loaded_step: int | None):
+        check_states(engine, description)
         self.step = -1 if loaded_step is None else loaded_step
         self.tried = -1
         self.check: Callable[[], None] = lambda: None

@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..batch.batch import Batch
 from ..data.kind import Collator, Dataset, Sample
 from ..data.loading.loader import Loader
@@ -27,6 +25,7 @@ from ..errors import DataError
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 from .loaders import Loaders
+from .sample_hash import hash_of_sample
 from .samples import SharedReader
 
 COMPARED = 16
@@ -87,14 +86,6 @@ class _HashingCollator:
         """(position, hash) of each sample of a batch that was made."""
         for position in batch.sample_ids:
             yield position, self._found.pop(position)
-
-
-def hash_of_sample(sample: Sample) -> str:
-    """A hash of the arrays of a sample."""
-    digest = hashlib.sha256()
-    for name in sorted(sample):
-        digest.update(np.asarray(sample[name]).tobytes())
-    return digest.hexdigest()[:16]
 
 
 class SecondReading:

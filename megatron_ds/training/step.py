@@ -21,7 +21,6 @@ from ..zero.optimizer import StepResult
 from .batches import BatchSource
 from .build import Replica
 from .moments import Computed, Drop
-from .nan_locator import locate_nonfinite
 from .observer import Observer
 from .step_metrics import StepMetrics, StepReport
 
@@ -192,6 +191,9 @@ def _report_nonfinite(
     """Locate the first NaN, then raise or warn. Collective over the world."""
     if engine.seeks_loss_scale:
         return
+    # Loaded by runs that need it.
+    from .nan_locator import locate_nonfinite
+
     weights = [
         (p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"
     ]

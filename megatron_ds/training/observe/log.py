@@ -22,12 +22,10 @@ from typing import Any, TextIO
 from ...config import RunConfig
 from ...features import metric_sinks
 from ...progress.ramps import Progress
-from .csv_monitor import CsvMonitor
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
 from .run_facts import Fact
 from .sink import Sink, Tolerant, check_folder
-from .tensorboard import TensorBoard
 
 logger = logging.getLogger(__name__)
 FORMAT = (
@@ -210,13 +208,18 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     sinks: list[Sink] = []
     if path := metrics_path(config):
         sinks.append(MetricsFile(path, run_id))
+    # Sinks that are off are not loaded.
     if folder := config.logging.tensorboard_dir:
+        from .tensorboard import TensorBoard
+
         sinks.append(
             TensorBoard(
                 Path(folder), progress, config.logging.log_timers_to_tensorboard
             )
         )
     if folder := config.logging.csv_monitor_dir:
+        from .csv_monitor import CsvMonitor
+
         sinks.append(CsvMonitor(Path(folder)))
     sinks += [sink.make(config, run_id) for sink in metric_sinks(config)]
     draws = (

@@ -1,0 +1,203 @@
+"""An observer is told every moment of a run, in order and with the declared types, and what it answers happens."""
+
+import ast
+import contextlib
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from megatron_ds import features
+from megatron_ds.features import Feature
+from megatron_ds.training import observers, trainer
+from megatron_ds.training.moments import Again, Drop, Numbers, Stop
+from megatron_ds.training.observer import Observer
+from tests.harness.pretraining import (
+    MOCK,
+    losses,
+    records,
+    run_file,
+    run_pretrain,
+    same_bits,
+    saved_state,
+    train,
+)
+
+pytestmark = pytest.mark.processes
+
+MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
+# Steps of the run of `witnessed`.
+AGAIN, DROPPED, LAST = 2, 3, 4
+EVERY_STEP = ["step_began", "batch_read", "around"]
+ONE_RUN = ["phase forward-backward", "update_checked", "computed"]
+UPDATE = ["phase optimizer", "update_checked", "step_ended"]
+LINE = ["numbers", "step_logged"]
+# What each step has besides: a line every second step, after which the run is evaluated.
+STEPS = {
+    1: [*EVERY_STEP, *ONE_RUN, *UPDATE, "step_logged", "between_steps"],
+    AGAIN: [
+        *EVERY_STEP,
+        *ONE_RUN,
+        *ONE_RUN,
+        *UPDATE,
+        *LINE,
+        "evaluated",
+        "between_steps",
+        "saved",
+    ],
+    DROPPED: [*EVERY_STEP, *ONE_RUN, *UPDATE, "step_logged", "between_steps"],
+    LAST: [*EVERY_STEP, *ONE_RUN, *UPDATE, *LINE],
+}
+RUN = [
+    *MOCK,
+    *"--train-iters 9 --log-interval 2 --eval-interval 2 --eval-iters 1".split(),
+    *"--save-interval 2".split(),
+]
+
+
+class Witness(Observer):
+    """Writes down its moments, and answers in some steps."""
+
+    def __init__(self, told):
+        self.told = told
+        self.step = 0
+        self.runs = 0
+
+    def told_of(self, moment, values):
+        self.told.append(moment if moment != "phase" else f"phase {values['name']}")
+        hints = get_type_hints(getattr(Observer, moment))
+        for name, value in values.items():
+            assert isinstance(value, hints[name]), (moment, name, value)
+        return getattr(self, f"when_{moment}", lambda *_: None)(*values.values())
+
+    def when_built(self, replica):
+        replica.states["witness"] = self
+
+    def state(self):
+        return {"step": self.step}
+
+    def load_state(self, state):
+        self.step = state.get("step", 0)
+
+    def when_step_began(self, step):
+        self.step = step
+        self.runs = 0
+
+    def when_computed(self, computed):
+        assert computed.progress.step + 1 == self.step
+        assert (computed.drop is not None) == (self.step == DROPPED)
+        self.runs += 1
+        return Again("a witness") if (self.step, self.runs) == (AGAIN, 1) else None
+
+    def when_update_checked(self, norm):
+        return Drop("a witness") if self.step == DROPPED else None
+
+    def when_step_ended(self, end):
+        assert end.step == self.step
+        assert end.skipped == (end.dropped is not None) == (end.step == DROPPED)
+        return Stop("the witness has seen enough") if end.step == LAST else None
+
+    def when_numbers(self):
+        return Numbers({"params_norm": 7.0})
+
+
+def moment(name):
+    own = getattr(Observer, name)
+
+    def told(self, *args):
+        values = inspect.signature(own).bind(self, *args).arguments
+        answer = self.told_of(name, dict(list(values.items())[1:]))
+        return own(self, *args) if answer is None else answer
+
+    return told
+
+
+for name in MOMENTS:
+    setattr(Witness, name, moment(name))
+
+
+@contextlib.contextmanager
+def witnessed(rank, *, told):
+    """The run has a feature with the observer, as if its module were imported."""
+    feature = Feature("witness", observers=[lambda config: Witness(told)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observers, "features", lambda: (*features.features(), feature))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(the moments, the last lines of the log, the folder)"""
+    folder = tmp_path_factory.mktemp("run")
+    told = []
+    (ended,) = train(1, [*RUN, "--save", folder], spoil=partial(witnessed, told=told))
+    return told, ended.out, folder
+
+
+def test_moments_come_in_order(run):
+    told, _, _ = run
+    start = ["built", "loaded", "run_started"]
+    steps = [moment for moments in STEPS.values() for moment in moments]
+    # The run was stopped, so that it is saved and neither evaluated nor "trained".
+    assert told == [*start, *steps, "saved", "run_ended", "closed"]
+
+
+def test_a_complete_run_is_told_the_rest(tmp_path):
+    told = []
+    length = ["--train-iters", "1", "--eval-iters", "1", "--save", tmp_path]
+    train(1, [*MOCK, *length], spoil=partial(witnessed, told=told))
+    end = ["saved", "trained", "evaluated", "evaluated", "run_ended", "closed"]
+    assert told[-len(end) :] == end
+    assert set(MOMENTS) == {moment.split()[0] for moment in told}
+
+
+def test_a_run_that_fails_is_closed_and_not_ended():
+    told = []
+    (ended,) = run_pretrain(
+        1,
+        [*MOCK, "--loss-scale", "inf"],
+        spoil=partial(witnessed, told=told),
+    )
+    assert ended.code
+    assert "run_ended" not in told and told[-1:] in ([], ["closed"])
+
+
+def test_answers_happen(run):
+    _, out, folder = run
+    assert "training ended: the witness has seen enough; 4 steps" in out
+    assert run_file(folder, LAST)["progress"]["skipped_steps"] == 1
+    assert [record["params_norm"] for record in records(folder)] == [7.0, 7.0]
+
+
+def test_a_step_that_runs_again_has_the_same_bits(run, tmp_path):
+    """The weights before the update that was left out are those of a run without an observer."""
+    train(1, [*RUN, "--exit-interval", AGAIN, "--save", tmp_path])
+    assert losses(tmp_path)[AGAIN] == losses(run[2])[AGAIN]
+    assert same_bits(saved_state(tmp_path, AGAIN), saved_state(run[2], AGAIN))
+
+
+def test_state_is_in_the_checkpoint(run):
+    assert run_file(run[2], LAST)["witness"] == {"step": LAST}
+
+
+def test_all_observers_are_told():
+    """The one object that stands for all of them leaves out no moment."""
+    assert set(MOMENTS) <= set(vars(observers.Observers))
+
+
+FEATURES = "spike rerun flops profil straggler timer wandb tasks trace noise autotun kernel_ drop_ watched".split()
+
+
+def test_the_trainer_names_no_feature():
+    source = Path(trainer.__file__).read_text()
+    named = [word for word in FEATURES if re.search(word, source, re.IGNORECASE)]
+    assert named == []
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if not isinstance(node, ast.Load | ast.Store | ast.Del)
+    ]
+    assert len(nodes) < 1200
