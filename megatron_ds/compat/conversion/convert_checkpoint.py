@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -70,7 +71,7 @@ def size_of(text: str) -> int:
     return size
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     # Folders and formats.
     "--load": {
         "type": Path,

@@ -149,7 +149,7 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
             f"{folder} needs the model option {odd[0]}, which this version lacks."
         )
     try:
-        values = {
+        values: dict[str, Any] = {
             name: value if value is None else coerce(declared[name], value, name)
             for name, value in options.items()
         }
@@ -172,9 +172,8 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
             "file is damaged."
         )
     # Widths and heads must fit before tensors are compared with the model.
-    model = ModelConfig(
-        **{"seq_length": values.get("max_position_embeddings"), **values}
-    )
+    given = {"seq_length": values.get("max_position_embeddings"), **values}
+    model = ModelConfig(**given)
     _check_widths(model, folder)
     if model.num_attention_heads % model.query_groups:
         raise CheckpointError(
@@ -305,9 +304,7 @@ def _theirs(
             return last.pop(index)
 
     return {
-        name: StoredTensor(
-            shape, ours.dtype, lambda index=index: read(index), ours.place
-        )
+        name: StoredTensor(shape, ours.dtype, partial(read, index), ours.place)
         for index, (name, shape) in enumerate(zip(entry.theirs, entry.their_shapes))
     }
 

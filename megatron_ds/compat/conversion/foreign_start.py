@@ -37,7 +37,7 @@ from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.file_copies import READ_BYTES, copies_of
 from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
-from .adapter_tensors import NAME
+from .adapter_tensors import parts_of_name
 from .family import model_of
 from .files.stored_tensor import AdapterTensors, LogicalCheckpoint, Tensors
 from .filling import fill, plan_filling
@@ -85,7 +85,7 @@ def foreign_defaults(
     load = folder_of_model(given)
     tokenizer = given.get("data.tokenizer_type")
     name = foreign_format(load, given.get("checkpoint.load_format"))
-    if name is None:
+    if name is None or load is None:
         return {}
     wishes = Wishes(
         vocab_size=given.get("model.vocab_size"),
@@ -137,16 +137,17 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
 
     None without a format. Raises CheckpointError, also if the model is another one than that of the run.
     """
-    if name is None:
+    load = config.checkpoint.load
+    if name is None or load is None:
         return None
     without_state = config.checkpoint.finetune or config.checkpoint.no_load_optim
     wishes = Wishes(
         vocab_size=config.model.vocab_size,
         weights_only=without_state,
         qkv_packing=config.checkpoint.qkv_packing,
-        base=_base(config.checkpoint.pretrained_checkpoint, config.checkpoint.load),
+        base=_base(config.checkpoint.pretrained_checkpoint, load),
     )
-    found = format_of(name).read(Path(config.checkpoint.load), wishes)
+    found = format_of(name).read(Path(load), wishes)
     check_foreign(found, config.model, config.checkpoint.finetune)
     _check_adapters(found, config)
     return found
@@ -154,7 +155,7 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
 
 def _base(pretrained: str | None, load: str) -> Path | None:
     """The folder of the weights below the adapters in --load."""
-    return None if pretrained in (None, load) else Path(pretrained)
+    return None if pretrained is None or pretrained == load else Path(pretrained)
 
 
 def check_foreign(
@@ -194,7 +195,7 @@ def load_foreign(
     # Optimizer state is loaded if both the folder and the run have it.
     mesh = engine.mesh
     begin = time.perf_counter()
-    failing = {"doing": f"cannot load {found.folder}", "kind": CheckpointError}
+    doing = f"cannot load {found.folder}"
     weights_only = (
         checkpoint.finetune or checkpoint.no_load_optim or found.optimizer is None
     )
@@ -207,10 +208,14 @@ def load_foreign(
     gather_from_all_ranks(
         mesh.group("world"),
         lambda: plans.append(plan_filling(pieces, _tensors(found), kinds)),
-        **failing,
+        doing=doing,
+        kind=CheckpointError,
     )
     on_all_ranks(
-        mesh.group("world"), lambda: fill(plans[0], mesh.coordinates), **failing
+        mesh.group("world"),
+        lambda: fill(plans[0], mesh.coordinates),
+        doing=doing,
+        kind=CheckpointError,
     )
     # The optimizer's own numbers, its step and its scale, follow the tensors.
     if not weights_only:
@@ -315,7 +320,8 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
 
 def _check_all_layers(found: LogicalCheckpoint, adapters: AdapterTensors) -> None:
     """Raises CheckpointError for adapters of a part of the layers that a run of their targets would give one."""
-    adapted = {NAME.fullmatch(name)["layer"] for name in adapters.tensors}
+    tensors = adapters.tensors.items()
+    adapted = {parts_of_name(name, tensor.place)[0] for name, tensor in tensors}
     kinds = {layer.rpartition(".")[2] for layer in adapted}
     layers = {name.removesuffix(".weight") for name in found.tensors[WEIGHT]}
     alike = {layer for layer in layers if layer.rpartition(".")[2] in kinds}
@@ -341,7 +347,7 @@ def origin_of(
     files = [
         Path(path).resolve() for name in FIELDS if (path := getattr(config.data, name))
     ]
-    folder = Path(config.checkpoint.load).resolve()
+    folder = Path(config.checkpoint.load or "").resolve()
     if found is not None and any(folder not in (path, *path.parents) for path in files):
         source.pop("generation", None)
         source["settings"] = {

@@ -6,6 +6,7 @@ Both models are in memory, in fp32.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -14,6 +15,7 @@ from ...batch.ledger import DISCARDING
 from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
 from ...models import MODELS, build_stage
+from ...models.heads import BertOutput
 from ...models.stage_modules import run_layers
 from ...moe.balance import StepState
 from ...mpu.context import ParallelContext
@@ -73,10 +75,15 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
         ledger=DISCARDING,
     )
     # Padding of the vocabulary is cut off.
-    output = run_layers(modules, None, batch)
-    logits, others = (
-        (output.logits, [output.order]) if model.model == "bert" else (output, [])
-    )
+    # The last layer of a BERT returns no tensor.
+    output = cast(torch.Tensor | BertOutput, run_layers(modules, None, batch))
+    others = []
+    if isinstance(output, BertOutput):
+        logits, order = output
+        others = [] if order is None else [order]
+    else:
+        logits = output
+    assert isinstance(logits, torch.Tensor), "only a run asks for logits in chunks"
     return [logits.transpose(0, 1)[..., : model.vocab_size].float(), *others]
 
 

@@ -233,7 +233,7 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
     names = next(
         (names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {}
     )
-    found = {}
+    found: dict[str, Path] = {}
     for field, path in copies.items():
         if path.is_dir():
             found |= {

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...config import DataConfig
 from ...progress.ramps import Progress
@@ -49,7 +50,7 @@ def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[s
     """The options of the source's tokenizer, none without one; a line for the user."""
     for kind, names in TOKENIZERS:
         if _fits(kind, names, checkpoint.tokenizer):
-            paths = {
+            paths: dict[str, Any] = {
                 field: str(checkpoint.tokenizer[name]) for field, name in names.items()
             }
             if kind == "HuggingFaceTokenizer":  # with the files beside it

@@ -101,6 +101,10 @@ class Fixed:
     ours: str
     value: Any
 
+    @property
+    def theirs(self) -> str:
+        return ""
+
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """{our option: the value}."""
         return {self.ours: self.value}
@@ -111,7 +115,10 @@ class Fixed:
 
 
 class SettingRule(Protocol):
-    """An entry of a table, such as those above. theirs: a setting that messages name."""
+    """An entry of a table, such as those above. theirs: a setting that messages name; "" of an entry without one."""
+
+    @property
+    def theirs(self) -> str: ...
 
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """{our option: value}. Raises CheckpointError."""
@@ -129,7 +136,7 @@ def options_of(
     those that give one option different values."""
     options: dict[str, Any] = {}
     problems = []
-    givers = {}
+    givers: dict[str, SettingRule] = {}
     for entry in table:
         try:
             found = entry.option_of(settings)

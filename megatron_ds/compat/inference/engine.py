@@ -166,7 +166,13 @@ class InferenceEngine(nn.Module):
         if self.group.size > 1:
             drawn = int(torch.randint(2**62, ()))
             torch.manual_seed(all_gather_object(drawn, self.group)[0])
-        return self.module.generate(*inputs, **options)
+        generate = getattr(self.module, "generate", None)
+        if generate is None:
+            raise CallError(
+                f"{type(self.module).__name__} has no method generate. Give init_inference a model of transformers, or "
+                "call the engine for the outputs of the module."
+            )
+        return generate(*inputs, **options)
 
     def _require_same_inputs(self, inputs: Any, options: Any) -> None:
         """Raises CallError, on all ranks, unless the tensors of the arguments are alike on all of them."""

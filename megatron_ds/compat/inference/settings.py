@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
     "moe_type": "the model's own layers are used",
 }
 # key → (values that change nothing, what to do instead)
-REFUSED = {
+REFUSED: dict[str, tuple[tuple, str]] = {
     "zero": (
         ({}, None),
         'give initialize {"zero_optimization": {"stage": 3, "offload_param": …}} without an optimizer '

@@ -81,13 +81,15 @@ def _split_linear(name: str, linear: nn.Module, style: str, group: Group) -> Non
     dim = int(is_column == transposed)
     fused = (parts for end, parts in FUSED.items() if f".{name}".endswith(f".{end}"))
     parts = next(fused, 1) if is_column else 1
-    linear.weight = _cut(name, linear.weight, dim, parts, group)
+    weight = _cut(name, linear.get_parameter("weight"), dim, parts, group)
+    linear.weight = weight
     # Outputs have their own biases; a sum has the bias once.
-    if linear.bias is not None and is_column:
-        linear.bias = _cut(name, linear.bias, 0, parts, group)
-    elif linear.bias is not None and group.rank:
-        linear.bias = _parameter(torch.zeros_like(linear.bias), linear.bias)
-    inputs, outputs = linear.weight.shape[:: 1 if transposed else -1]
+    bias = linear.bias
+    if isinstance(bias, torch.Tensor) and is_column:
+        linear.bias = _cut(name, bias, 0, parts, group)
+    elif isinstance(bias, torch.Tensor) and group.rank:
+        linear.bias = _parameter(torch.zeros_like(bias), bias)
+    inputs, outputs = weight.shape[:: 1 if transposed else -1]
     sizes = (
         {"nf": outputs}
         if transposed
@@ -121,7 +123,7 @@ def _split_parameter(owner: nn.Module, name: str, style: str, group: Group) -> N
 
 
 def _cut(
-    name: str, value: nn.Parameter, dim: int, parts: int, group: Group
+    name: str, value: torch.Tensor, dim: int, parts: int, group: Group
 ) -> nn.Parameter:
     """This rank's piece along `dim`, of each of equal `parts` in turn."""
     size = value.shape[dim]
@@ -134,7 +136,7 @@ def _cut(
     return _parameter(torch.cat(pieces, dim), value)
 
 
-def _parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+def _parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value.contiguous(), requires_grad=like.requires_grad)
 
 

@@ -85,7 +85,8 @@ def plan_of(
 def check_heads(model: nn.Module, ranks: int) -> None:
     """Raises ConfigError if the attention heads of a transformers model are not divisible by `ranks`."""
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text_config = getattr(config, "get_text_config", None)
+    config = config if text_config is None else text_config()
     for name in COUNTS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count % ranks:
@@ -136,7 +137,7 @@ def _plan_of_policy(
 
 def _plan_of_patterns(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     """transformers' plan, whose names have `*` for numbers. Raises ConfigError for a style that is not known."""
-    plan = {}
+    plan: dict[str, str] = {}
     names = [*dict(model.named_modules()), *dict(model.named_parameters())]
     for pattern, style in patterns.items():
         written = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))

@@ -20,6 +20,7 @@ class StoredWeight:
 
     codes: torch.Tensor
     scales: torch.Tensor
+    stored: tuple[torch.Size, torch.dtype, int, int]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -49,7 +50,7 @@ def store(model: nn.Module, form: StoredFormat) -> int:
 
 
 def _store_one(name: str, linear: nn.Module, form: StoredFormat) -> None:
-    weight = linear.weight.detach()
+    weight = linear.get_parameter("weight").detach()
     block = NEIGHBOURS
     if form.groups is not None:
         block, rest = divmod(weight.numel(), form.groups)
@@ -60,7 +61,9 @@ def _store_one(name: str, linear: nn.Module, form: StoredFormat) -> None:
             )
     codes, scales = quantize(weight.contiguous(), form.bits, block)
     del linear.weight
-    linear.__class__ = _stored_class(type(linear))
+    kind: type = type(linear)
+    linear.__class__ = _stored_class(kind)
+    assert isinstance(linear, StoredWeight)
     linear.stored = (weight.shape, weight.dtype, form.bits, block)
     linear.register_buffer("codes", codes)
     linear.register_buffer("scales", scales)

@@ -55,8 +55,9 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
             "all its files."
         )
     model.load_state_dict(stored, strict=False, assign=True)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    tie_weights = getattr(model, "tie_weights", None)
+    if tie_weights is not None:
+        tie_weights()
     _fill_buffers(model)
 
 
@@ -87,8 +88,9 @@ def files_of(checkpoint: Any, base_dir: str) -> list[Path]:
 def _names_of(block: Mapping[str, Any]) -> list[str]:
     names = block.get("checkpoints")
     kind = str(block.get("type", "")).lower()
+    is_divided = kind in ("ds_model", "megatron")
     is_list = isinstance(names, list | tuple) and all(map(_is_text, names))
-    if kind in ("ds_model", "megatron") or not is_list:
+    if is_divided or names is None or not is_list:
         raise ConfigError(
             f'checkpoint: "type": {block.get("type")!r} with "checkpoints" of type {type(names).__name__} is not '
             "available: give a list of files with whole weights under Hugging Face's names, or a folder of them. "
@@ -178,8 +180,9 @@ def _with_parameters_on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
                 parameter.to("meta"), requires_grad=parameter.requires_grad
             )
 
-    nn.Module.register_parameter = on_meta
+    # As torch's own contexts for deferred initialization do it.
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         return kind(config)
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

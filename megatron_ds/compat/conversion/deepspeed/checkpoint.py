@@ -284,7 +284,7 @@ def _module_weights(
         for k, v in entry(content, "shared_params", Mapping, place, {}).items()
     }
     found = {}
-    by_place = {}
+    by_place: dict[tuple[str, tuple[int, ...]], str] = {}
     for name, tensor in entry(content, "module", Mapping, place, {}).items():
         if not isinstance(tensor, StoredTensor) or name in buffers or name in shared:
             continue

@@ -194,8 +194,8 @@ def open_file(path: Path) -> ForeignFile:
 
 
 def entry(
-    content: Mapping[str, Any],
-    name: str,
+    content: Mapping[Any, Any],
+    name: str | int,
     kind: type | tuple[type, ...],
     place: object,
     absent: Any = ...,

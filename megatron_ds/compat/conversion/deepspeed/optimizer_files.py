@@ -169,9 +169,10 @@ def _group(
         ranks = range(part, len(opened.paths), parts)
         shards = opened.group(g, ranks)
         # Old files lack the slices, which follow from the sizes and the order.
-        if all(isinstance(mapping, list) for mapping in mappings):
+        stored = [mapping for mapping in mappings if isinstance(mapping, list)]
+        if len(stored) == len(mappings):
             slices = [
-                entry(dict(enumerate(mappings[d])), g, Mapping, opened.paths[d])
+                entry(dict(enumerate(stored[d])), g, Mapping, opened.paths[d])
                 for d in ranks
             ]
         else:
@@ -257,7 +258,7 @@ def expert_state(
         )
     parts = len(files.expert_optimizers)
     # Rank 0 comes last, so its state of the dense parameters remains.
-    found = {}
+    found: Named = {}
     commons = {}
     for rank, path in sorted(files.expert_optimizers.items(), reverse=True):
         own = entry(open_file(path).content, "optimizer", dict, path)
@@ -347,7 +348,8 @@ def optimizer_steps(inner: Mapping, place: object) -> set[int]:
         *entry(inner, "param_groups", list, place, []),
     ]
     states = [state for state in found if isinstance(state, Mapping)]
-    return {count(state, "step", place) for state in states} - {None}
+    steps = {count(state, "step", place) for state in states}
+    return {step for step in steps if step is not None}
 
 
 def scaler_numbers(state: Any) -> dict[str, float]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -173,7 +173,7 @@ def merged_slices(
     return found
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     """Whether a value of a file is a number of elements."""
     return type(value) is int and value >= 0
 
@@ -184,7 +184,7 @@ def replayed_slices(
     """`param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
     # The parameters follow each other through the equal shards.
     size = shards[0].size
-    mappings = [{} for _ in shards]
+    mappings: list[dict[str, dict[str, int]]] = [{} for _ in shards]
     at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
@@ -254,7 +254,7 @@ def _part(
 ) -> StoredTensor:
     """One parameter from its parts. start, size: of the part in the vectors of each rank."""
     numel = math.prod(shape)
-    slices = []
+    slices: list[VectorSlice] = []
     for rank, shard in enumerate(shards):
         # The last parts are padded, and may hold no element.
         left = max(0, numel - rank * size)
@@ -271,8 +271,9 @@ def merged_fragments(
     """
     found = {}
     for name, shape in shapes.items():
-        held = [one.get(name) for one in fragments]
-        if not all(isinstance(part, StoredTensor) for part in held):
+        parts = [one.get(name) for one in fragments]
+        held = [part for part in parts if isinstance(part, StoredTensor)]
+        if len(held) < len(parts):
             raise CheckpointError(
                 f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
             )

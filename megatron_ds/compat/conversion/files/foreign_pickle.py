@@ -151,6 +151,8 @@ class ForeignObject:
 
     foreign_name = ""
     allowance: Allowance | None = None
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: Any, **keywords: Any) -> "ForeignObject":
         self = object.__new__(cls)
@@ -233,7 +235,7 @@ class ForeignUnpickler(pickle.Unpickler):
         self._allowance = Allowance(content)
         self._keys = Keys((*_ATOMS, ForeignObject), _ATOMS)
         called = _CALLED | _tables_called(self._keys)
-        self._known = {
+        self._known: dict[tuple[str, str], Any] = {
             name: Function(value, self._allowance) for name, value in called.items()
         }
         self._known |= _DTYPE_NAMES | dict(allowed or {})

@@ -7,6 +7,7 @@ float16, which cannot hold all values, is cast here, so that it is checked.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 
 import torch
 
@@ -45,10 +46,15 @@ class ReadAhead:
         self._submit()
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
-        self._memory.__exit__(*failure)
+        self._memory.__exit__(kind, error, trace)
 
     def take(self, index: int) -> torch.Tensor:
         """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""

@@ -55,8 +55,8 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 def _places_in(index: Path) -> dict[str, str]:
     """Name of a tensor → its file, in the folder of the index and nowhere else. Raises CheckpointError."""
     places = read_json(index).get("weight_map")
-    is_table = isinstance(places, dict) and bool(places)
-    if not is_table or not all(map(_is_file_name, places.values())):
+    is_table = isinstance(places, dict) and all(map(_is_file_name, places.values()))
+    if not is_table or not places:
         raise CheckpointError(
             f"{index} is damaged: weight_map is not a table of file names."
         )
@@ -176,7 +176,11 @@ def _described(path: Path, name: str, stored: Any) -> StoredTensor:
         )
     # Its reader is set when its place in the file is known.
     shape = tuple(stored.get_shape())
-    return StoredTensor(shape, DTYPES[code], lambda: None, f"{path}: {name}")
+    return StoredTensor(shape, DTYPES[code], _not_placed, f"{path}: {name}")
+
+
+def _not_placed() -> torch.Tensor:
+    raise AssertionError("the place of the tensor in its file is not known yet")
 
 
 def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Tensor:

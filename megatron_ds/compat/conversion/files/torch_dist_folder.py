@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Sharded:
                 part = changed(
                     box.tensor,
                     box.tensor.shape[1:],
-                    lambda chunk, at=row - box.offset[0]: chunk[at],
+                    itemgetter(row - box.offset[0]),
                 )
                 found[row].append(StoredBox(box.offset[1:], part))
         return [

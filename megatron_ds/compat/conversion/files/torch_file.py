@@ -179,7 +179,7 @@ def _data_start(window: _Window, record: zipfile.ZipInfo) -> int:
 def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
     at = 0
     parts = []
-    named = {}
+    named: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage_of(dtype: torch.dtype, key: str, numel: int) -> Storage:
         if named.setdefault(key, (dtype, numel)) != (dtype, numel):

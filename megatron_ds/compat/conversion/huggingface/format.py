@@ -373,7 +373,7 @@ def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int | None]:
     ids = _vocabulary(path)
     named = _named_tokens(path)
     texts = {key: named.get(key.removesuffix("_id")) for key in TOKENS}
-    return {key: ids.get(text) for key, text in texts.items()}
+    return {key: None if text is None else ids.get(text) for key, text in texts.items()}
 
 
 def _named_tokens(path: Path) -> dict[str, str]:

@@ -22,7 +22,7 @@ import torch
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from ....features import Provided
-from ..adapter_tensors import NAME
+from ..adapter_tensors import parts_of_name
 from ..family import Family, TensorMapping, entries_of
 
 ADAPTER_TARGETS: Provided[Any] = Provided("adapter targets")
@@ -39,7 +39,7 @@ THEIRS = {A: "lora_A.weight", B: "lora_B.weight", M: "lora_magnitude_vector"}
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PROBE = 7  # columns of a tensor that shows whether a packing transposes
 # Values of keys that change what an adapter computes; other values are refused.
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
     "modules_to_save": None,
@@ -247,12 +247,11 @@ def targets_of(tensors: Iterable[str]) -> list[str]:
     """The words of --lora-target-modules for the layers that have these tensors, by our names."""
     words = []
     for name in tensors:
-        match = NAME.fullmatch(name)
-        kind = match["layer"].rpartition(".")[2]
-        part = None if match["part"] is None else int(match["part"])
+        layer, part, _ = parts_of_name(name, name)
+        kind = layer.rpartition(".")[2]
         words += [
             word
-            for word, target in ADAPTER_TARGETS.find().items()
+            for word, target in ADAPTER_TARGETS.get().items()
             if target.layer == kind and target.part == part
         ][:1]
     return list(dict.fromkeys(words))

@@ -15,8 +15,13 @@ from safetensors.torch import save
 from ....checkpoint.folder import write_durably
 from ....errors import CheckpointError
 from ....mpu.param_spec import ParamSpec
-from ..adapter_tensors import NAME as NAME_OF_TENSOR
-from ..adapter_tensors import adapters_in_memory, of_layers, shifted, with_adapters
+from ..adapter_tensors import (
+    adapters_in_memory,
+    of_layers,
+    parts_of_name,
+    shifted,
+    with_adapters,
+)
 from ..family import entries_of, model_of
 from ..files.safetensors_reader import read_file, read_json
 from ..files.stored_tensor import (
@@ -127,14 +132,14 @@ def _check_shapes(
 ) -> None:
     """Raises CheckpointError for matrices of another rank, or of a model with other widths."""
     for name, tensor in tensors.items():
-        found = NAME_OF_TENSOR.fullmatch(name)
-        columns = specs[f"{found['layer']}.weight"].shape[1]
+        layer, _, leaf = parts_of_name(name, weights)
+        columns = specs[f"{layer}.weight"].shape[1]
         wanted = {"a": [rank, columns], "b": [len(tensor), rank]}
         shape = list(tensor.shape)
-        if shape != wanted.get(found["leaf"], shape):
+        if shape != wanted.get(leaf, shape):
             raise CheckpointError(
                 f"{weights}: {name} is {shape}, and with r={rank} and the model's widths it is "
-                f"{wanted[found['leaf']]}. Give the {CONFIG} and the model of this adapter."
+                f"{wanted[leaf]}. Give the {CONFIG} and the model of this adapter."
             )
 
 

@@ -134,10 +134,12 @@ def _yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
 def _amplitude(rope: Settings, factor: float) -> dict[str, float]:
     """Our weights of ln(factor) for their attention_factor, or for theirs, of which both or none count."""
     given = rope.get("attention_factor")
-    weights = (rope.get("mscale"), rope.get("mscale_all_dim"))
-    if given is None:
-        mscale, divisor = weights if all(weights) else (1.0, 0.0)
+    mscale = rope.get("mscale")
+    divisor = rope.get("mscale_all_dim")
+    if given is None and mscale and divisor:
         return {"yarn_mscale": float(mscale), "yarn_mscale_all_dim": float(divisor)}
+    if given is None:
+        return {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
     if factor <= 1 and given != 1:
         raise CheckpointError(
             f"attention_factor is {given} with factor {factor}, and this package computes "

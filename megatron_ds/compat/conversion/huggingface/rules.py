@@ -3,7 +3,7 @@ a formula."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
@@ -76,7 +76,7 @@ class RotaryDim:
         dim = settings.get(self.theirs)
         heads = settings.get("n_head")
         width = settings.get("n_embd")
-        if not all(type(number) is int and number > 0 for number in (heads, width)):
+        if not (_is_size(heads) and _is_size(width)):
             return {}  # other entries of the table report these settings
         if type(dim) is not int or not 0 < dim <= width // heads or dim % 2:
             raise CheckpointError(
@@ -222,11 +222,15 @@ class QueryScalar:
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """{query_pre_attn_scalar: number}, whole where it is nearly."""
-        scalar = model.head_dim
+        scalar: float = model.head_dim
         if model.softmax_scale is not None:
             scalar = model.softmax_scale**-2
         is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
         return {self.theirs: round(scalar) if is_whole else scalar}
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 WINDOW_THETA = "rope_local_base_freq"
@@ -257,6 +261,10 @@ class RotaryByWindow:
         usual = {THETA: settings.get(THETA, 1e6)}
         alone = {**settings, self.theirs: usual | outside, "rope_scaling": None}
         base = inside.get(THETA, settings.get(WINDOW_THETA, 1e4))
+        if not isinstance(base, int | float):
+            raise CheckpointError(
+                f"{THETA} of sliding_attention is {base!r}, not a number"
+            )
         return {
             "position_embedding_type": "rope",
             **rotary_options(alone, {}),

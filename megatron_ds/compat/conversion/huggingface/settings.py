@@ -65,7 +65,7 @@ ALIASES = {
     },
 }
 # Values of settings that are absent, where a table above has those of another model_type.
-ABSENT = {
+ABSENT: Mapping[str, Mapping[str, Any]] = {
     "bloom": {"seq_length": 2048},
     "gptj": {"rotary_dim": 64, "n_positions": 2048},
     "falcon": {"max_position_embeddings": 2048},
@@ -180,8 +180,8 @@ def notes(table: tuple, settings: Settings) -> list[str]:
 def with_defaults(settings: Settings) -> Settings:
     """The settings under their own names, with the values of ABSENT for those that are absent."""
     model_type = settings.get("model_type")
-    names = ALIASES.get(model_type, {})
-    defaults = ABSENT.get(model_type, {})
+    names = ALIASES.get(str(model_type), {})
+    defaults = ABSENT.get(str(model_type), {})
     settings = {names.get(name, name): value for name, value in settings.items()}
     if {"num_experts", "num_local_experts"} & settings.keys():
         defaults = {

@@ -135,10 +135,10 @@ class Window:
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Their settings."""
         windowed = model.windowed
-        without = None if self.hides else model.positions
-        found: dict[str, Any] = {
-            self.theirs: model.window_size[0] + 1 if any(windowed) else without
-        }
+        value = None if self.hides else model.positions
+        if model.window_size is not None and any(windowed):
+            value = model.window_size[0] + 1
+        found: dict[str, Any] = {self.theirs: value}
         if self.has_switch:
             found["use_sliding_window"] = any(windowed)
         if self.layers is not all_layers:

@@ -121,12 +121,15 @@ def from_buckets(
     Raises CheckpointError if the layout cannot be replayed.
     """
     # The keys give optimizer, rank, chunk and bucket of each buffer.
-    found = {key: _KEY.fullmatch(key) for key in buffers}
-    if odd := [key for key, match in found.items() if match is None]:
-        raise CheckpointError(
-            f"{stored.path}: the optimizer stores {odd[0]}, by rank and without names. "
-            f"{REMEDY}"
-        )
+    found: dict[str, re.Match[str]] = {}
+    for key in buffers:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise CheckpointError(
+                f"{stored.path}: the optimizer stores {key}, by rank and without names. "
+                f"{REMEDY}"
+            )
+        found[key] = match
     size = lambda name: args.get(name) or 1
     tp = size("tensor_model_parallel_size")
     layout = BufferLayout(

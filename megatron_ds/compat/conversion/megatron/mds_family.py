@@ -18,7 +18,7 @@ from ..beyond_megatron import check_known_to_megatron
 from ..family import Family, Row
 from ..files.stored_tensor import RawCheckpoint, StoredTensor
 from ..packings import QKV_ROWS, SAME
-from ..settings_table import Fixed, Key, Only, options_of, settings_of
+from ..settings_table import Fixed, Key, Only, SettingRule, options_of, settings_of
 
 # as --family takes them
 NAME = "mds-gpt"
@@ -51,7 +51,7 @@ ROWS = (
 )
 
 # Arguments as Megatron-DeepSpeed stores them. A switch that is absent is off.
-ARGUMENTS = (
+ARGUMENTS: tuple[SettingRule, ...] = (
     *(Key(name, name) for name in ("num_layers", "hidden_size", "num_attention_heads")),
     Key("ffn_hidden_size", "ffn_size", None, option="ffn_hidden_size"),
     Key("kv_channels", "head_dim", None, option="kv_channels"),
@@ -224,6 +224,14 @@ def with_module_names(raw: RawCheckpoint) -> RawCheckpoint:
     return replace(raw, tensors=tensors)
 
 
+def _layer_and_leaf(name: str) -> tuple[str, str]:
+    """Return (digits of the layer, name in it) of a name in a pipeline."""
+    if name.startswith("tied_modules."):
+        return "0", name.split(".", 2)[2]
+    digits, _, leaf = name.partition(".")
+    return digits, leaf
+
+
 def _names_of_layers(
     weights: Mapping[str, StoredTensor], folder: object
 ) -> dict[str, str]:
@@ -231,15 +239,12 @@ def _names_of_layers(
     # The leaves of each layer identify it.
     leaves: dict[int, set[str]] = {}
     for name in weights:
-        number, _, leaf = name.partition(".")
-        if name.startswith("tied_modules."):
-            number = "0"
-            leaf = name.split(".", 2)[2]
-        if not number.isdecimal():
+        digits, leaf = _layer_and_leaf(name)
+        if not digits.isdecimal():
             raise CheckpointError(
                 f"{folder}: {name} is not the name of a tensor of Megatron-DeepSpeed."
             )
-        leaves.setdefault(int(number), set()).add(leaf)
+        leaves.setdefault(int(digits), set()).add(leaf)
     # Layers with attention are the transformer's, numbered in their order.
     blocks = {
         number: i
@@ -250,11 +255,8 @@ def _names_of_layers(
     # Other layers are embeddings, the final norm and the head.
     names = {}
     for name in weights:
-        number, _, leaf = name.partition(".")
-        if name.startswith("tied_modules."):
-            number = "0"
-            leaf = name.split(".", 2)[2]
-        number = int(number)
+        digits, leaf = _layer_and_leaf(name)
+        number = int(digits)
         if number in blocks:
             names[name] = f"{ROOT}encoder.layers.{blocks[number]}.{leaf}"
         elif "embeddings" in leaf:

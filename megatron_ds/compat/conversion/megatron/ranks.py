@@ -73,8 +73,8 @@ def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
         return parts[whole]
     # Experts are numbered without gaps.
     wanted = [TensorPart(name, number) for number in range(len(parts))]
-    experts = [parts.get(part) for part in wanted]
-    if None in experts:
+    experts = [parts[part] for part in wanted if part in parts]
+    if len(experts) < len(wanted):
         numbers = sorted(part.expert or 0 for part in parts)
         raise CheckpointError(
             f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "

@@ -75,7 +75,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         )
     check_arguments(args, stored.path)
     # The keys separate weights, optimizer state by name, and flat buffers.
-    keys = {kind: {} for kind in (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")}
+    kinds = (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")
+    keys: dict[str, dict[str, Sharded]] = {kind: {} for kind in kinds}
     buffers = {}
     for key, tensor in stored.tensors.items():
         if _BUFFERS.fullmatch(key):
@@ -138,10 +139,10 @@ def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor
     """One tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
     if len(parts) == 1 and next(iter(parts)) == TensorPart(name):
         return parts[TensorPart(name)]
-    experts = sorted({part.expert for part in parts if part.expert is not None}) or [
-        None
-    ]
-    halves = sorted({part.half for part in parts if part.half is not None}) or [None]
+    numbers = sorted({part.expert for part in parts if part.expert is not None})
+    experts: list[int | None] = [*numbers] or [None]
+    numbers = sorted({part.half for part in parts if part.half is not None})
+    halves: list[int | None] = [*numbers] or [None]
     wanted = {TensorPart(name, expert, half) for expert in experts for half in halves}
     if wanted != parts.keys() or experts not in ([None], [*range(len(experts))]):
         raise CheckpointError(

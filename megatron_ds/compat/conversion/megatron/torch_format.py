@@ -149,7 +149,8 @@ def _first_layers(
 def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -> Chunk:
     """The parts of a chunk, renamed with the global numbers of their layers and experts."""
     per_rank = local_experts(args)
-    present = {layer_of(part.name) for part, _ in chunk} - {None}
+    layers = [layer_of(part.name) for part, _ in chunk]
+    present = [layer for layer in layers if layer is not None]
     # Some versions number the layers globally already.
     is_local = not present or min(present) == 0
     shift = first if is_local else 0
@@ -235,7 +236,7 @@ def _repacked(
 def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
     states = optimizers_in(file.content.get("optimizer"))
     steps = []
-    scaler = {}
+    scaler: dict[str, Any] = {}
     for state in states:
         inner = fields_of(state.get("optimizer")) or state
         steps += [fields_of(group) for group in inner.get("param_groups") or ()]

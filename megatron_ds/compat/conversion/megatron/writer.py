@@ -231,7 +231,10 @@ def _common(
 ) -> dict[str, Any]:
     # Weights alone need the arguments and the version.
     step = checkpoint.progress.iteration or 0
-    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
     common = {
         "args": argparse.Namespace(**args),
         "checkpoint_version": 3.0,
