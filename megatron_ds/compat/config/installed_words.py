@@ -8,7 +8,7 @@ from .unsupported import answer_to_flag
 
 
 def _projects() -> dict[str, str]:
-    """Flag of a fork → the project; the first dialect counts where two have the flag."""
+    """Return flag of a fork → its project. If two dialects have a flag, the first counts."""
     projects: dict[str, str] = {}
     for dialect in reversed(DIALECTS):
         projects |= dict.fromkeys(dialect.names, dialect.project)

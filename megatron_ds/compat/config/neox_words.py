@@ -54,8 +54,8 @@ def _switch_words(block: Mapping[str, Any]) -> Words:
 
 def _layer_words(block: Mapping[str, Any]) -> Words:
     """Positions, activation and biases of all layers."""
-    positions = block.get("pos_emb")
-    if isinstance(positions, str) and positions in POSITIONS:
+    positions = block.get("pos_emb", "")
+    if positions in POSITIONS:
         yield "pos_emb", ["--position-embedding-type", POSITIONS[positions]]
 
     # The fused kernel computes the tanh form.
@@ -132,11 +132,11 @@ def _tokenizer_words(block: Mapping[str, Any]) -> Words:
 
 
 def _initial_words(block: Mapping[str, Any]) -> Words:
-    """Standard deviations of initial weights: that of most, and that of the output projections of a block,
-    which is the first over sqrt(2 × layers) here.
+    """Yield the standard deviations of most initial weights, and of those of the output projections of a block. The
+    second is the first over sqrt(2 × layers) here.
 
-    small_init: sqrt(2 / (5 h)), Nguyen and Salazar 2019, arXiv:1910.05895, section 2.2;
-    wang_init: 2 / (L sqrt(h)), of Wang and Komatsuzaki's GPT-J.
+    small_init: sqrt(2 / (5 h)), Nguyen and Salazar 2019, arXiv:1910.05895, section 2.2; wang_init: 2 / (L
+    sqrt(h)), of Wang and Komatsuzaki's GPT-J.
     """
     layers = block.get("num_layers")
     hidden = block.get("hidden_size")

@@ -263,7 +263,7 @@ ON_BY_DEFAULT = frozenset(
 
 
 def asks_for_default(key: str, value: Any) -> bool:
-    """Whether a value of an accepted key is what the key stands for without being written."""
+    """Whether a value of an accepted key is the one that holds if the key is left out."""
     return value is not False if key in ON_BY_DEFAULT else asks_for_nothing(value)
 
 

@@ -129,7 +129,7 @@ def _shifted(
 def adapters_in_memory(
     tensors: Mapping[str, torch.Tensor], place: object
 ) -> dict[str, StoredTensor]:
-    """Tensors that were read already."""
+    """Return tensors that were read already as stored ones."""
     return {
         name: StoredTensor(
             tuple(tensor.shape),

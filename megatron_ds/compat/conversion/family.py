@@ -331,10 +331,8 @@ def missing(
 def replaced(
     entries: Iterable[TensorMapping], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """Their names in the files that are parts of a tensor of ours of which other parts are missing.
-
-    The whole tensor has new values then; see `initial`.
-    """
+    """Return their names of parts of a tensor of which other parts are missing. The whole tensor of ours then gets
+    new values; see `initial`."""
     names: list[str] = []
     for entry in entries:
         present = [name for name in entry.theirs if name in stored]

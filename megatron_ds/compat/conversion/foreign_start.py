@@ -133,7 +133,7 @@ def dtype_options(checkpoint: LogicalCheckpoint) -> dict[str, bool]:
 
 
 def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | None:
-    """The checkpoint in the --load folder, of a format: headers and settings, tensors later. Not collective.
+    """Read headers and settings of the checkpoint in the --load folder; its tensors are read later. Not collective.
 
     None without a format. Raises CheckpointError, also if the model is another one than that of the run.
     """
@@ -244,7 +244,8 @@ def load_foreign(
 
 
 def _require_same_weights(found: LogicalCheckpoint, world: Group) -> None:
-    """Raise ConfigError on all ranks whose copies of the folder hold other tensors. Collective over the world."""
+    """Raise ConfigError on all ranks if the copies of the folder on some ranks hold other tensors. Collective over
+    the world."""
     if world.size == 1:
         return
     files = on_all_ranks(world, lambda: _files_in(found.folder))
@@ -265,8 +266,8 @@ def _files_in(folder: Path) -> dict[str, Path]:
 
 
 def _hashes_of_tensors(found: LogicalCheckpoint) -> dict[str, tuple[str, str]]:
-    """What each tensor is → (shape, dtype and hash, place). Of tensors above READ_BYTES together, evenly spaced ones
-    have a hash."""
+    """Return the name of each tensor → (shape, dtype and hash, place). If all tensors exceed READ_BYTES, only
+    evenly spaced ones are hashed."""
     stored = {}
     for kind, tensors in _tensors(found).items():
         for name in sorted(tensors):
@@ -319,7 +320,8 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
 
 
 def _check_all_layers(found: LogicalCheckpoint, adapters: AdapterTensors) -> None:
-    """Raises CheckpointError for adapters of a part of the layers that a run of their targets would give one."""
+    """Raises CheckpointError if some layers of the adapted kinds have no adapter: a run would give all of them
+    one."""
     tensors = adapters.tensors.items()
     adapted = {parts_of_name(name, tensor.place)[0] for name, tensor in tensors}
     kinds = {layer.rpartition(".")[2] for layer in adapted}
@@ -370,7 +372,7 @@ def log_length(config: RunConfig) -> None:
 
 
 def notes_text(found: LogicalCheckpoint) -> str:
-    """The settings of the source that the run follows otherwise or not at all, a paragraph each."""
+    """Return a paragraph for each setting of the source that the run does not follow, or follows in another way."""
     lines = [
         textwrap.fill(
             note,
@@ -396,7 +398,7 @@ def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:
 def _numbers(
     found: LogicalCheckpoint, current: Mapping[str, float]
 ) -> dict[str, float]:
-    """Numbers of the optimizer: those of the files, and of this run where they have none."""
+    """Return the numbers of the optimizer from the files; those that the files lack are the ones of this run."""
     known = {
         name: value for name, value in found.progress.scaler.items() if name in current
     }

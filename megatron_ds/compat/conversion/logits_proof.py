@@ -89,7 +89,8 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
 
 @torch.inference_mode()
 def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
-    """The same of transformers. Raises CheckpointError if it is not installed or cannot load the folder."""
+    """Return the outputs of transformers' model in the folder. Raises CheckpointError if it is not installed or
+    cannot load the folder."""
     try:
         import transformers
     except ImportError as error:

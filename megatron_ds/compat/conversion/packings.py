@@ -101,7 +101,7 @@ def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
 
 
 def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Their tensors, those of an expert one after the other, as one tensor of ours."""
+    """Return their tensors as one of ours; the tensors of an expert follow each other in the list."""
     rows, *rest = parts[0].shape
     experts = len(parts) // tensors_of_expert
     shape = (experts, tensors_of_expert * rows, *rest)

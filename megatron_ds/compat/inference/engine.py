@@ -45,16 +45,14 @@ def init_inference(
     default torch.half), on this rank's device. Raises one ConfigError with all problems of the keys, or where the
     model cannot be divided over the ranks.
     """
-    # Arguments.
     if not isinstance(model, nn.Module):
         raise ArgumentError(
             f"model is {type(model).__name__}, not a torch module: give the model itself, such as pipeline.model."
         )
     settings = read_inference_settings(_block_of(config), options)
     group = _group_of(settings)
-    # The whole model, and what it computes.
+    # The results of the whole model are kept for a comparison with those of the divided one.
     plan, whole = on_all_ranks(group, lambda: _prepare(model, settings, group))
-    # This rank's part.
     if group.size > 1:
         on_all_ranks(group, lambda: split(model, plan, group))
     if not settings.on_host:

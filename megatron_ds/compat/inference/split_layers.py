@@ -61,7 +61,7 @@ def split(model: nn.Module, plan: Plan, group: Group) -> None:
             modules[name].register_forward_hook(partial(_sum, group))
         elif id(modules[name].weight) not in tied:
             _split_linear(name, modules[name], style, group)
-    # The counts of heads of modules that have lost columns.
+    # A module that has lost columns has fewer heads.
     columns = {
         name.rpartition(".")[0] for name, style in plan.items() if style == COLUMN
     }
@@ -97,7 +97,6 @@ def _split_linear(name: str, linear: nn.Module, style: str, group: Group) -> Non
     )
     for attribute, size in sizes.items():
         setattr(linear, attribute, size)
-    # What is communicated.
     if style == SLICED:
         linear.register_forward_pre_hook(partial(_slice_input, group))
     if after := {ROW: _sum, SLICED: _sum, GATHERED: _gather}.get(style):
@@ -155,7 +154,7 @@ def _reduce_counts(owner: nn.Module, group: Group) -> None:
                 "divide. Give a tp_size that does."
             )
         setattr(owner, name, count // group.size)
-    # Biases of its own, and those that it is given.
+    # Biases that it owns are cut now, those among its inputs at each call.
     heads = next((counts[name] for name in HEADS if name in counts), None)
     if heads is None:
         return

@@ -28,7 +28,7 @@ SUMMED = "moe_tp_experts"
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 STYLES = (COLUMN, ROW, GATHERED, SLICED, PACKED, SUMMED)
 
-# Linear layers whose results are summed, by the end of their names; and those of which each rank needs all.
+# Ends of names of linear layers whose results are summed, and of those that each rank needs whole.
 ROWS = (
     "o_proj",
     "out_proj",

@@ -16,7 +16,8 @@ from .split_plan import is_linear
 
 
 class StoredWeight:
-    """The `weight` of a linear layer from its codes and scales. The first base of a linear layer's class."""
+    """A `weight` that is computed from codes and scales at each use. It is the first base of the class of a linear
+    layer."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -71,5 +72,5 @@ def _store_one(name: str, linear: nn.Module, form: StoredFormat) -> None:
 
 @cache
 def _stored_class(kind: type) -> type:
-    """The class of a linear layer, with `StoredWeight.weight` in place of the parameter."""
+    """Make the class of a linear layer with `StoredWeight.weight` in place of the parameter."""
     return type(f"Stored{kind.__name__}", (StoredWeight, kind), {})

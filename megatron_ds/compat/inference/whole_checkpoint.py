@@ -29,7 +29,7 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
     stored: dict[str, torch.Tensor] = {}
     for path in files_of(checkpoint, base_dir):
         stored |= _read(path)
-    # Names: files of a base model lack its prefix.
+    # Files of a base model lack its prefix.
     own = model.state_dict(keep_vars=True)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     if not stored.keys() & own.keys():
@@ -41,7 +41,7 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
                 f"{name} has the shape {list(value.shape)} in the checkpoint and {list(own[name].shape)} in the "
                 "model. Give the checkpoint of this model."
             )
-    # Values. Weights that share memory need one name only.
+    # Weights that share memory need one name only.
     given = {id(own[name]) for name in stored}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = [

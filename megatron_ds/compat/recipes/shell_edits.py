@@ -18,7 +18,6 @@ def edited_value(value: str, action: str, word: str, budget: Budget) -> str | No
 
     action: the operator, such as "%%"; word: what follows it, expanded
     """
-    # Letters of the other case.
     if action == "^^":
         return value.upper()
     if action == ",,":

@@ -73,7 +73,6 @@ def tokens_of(text: str) -> Iterator[Token]:
         elif text.startswith("\\\n", at):
             at = at + 2
             line = line + 1
-        # Comments.
         elif text[at] == "#":
             at = _line_end(text, at)
         elif text.startswith("((", at):  # arithmetic
@@ -157,13 +156,11 @@ def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
 def skip_unit(text: str, at: int, line: int = 0) -> int:
     """The place after the quoted text, the expansion or the plain characters at `at`."""
     character = text[at]
-    # Open values, and escaped characters.
     if character == OPEN:
         end = text.find(CLOSE, at)
         return len(text) if end < 0 else end + 1
     if character == "\\":
         return min(at + 2, len(text))
-    # Quotes.
     if character in "'`":
         end = text.find(character, at + 1)
         if end < 0:

@@ -89,7 +89,7 @@ class Scope:
 
 # ------------------------------------------------------------------------------------------------- words
 class _Fields:
-    """The words that become of one word, the last of which may still grow."""
+    """The words into which one word is split. The last of them may still grow."""
 
     def __init__(self):
         self.done: list[str] = []
@@ -114,7 +114,7 @@ class _Fields:
 
 
 def fields_of(word: str, scope: Scope) -> list[str]:
-    """The words that a word as written becomes; without quotes, values are split at blanks."""
+    """Return the words that a word as written becomes. A value without quotes is split at its blanks."""
     fields = _Fields()
     for text, is_quoted in _units(word, scope):
         # "${A[@]}" is one field for each element.
@@ -219,7 +219,7 @@ def _double_quoted(inner: str, scope: Scope) -> list[Unit]:
 
 
 def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
-    """(the value of the expansion at `at`, the place after it). Raises ShellError at the end of the budget."""
+    """Return (the value of the expansion at `at`, the place after it). Raises ShellError when the budget is spent."""
     value, end = _unbounded_expansion(text, at, scope)
     cost = len(value)
     if isinstance(value, list):
@@ -231,7 +231,7 @@ def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
 def _unbounded_expansion(
     text: str, at: int, scope: Scope
 ) -> tuple[str | list[str], int]:
-    """`_expansion` without its cost."""
+    """Return the result of `_expansion` without taking from the budget."""
     # $((…))
     if text.startswith("$((", at):
         end = skip_unit(text, at)
@@ -288,20 +288,22 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
     if index in ("[@]", "[*]"):
         value = _as_list(value)
     elif isinstance(value, list) and name not in "@*":
-        place = "0"
-        if index:
-            place = closed(arithmetic(index[1:-1], scope))
-        number = whole(place)
-        if number is None or number >= len(value):
-            value = None
-        else:
-            value = value[number]
+        value = _element(value, index, scope)
     # ${#NAME} is its length. Without an operator the value is returned as it is.
     if prefix == "#":
         return str(len(value or ""))
     if action in ("", ":") and not word:
         return scope.text(name) if value is None else value
     return _acted(value, name, action, word, inner, scope)
+
+
+def _element(values: list[str], index: str, scope: Scope) -> str | None:
+    """Return the element at an index such as "[2]", the first without one; None if there is none."""
+    place = closed(arithmetic(index[1:-1], scope)) if index else "0"
+    number = whole(place)
+    if number is None or number >= len(values):
+        return None
+    return values[number]
 
 
 def _unknown(inner: str) -> str:

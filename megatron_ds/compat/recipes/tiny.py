@@ -29,7 +29,7 @@ VOCABULARY = 250
 EXPERTS = 4
 WIDTH = HEADS * HEAD_DIM
 FIRST_SCALE = 1024.0  # of the loss in fp16
-ROUNDS = 8  # of leaving out what does not fit
+ROUNDS = 8  # of leaving out options that do not fit
 SOURCE = Source("yaml", "the tiny run")
 # Sections and options that have their defaults in a tiny run.
 LEFT_SECTIONS = (
@@ -144,7 +144,7 @@ def shrunk(
 def _misfits(
     config: RunConfig, error: ConfigError, fixed: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """(option that a problem names, the problem), of those that the recipe gives and that are not fixed."""
+    """Yield (option, problem) for each problem that names an option which the recipe gives and which may change."""
     problems = error.problems if isinstance(error, ConfigProblems) else (str(error),)
     for problem in problems:
         flags = re.findall(r"--[a-zA-Z0-9_-]+", problem)
@@ -197,7 +197,7 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
-    """Options that have their defaults."""
+    """Return the options that take their defaults."""
     paths = [path for path in all_options() if path.partition(".")[0] in LEFT_SECTIONS]
     return {path: all_options()[path].default for path in (*paths, *LEFT_OPTIONS)}
 

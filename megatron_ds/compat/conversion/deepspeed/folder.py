@@ -155,7 +155,8 @@ def files_of(folder: Path) -> EngineFiles:
 def _check_complete(
     folder: Path, kind: str, files: Mapping[tuple[int, int], Path]
 ) -> None:
-    """Every first number with every second one, from 0 on; numbers of layers may be left out."""
+    """Raises CheckpointError unless each first number occurs with each second one, from 0 on. Numbers of layers
+    may be left out."""
     if not files:
         return
     first = (

@@ -257,7 +257,6 @@ def expert_state(
             "experts. Copy them, or load the weights alone."
         )
     parts = len(files.expert_optimizers)
-    # Rank 0 comes last, so its state of the dense parameters remains.
     found: Named = {}
     commons = {}
     for rank, path in sorted(files.expert_optimizers.items(), reverse=True):
@@ -284,7 +283,9 @@ def expert_state(
             for (
                 kind,
                 named,
-            ) in state.items():  # outside of experts, state of rank 0 remains
+            ) in (
+                state.items()
+            ):  # rank 0 comes last, and its state of other parameters remains
                 found.setdefault(kind, {}).update(named)
         commons[path] = _common(own, inner, path)
     # All ranks must agree, and masters must agree with the weights of experts.

@@ -195,9 +195,9 @@ def _tensors(
 
 
 def _tensor(path: Path, shape: tuple[int, ...] | None) -> StoredTensor:
-    """The tensor in a file. One without entries beside it is flat and padded, and gets its shape from the
-    model file; others are merged over tensor-parallel ranks, of which that file records the shapes.
-    """
+    """Return the tensor in a file. A file that has no entries beside the tensor holds it flat and padded, and the
+    model file has its shape. Other files record the shapes on the tensor-parallel ranks, and the tensor is merged
+    over these."""
     content = read_torch_file(path).content
     tensor = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(tensor, StoredTensor):

@@ -271,12 +271,14 @@ def merged_fragments(
     """
     found = {}
     for name, shape in shapes.items():
-        parts = [one.get(name) for one in fragments]
-        held = [part for part in parts if isinstance(part, StoredTensor)]
-        if len(held) < len(parts):
-            raise CheckpointError(
-                f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
-            )
+        held = []
+        for one in fragments:
+            part = one.get(name)
+            if not isinstance(part, StoredTensor):
+                raise CheckpointError(
+                    f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
+                )
+            held.append(part)
         # The parts follow each other; the last one is padded.
         left = math.prod(shape)
         slices = []

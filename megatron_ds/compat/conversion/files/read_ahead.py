@@ -66,7 +66,7 @@ class ReadAhead:
         return tensor
 
     def _submit(self) -> None:
-        """Start reading the next tensors, as far as the limit allows, and at least one."""
+        """Start to read the next tensors, as many as the limit allows, and at least one."""
         while self._next < len(self._tensors) and (
             not self._waiting or self._bytes + self._cost(self._next) <= MOST_BYTES
         ):

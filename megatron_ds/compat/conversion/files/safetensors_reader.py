@@ -21,7 +21,7 @@ from ....errors import CheckpointError
 from ....host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
-POINTER = b"version https://git-lfs.github.com"  # the beginning of the text that Git has for a file of LFS
+POINTER = b"version https://git-lfs.github.com"  # the beginning of the text that Git keeps in place of a file of LFS
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -85,7 +85,7 @@ def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTe
             f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} "
             f"names, first {absent[0]}. Complete the download."
         )
-    # Each file must hold the tensors that the index assigns to it, and may hold copies of those of others.
+    # Each file must hold the tensors that the index assigns to it, and may hold copies of others.
     held = {file: read_file(folder / file) for file in files}
     for file, tensors in held.items():
         assigned = {name for name, place in places.items() if place == file}
@@ -108,8 +108,8 @@ def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTe
 
 
 def _check_copy(copy: StoredTensor, named: StoredTensor, file: str) -> None:
-    """Raises CheckpointError for a tensor in a file that the index does not name for it, with other values than in the
-    one that it names."""
+    """Raises CheckpointError if a second copy of a tensor, in a file that the index does not name for it, has
+    other values."""
     is_alike = copy.shape == named.shape and copy.dtype == named.dtype
     if not is_alike or not torch.equal(_bytes_of(copy), _bytes_of(named)):
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _advice(path: Path) -> str:
     with suppress(OSError):
         with open(path, "rb") as file:
             start = file.read(len(POINTER))
-    # Git has a short text in place of a file that was not fetched.
+    # Git keeps a short text in place of a file that was not fetched.
     if start != POINTER:
         return "Download or save it again."
     return (
@@ -167,7 +167,7 @@ def _advice(path: Path) -> str:
 
 
 def _described(path: Path, name: str, stored: Any) -> StoredTensor:
-    """A tensor that nothing reads yet. stored: of the library."""
+    """Return a tensor that cannot be read yet. stored: the entry that the library has read."""
     code = stored.get_dtype()
     if code not in DTYPES:
         known = ", ".join(DTYPES)

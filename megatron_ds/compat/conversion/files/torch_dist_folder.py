@@ -84,7 +84,7 @@ class TorchDistFolder:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether the folder of one iteration looks like one."""
+    """Whether the folder of one iteration has the files of this format."""
     return (path / INDEX_FILE).is_file() and (path / METADATA_FILE).is_file()
 
 

@@ -69,7 +69,7 @@ def expert_options(settings: Settings) -> dict[str, Any]:
 
 
 def expert_layers(settings: Settings) -> list[int]:
-    """1 for each layer that has experts, 0 for a dense one. Raises CheckpointError."""
+    """Return 1 for each layer with experts and 0 for each dense one. Raises CheckpointError."""
     layers = settings["num_hidden_layers"]
     step = settings.get("decoder_sparse_step", 1)
     if not all(
@@ -86,8 +86,8 @@ def expert_layers(settings: Settings) -> list[int]:
 
 
 def aux_loss_scale(settings: Settings) -> tuple[int, int]:
-    """(layers with experts, experts of a token): their loss that balances experts is over all layers together
-    and counts each expert of a token; ours is the sum over layers of one that is divided by them."""
+    """Return (layers with experts, experts of a token). Their loss that balances experts is one over all layers
+    and counts each expert of a token; ours is a sum over layers, divided by these numbers."""
     return max(1, sum(expert_layers(settings))), settings["num_experts_per_tok"]
 
 

@@ -198,7 +198,7 @@ def check_tied(
     model: ModelConfig,
     family: Family,
 ) -> tuple[dict, Mapping[str, StoredTensor]]:
-    """Without heads that equal embeddings. Raises CheckpointError if a tied head differs from them."""
+    """Return the tensors without heads that equal embeddings. Raises CheckpointError if a tied head differs."""
     if model.untie_embeddings_and_output_weights:
         return options, tensors
     for head, original in family.tied:
@@ -250,7 +250,7 @@ def family_for(
 
 
 def _differences(family: Family, model: ModelConfig) -> list[str]:
-    """Options that differ after a round trip through the settings of a family."""
+    """Return the options that differ after a round trip through the settings of a family."""
     wanted = _identity(model)
     try:
         settings = family.settings(model)
@@ -311,7 +311,6 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         if model.model == "gpt":
             _write_json(hidden / GENERATION, _generation_of(checkpoint, settings))
         files = _write_tokenizer(checkpoint, hidden)
-    # The lines for the user state what was written, rounded and left out.
     lines = [
         f"wrote {len(entries)} tensors, {sum(entry.nbytes for entry in entries) / 2**20:.1f} MiB of "
         f"{name}, as {family.about['architectures'][0]} to {folder}",
@@ -365,8 +364,11 @@ def config_of(
 
 
 def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int | None]:
-    """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} without these. None of one that
-    they do not name: transformers would put the id of the family's first model in its place."""
+    """Return the ids of the tokens that begin and end a text, from the files of the tokenizer; {} without these
+    files.
+
+    A token that they do not name has None: transformers would fill in the id of the family's first model.
+    """
     if "tokenizer.json" not in checkpoint.tokenizer:
         return {}
     path = checkpoint.tokenizer["tokenizer.json"]
@@ -377,8 +379,8 @@ def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int | None]:
 
 
 def _named_tokens(path: Path) -> dict[str, str]:
-    """Special tokens of a tokenizer.json: those of the files beside it, and where none names an end of a
-    document, the only token that may be one. Raises CheckpointError."""
+    """Return the special tokens of a tokenizer.json: those that the files beside it name. If no file names the end
+    of a document, it is the only token that may be one. Raises CheckpointError."""
     try:
         named = special_tokens(path.parent)
     except DataError as error:

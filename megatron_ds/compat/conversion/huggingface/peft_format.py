@@ -60,7 +60,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     check_config(config, folder / CONFIG)
     _check_numbers(config, folder / CONFIG)
     weights, stored = _stored(folder)
-    # The model beside which it was trained.
+    # peft's files have no weights of the model, only its name.
     named = wishes.base or config.get("base_model_name_or_path")
     base = Path(str(named))
     if named is None or not base.is_dir():
@@ -90,8 +90,10 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 
 
 def _stored(folder: Path) -> tuple[Path, Mapping[str, StoredTensor]]:
-    """The file with the tensors, and those, not read yet. As peft does, the safetensors file is taken where there are
-    two. Raises CheckpointError."""
+    """Return the file with the tensors, and the tensors, which are not read yet. Raises CheckpointError.
+
+    Of two files the safetensors file is taken, as peft does.
+    """
     weights = folder / WEIGHTS
     if weights.is_file():
         return weights, read_file(weights)
@@ -144,7 +146,7 @@ def _check_shapes(
 
 
 def _check_magnitudes(adapters: AdapterTensors, wanted: bool, weights: Path) -> None:
-    """Raises CheckpointError unless all adapters have magnitudes, or none, as their settings have it."""
+    """Raises CheckpointError unless all adapters have magnitudes or none has, as the settings say."""
     found = set()
     for parts in of_layers(adapters).values():
         found |= {"m" in leaves for leaves in parts.values()}

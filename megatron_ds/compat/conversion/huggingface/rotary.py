@@ -26,7 +26,6 @@ from ....errors import CheckpointError
 from ....models.attention import rotary_scalings, scaled_rotary_base
 
 Settings = Mapping[str, Any]
-# The values that are computed.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -35,15 +34,14 @@ LLAMA3_LENGTH = 8192
 LENGTH = "original_max_position_embeddings"
 THETA = "rope_theta"
 SHARE = "partial_rotary_factor"
-# Names of the two beside the table.
 BESIDE = {THETA: THETA, SHARE: SHARE}
 BESIDE_IN_NEOX = {THETA: "rotary_emb_base", SHARE: "rotary_pct"}
 USUAL = {THETA: 10000.0, SHARE: 1.0}
 
 
 def rope_table(settings: Settings) -> tuple[str, Settings]:
-    """The name and the values of the table of rotary settings that counts. Raises CheckpointError for one
-    that has other values in some layers."""
+    """Return the name and the values of the table of rotary settings that is in force. Raises CheckpointError for
+    a table whose values differ between layers."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = settings.get(name) or {}
     if not isinstance(rope, Mapping) or any(
@@ -132,7 +130,8 @@ def _yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
 
 
 def _amplitude(rope: Settings, factor: float) -> dict[str, float]:
-    """Our weights of ln(factor) for their attention_factor, or for theirs, of which both or none count."""
+    """Return our two weights of ln(factor): from attention_factor, or from mscale and mscale_all_dim, which count
+    only together."""
     given = rope.get("attention_factor")
     mscale = rope.get("mscale")
     divisor = rope.get("mscale_all_dim")

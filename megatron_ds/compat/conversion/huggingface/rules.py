@@ -14,9 +14,9 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Derived:
-    """An option that follows from a setting of another meaning, which another entry has.
+    """An option that follows from a setting whose own option another entry sets.
 
-    value  function(the setting) -> the option
+    value function(the setting) -> the option
     """
 
     theirs: str
@@ -24,7 +24,7 @@ class Derived:
     value: Callable[[Any], Any]
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """{our option: value}; {} where the setting is no number, which its own entry reports."""
+        """Return {our option: value}; {} where the setting is no number, which the other entry reports."""
         given = settings.get(self.theirs)
         return {self.ours: self.value(given)} if type(given) is int else {}
 
@@ -35,16 +35,16 @@ class Derived:
 
 @dataclass(frozen=True)
 class EmbeddingDropout:
-    """embd_pdrop: embeddings have the dropout of the residuals here, resid_pdrop.
+    """The setting embd_pdrop. Embeddings have the same dropout as the residuals here, resid_pdrop.
 
-    default  of both
+    default of both
     """
 
     default: float
     theirs: str = "embd_pdrop"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """{}: the entry of resid_pdrop has the option."""
+        """Return {}: the entry of resid_pdrop sets the option."""
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class EmbeddingDropout:
         return {self.theirs: model.hidden_dropout}
 
     def note_of(self, settings: Settings) -> str:
-        """A sentence where the two differ, else nothing."""
+        """Return a sentence if the two settings differ; "" if they are equal."""
         own, others = (
             self.default if settings.get(name) is None else settings[name]
             for name in (self.theirs, "resid_pdrop")
@@ -204,7 +204,8 @@ class MptAttention:
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """query_pre_attn_scalar of Gemma: scores are divided by its root; the usual scale where it is head_dim."""
+    """The setting query_pre_attn_scalar of Gemma, by whose root scores are divided. head_dim, the usual value,
+    needs no option."""
 
     theirs: str = "query_pre_attn_scalar"
 

@@ -132,7 +132,7 @@ MOST = {"num_layers": 10_000, "num_experts": 100_000}
 
 
 def check_arguments(args: Mapping[str, Any], place: object) -> None:
-    """Raises CheckpointError for arguments that describe no model, and for counts that are none."""
+    """Raises CheckpointError for arguments that describe no model, and for counts that are out of range."""
     if missing := [name for name in NEEDED if not args.get(name)]:
         raise CheckpointError(
             f"{place}: the arguments in the files lack {', '.join(missing)}: they do not "
@@ -262,7 +262,7 @@ def capacity_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, default: Any) -> Any:
-    """A number of the type of the default."""
+    """Return a value as it is, or as a float if the default is a float."""
     return (
         float(value)
         if isinstance(default, float) and isinstance(value, int | float)
@@ -373,7 +373,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
 
 
 def _check_computed_by_megatron(model: ModelConfig) -> None:
-    """Raises CheckpointError for a model that Megatron-LM does not have, or whose numbers would be others there."""
+    """Raises CheckpointError for a model that Megatron-LM does not have, or would compute with other results."""
     if model.model not in ("gpt", "bert"):
         raise CheckpointError(f"Megatron-LM has no model {model.model!r}.")
     is_gelu = model.activation == "gelu"

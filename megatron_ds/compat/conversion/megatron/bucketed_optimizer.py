@@ -245,7 +245,7 @@ def _registered(
             TensorPart("decoder.final_layernorm.bias"),
             TensorPart(HEAD),
         ]
-    # Parameters that the model lacks, or that another optimizer has, are left out.
+    # The model lacks some of these parameters, and others belong to another optimizer.
     found = []
     for part in parts:
         like = (

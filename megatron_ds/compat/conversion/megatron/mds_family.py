@@ -108,7 +108,7 @@ def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def activation_of(args: Mapping[str, Any]) -> str:
-    """Our activation. Fused with its bias, their gelu is the one with tanh; otherwise it is exact."""
+    """Return our activation. Their gelu is the tanh form if it is fused with its bias, else the exact one."""
     switches = {
         "swiglu": "swiglu",
         "squared_relu": "squared_relu",
@@ -278,10 +278,10 @@ def _names_of_layers(
 
 
 def packing_of(raw: RawCheckpoint, model: ModelConfig, wanted: str | None) -> str:
-    """The packing of query_key_value: as the user states, or where the files leave one possibility.
+    """Return the packing of query_key_value: the one that the user states, or the only one that fits the files.
 
-    Raises CheckpointError where both are possible, or if "thirds" is stated for grouped queries: their thirds
-    are not queries, keys and values.
+    Raises CheckpointError where both fit, or if "thirds" is stated for grouped queries: their thirds are not
+    queries, keys and values.
     """
     if wanted == "thirds" and model.query_groups != model.num_attention_heads:
         raise CheckpointError(

@@ -77,7 +77,6 @@ def write_release(
             )
             wishes.done(total // (tp * pp))
         (hidden / TRACKER).write_text(RELEASE)
-    # The lines for the user state what was written and how Megatron-LM loads it.
     return [
         f"wrote {folder / RELEASE}: weights for tensor × pipeline = {tp} × {pp} ranks",
         f"to train it in Megatron-LM: --load {folder} --use-checkpoint-args --ckpt-format torch "

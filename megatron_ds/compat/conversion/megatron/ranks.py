@@ -73,14 +73,13 @@ def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
         return parts[whole]
     # Experts are numbered without gaps.
     wanted = [TensorPart(name, number) for number in range(len(parts))]
-    experts = [parts[part] for part in wanted if part in parts]
-    if len(experts) < len(wanted):
+    if parts.keys() != set(wanted):
         numbers = sorted(part.expert or 0 for part in parts)
         raise CheckpointError(
             f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "
             "are missing."
         )
-    return stacked(experts, name)
+    return stacked([parts[part] for part in wanted], name)
 
 
 def expanded_experts(
@@ -157,7 +156,7 @@ def repacked_qkv(
         exchanged = (1, 2)
 
     def read(whole: torch.Tensor) -> torch.Tensor:
-        # The first dimension, rows, as theirs; then two of its dimensions change places.
+        # The rows are split into their three dimensions, two of which change places.
         theirs = whole.reshape(*order, *rest)
         ours = theirs.transpose(*exchanged)
         return ours.reshape(rows, *rest)

@@ -168,7 +168,7 @@ def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> N
     for part, tensor in pairs:
         by_rank = found.setdefault(part, {})
         at = (file.at[0], file.at[2])
-        # Those may be on two stages.
+        # Tied embeddings may be on two stages.
         if at in by_rank and part.name not in (
             EMBEDDING,
             HEAD,

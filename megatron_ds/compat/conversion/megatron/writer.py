@@ -244,10 +244,10 @@ def _common(
     }
     if not with_state:
         return common
-    # The optimizer's parameter groups are stored apart from its tensors.
+    # Megatron-LM stores the optimizer's parameter groups in this file, and its tensors in others.
     content["distrib_optim_sharding_type"] = "fully_reshardable"
     state: Any = _optimizer(checkpoint, args, is_of_experts=False)
-    # There experts have an optimizer of their own.
+    # With expert parallelism Megatron-LM has an optimizer for the experts alone.
     if args["expert_model_parallel_size"] > 1:
         state = {0: state, 1: _optimizer(checkpoint, args, is_of_experts=True)}
     # The scheduler is stored as a constant rate, at the number of samples that were trained.
@@ -342,8 +342,8 @@ def _chunks(
     dtype: torch.dtype,
     with_state: bool,
 ) -> Iterator[tuple[DcpChunk, int]]:
-    """All chunks: weights, then masters and moments under the keys of the optimizer; with the bytes of the
-    source that each has converted. A weight that is also a master counts once."""
+    """Yield the chunks, each with the number of the source's bytes that it has converted: weights, then masters
+    and moments under the keys of the optimizer. A weight that is also a master counts once."""
     is_stacked = len(set(model.experts)) <= 1
     if is_stacked and any(model.experts):
         args["moe_layer_freq"] = 1
