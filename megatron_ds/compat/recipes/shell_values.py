@@ -138,7 +138,9 @@ def value_of(word: str, scope: Scope) -> str:
     """The value of a word that is not split, as in an assignment."""
     texts = []
     for text, _ in _units(word, scope):
-        texts.append(text if isinstance(text, str) else " ".join(text))
+        if isinstance(text, list):
+            text = " ".join(text)
+        texts.append(text)
     return "".join(texts)
 
 
@@ -299,7 +301,9 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
 
 def _element(values: list[str], index: str, scope: Scope) -> str | None:
     """Return the element at an index such as "[2]", the first without one; None if there is none."""
-    place = closed(arithmetic(index[1:-1], scope)) if index else "0"
+    place = "0"
+    if index:
+        place = closed(arithmetic(index[1:-1], scope))
     number = whole(place)
     if number is None or number >= len(values):
         return None

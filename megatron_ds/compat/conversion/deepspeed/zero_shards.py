@@ -267,7 +267,9 @@ def merged_fragments(
 ) -> dict[str, StoredTensor]:
     """Frozen parameters, of which stage 3 stores a part in the model file of each rank.
 
-    fragments: name → part, of each rank. Raises CheckpointError when a rank has no part of one.
+    fragments: name → part, of each rank
+
+    Raises CheckpointError when a rank has no part of one.
     """
     found = {}
     for name, shape in shapes.items():

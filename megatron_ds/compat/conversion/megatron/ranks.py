@@ -72,14 +72,17 @@ def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
     if whole in parts:
         return parts[whole]
     # Experts are numbered without gaps.
-    wanted = [TensorPart(name, number) for number in range(len(parts))]
-    if parts.keys() != set(wanted):
-        numbers = sorted(part.expert or 0 for part in parts)
-        raise CheckpointError(
-            f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "
-            "are missing."
-        )
-    return stacked([parts[part] for part in wanted], name)
+    experts = []
+    for number in range(len(parts)):
+        part = TensorPart(name, number)
+        if part not in parts:
+            numbers = sorted(part.expert or 0 for part in parts)
+            raise CheckpointError(
+                f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "
+                "are missing."
+            )
+        experts.append(parts[part])
+    return stacked(experts, name)
 
 
 def expanded_experts(
