@@ -88,7 +88,8 @@ def install_as_deepspeed() -> None:
 
 
 def foreign_name(module: str, name: str) -> Any:
-    """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
+    """Return the object that DeepSpeed has under `name` in this module, for its `__getattr__`. Raises
+    AttributeError."""
     find = None
     if not name.startswith("__") or name == "__path__":
         find = import_module(".features", __name__).find_provided("foreign names")
@@ -98,10 +99,8 @@ def foreign_name(module: str, name: str) -> Any:
 
 
 class _ForeignModules:
-    """Finds modules of DeepSpeed's that are no files of this package.
-
-    It is asked last, for missing ones.
-    """
+    """A finder of modules of DeepSpeed that are no files of this package. Python asks it last, for modules that
+    are missing."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

@@ -97,7 +97,7 @@ class Registry(Generic[T]):
         for feature in features():
             module = feature.registers.get(self.noun)
             if module is not None and module not in self._registering:
-                # First, since the module may look up entries.
+                # The module may look up entries, so it is noted before it is imported.
                 self._registering.add(module)
                 import_module(module)
 

@@ -167,7 +167,7 @@ class Batch:
         ].expand(self.size, -1)
 
     def cut(self, part: SequenceSlice) -> "Batch":
-        """The tokens that a rank holds of each sequence under context parallelism; without it, this batch.
+        """Return the tokens that this rank holds of each sequence under context parallelism; without it, this batch.
 
         The order of the segments is predicted from the first token, so it counts on the first rank alone.
         """
@@ -194,7 +194,7 @@ class Batch:
         )
 
     def keep(self, index: torch.Tensor, part: SequenceSlice) -> "Batch":
-        """The tokens at index [b, k] of the whole sequences, ascending, and of these the rank's part."""
+        """Return the tokens at index [b, k] of the whole sequences, ascending, as far as this rank holds them."""
         whole = self if self.whole is None else replace(self.whole, ledger=self.ledger)
         return whole.at_places(index).cut(part)
 
@@ -206,7 +206,7 @@ class Batch:
         return batch
 
     def at_places(self, index: torch.Tensor) -> "Batch":
-        """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds.
+        """Return only the tokens at index [k] or [b, k], ascending, among those that this batch holds.
 
         Tokens keep their positions. A batch that holds some of the tokens already is narrowed further.
         """

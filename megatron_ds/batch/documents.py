@@ -6,7 +6,7 @@ import torch
 
 from ..host.fake_cpu import FakeCpuTensor
 
-# Of each sample, the positions at which its documents begin, ascending, without the first position.
+# The positions at which the documents of each sample begin, ascending, without the first position.
 Boundaries = tuple[tuple[int, ...], ...]
 
 

@@ -104,7 +104,8 @@ class Ledger:
         return entries
 
     def close(self) -> None:
-        """Ignore further additions of the same names, of layers that run again; refuse others."""
+        """Close the ledger. Layers that run again may add the same names, which are ignored; other names are
+        refused."""
         self.is_open = False
 
     def _append(

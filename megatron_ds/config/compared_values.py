@@ -20,7 +20,7 @@ from ..version import __version__
 from .options.option import Option
 from .run import RunConfig, all_options
 
-PACKAGES = ("torch", "numpy")  # their versions decide numbers: kernels, shuffles
+PACKAGES = ("torch", "numpy")  # results depend on their versions: kernels, shuffles
 # Variables that change the precision or the order of operations. CUBLAS_WORKSPACE_CONFIG is not among them:
 # the package sets it where it is missing.
 ENVIRONMENT = (
@@ -97,7 +97,8 @@ def _hash_of_source(package: Path) -> str:
 
 
 def _compiled_modules(package: Path) -> list[str]:
-    """The modules that a compiler made; without one, torch's operations, which round otherwise, take their place."""
+    """Return the modules that a compiler made. In place of a missing one, torch's operations run, which round
+    differently."""
     return sorted(path.name.partition(".")[0] for path in package.rglob("*.so"))
 
 

@@ -39,7 +39,7 @@ def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
 
 
 def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str]:
-    """`problem`, after its name and value, for each of these options that does not have its default."""
+    """Yield `problem`, after its name and value, for each of these options that does not have its default."""
     for path in paths:
         if not config.is_default(path):
             yield f"[{path}] {problem}"
@@ -56,16 +56,16 @@ def written(config: RunConfig, path: str) -> str:
     source = config.sources.get(path)
     value = config.get(path)
 
-    # Not from the command line: the main flag, and where the value is from.
+    # A value that is not from the command line is named by its main flag and its source.
     if source is None:
         return f"{_with_value(option, option.flag, value)} (default)"
     if source.kind != "flag":
         return f"{_with_value(option, option.flag, value)} ({source})"
 
-    # A switch that sets the option to one value: --fp16, --swiglu.
+    # A switch such as --fp16 or --swiglu says the value itself.
     if source.name not in (option.flag, *option.flags):
         return source.name
-    # A flag whose value was left out: --tiled-mlp, without a number.
+    # A flag such as --tiled-mlp may stand without its value.
     has_default_value = option.alone is not None and value == option.alone
     if has_default_value and option.kind is not bool:
         return source.name

@@ -69,7 +69,6 @@ def parse(
     # What seems to be missing may be in a file that cannot be read: its problems come first.
     if not all(reading.is_complete for reading in readings):
         reject(problems)
-    # All other problems, at once.
     check(
         config,
         known,
@@ -188,7 +187,6 @@ def check(
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    # The rules of the core and of the wings.
     own = (
         *NEED_RULES,
         *LAYOUT_RULES,
@@ -206,7 +204,7 @@ def check(
             *(p for p in found if not _names_one_of(p, unread)),
         ]
     )
-    # Rules of layers above, which rely on the ones before.
+    # Rules of layers above rely on the ones before, so they come last.
     higher: list[str] = []
     for rule in rules:
         higher += attempt(higher, lambda rule=rule: list(rule(config))) or []

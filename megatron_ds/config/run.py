@@ -30,7 +30,7 @@ from .options.training import (
 
 S = TypeVar("S")
 
-RUN = "run"  # kind of a source: the run.json of a checkpoint
+RUN = "run"  # kind of the source run.json, in a checkpoint
 # Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})
 
@@ -114,13 +114,13 @@ class RunConfig:
 
     @property
     def is_zigzag(self) -> bool:
-        """Whether context-parallel ranks hold two chunks of a sequence instead of one: where queries attend
-        to keys of other ranks, and later tokens see more keys than earlier ones."""
+        """Whether context-parallel ranks hold two chunks of a sequence instead of one. They do where queries
+        attend to keys of other ranks and later tokens see more keys than earlier ones."""
         return self.model.model != "bert" and set(self.parallel.cp_comm_type) != {"a2a"}
 
     @property
     def sequence_parts(self) -> int:
-        """The number of tokens of a sequence, or kept of it, is a multiple of this."""
+        """Return the number of which a sequence, or the part of it that is kept, must be a multiple."""
         parallel = self.parallel
         c = self.parallel.context_parallel_size
         t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1

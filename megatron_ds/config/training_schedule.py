@@ -48,13 +48,11 @@ def make_learning_rate(
 
     limits: the highest and the lowest; None: --lr and --min-lr
     """
-    # Numbers that all styles share.
     optimizer = config.optimizer
     train = config.train
     style = optimizer.lr_decay_style
     batch = train.global_batch_size
     highest, lowest = limits or (optimizer.lr, optimizer.min_lr)
-    # Over tokens.
     if counts_tokens(config):
         # A constant rate needs none.
         decay = optimizer.lr_decay_tokens or train.train_tokens or 1
@@ -70,7 +68,6 @@ def make_learning_rate(
             style=style,
             count=token_count(config),
         )
-    # Styles with spans of their own.
     if style == ONE_CYCLE:
         return CycleRate(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
     if style == RANGE_TEST:
@@ -82,13 +79,12 @@ def make_learning_rate(
             cycle.lr_range_test_step_rate,
             cycle.lr_range_test_staircase,
         )
-    # Over samples; DeepSpeed's styles count steps of one batch.
+    # DeepSpeed's styles count steps of one batch, all others samples.
     decay = _span(
         optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
     ) or train_span(train)
     if style in DEEPSPEED_STYLES:
         return _deepspeed_rate(optimizer, (highest, lowest), decay, batch)
-    # Megatron's styles.
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
     first = batch if optimizer.lr_warmup_style == "linear_from_one" else 0
@@ -155,7 +151,8 @@ def _cycle(config: RunConfig) -> Cycle:
 
 
 def counts_tokens(config: RunConfig) -> bool:
-    """Whether the learning rate counts tokens: a span, or the length of training alone, is in tokens."""
+    """Whether the learning rate counts tokens: because a span is in tokens, or because only the length of training
+    is given, in tokens."""
     optimizer = config.optimizer
     spans = ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
@@ -270,7 +267,7 @@ def _span(iterations: int | None, samples: int | None, batch: int) -> int:
 
 
 def _fraction(fraction: float | None, whole: float, span: float) -> float:
-    """A span that a fraction of a whole may replace."""
+    """Return the span, or the fraction of a whole that replaces it."""
     return span if fraction is None else fraction * whole
 
 

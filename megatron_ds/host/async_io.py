@@ -46,7 +46,7 @@ class Transfer(Protocol):
 
 
 class Then:
-    """A work and an action that follows it, performed once, in the first `wait`."""
+    """A transfer and an action that follows it. The first `wait` performs the action once."""
 
     __slots__ = ("_work", "_action")
 
@@ -172,7 +172,7 @@ class _ThreadWork:
     blocks: list[concurrent.futures.Future]
 
     def wait(self) -> None:
-        # Wait for all of them: none may still be writing.
+        # An error must not return while other blocks are still written, so all are waited for.
         results = [block.result() for block in self.blocks]
         errors = [error for _, error in results if error]
         self.request.check(
@@ -190,7 +190,7 @@ def _move_block(
         while done < len(view) and (moved := move(fd, [view[done:]], offset + done)):
             done += moved
     except OSError as error:
-        # After a short direct read the rest is no longer aligned. It was short because the file ends.
+        # The file ends there: a direct read that was short leaves a rest that is not aligned, which is refused.
         at_end = done and error.errno == errno.EINVAL and not writes
         return done, 0 if at_end else error.errno or errno.EIO
     return done, 0
@@ -270,7 +270,7 @@ def _log_threads(reason: str) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8. Raises ValueError for a tensor on a GPU or not contiguous."""
+    """Return the same memory as uint8. Raises ValueError for a tensor that is on a GPU or not contiguous."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         how = "" if tensor.is_contiguous() else "not "
         raise ValueError(

@@ -69,7 +69,7 @@ def huge_pages(nbytes: int) -> mmap.mmap:
     )
     pages = mmap.mmap(-1, nbytes, **private)
     if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Before the first touch, which allocates a page.
+        # The advice must come before the first access, which allocates a page.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -105,7 +105,8 @@ class FileMap:
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """The calls that Python's `mmap` lacks, or makes with the interpreter's lock held."""
+    """Return the C library for calls that Python's `mmap` lacks, or makes while it holds the lock of the
+    interpreter."""
     library = ctypes.CDLL(None, use_errno=True)
     address = ctypes.c_void_p
     size = ctypes.c_size_t
@@ -263,7 +264,7 @@ class Mapping:
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
         self._pieces: list[
             tuple[memoryview, int, int]
-        ] = []  # where, file, from which byte on
+        ] = []  # (address, file, first byte in it)
         for part in parts:
             assert part.start % PAGE == begin % PAGE, (
                 "a part begins at another offset within a page"
@@ -301,7 +302,7 @@ class Mapping:
             libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE),
             self._span[1],
         )
-        # All pages at once; a kernel before 5.14 refuses, and maps each page when it is read.
+        # Map all pages at once. A kernel before 5.14 refuses, and then maps each page when it is read.
         libc().madvise(*self._span, _MADV_POPULATE_READ)
         for piece, file, start in self._pieces:
             count = os.preadv(file, [piece], start)
@@ -316,7 +317,7 @@ class Mapping:
 
 
 def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | None:
-    """Memory that all ranks can map; None where they are on several hosts, or not on Linux.
+    """Return memory that all ranks can map; None if they are on several hosts, or not on Linux.
 
     rank: the position of this one. exchange: an all-gather of objects. Collective over its ranks.
     """
@@ -339,7 +340,8 @@ def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | 
 
 
 def _host() -> tuple[str, str, str] | None:
-    """Equal for two processes that see each other's process ids; None where this does not work."""
+    """Return a value that is equal for two processes if each sees the process id of the other; None where this
+    does not work."""
     try:
         if platform.machine() not in _MACHINES:
             return None
@@ -352,7 +354,7 @@ def _host() -> tuple[str, str, str] | None:
 def _make_file(name: str) -> int | None:
     try:
         return os.memfd_create(name)
-    except (AttributeError, OSError):  # not on Linux; or the system forbids it
+    except (AttributeError, OSError):  # the system is not Linux, or forbids it
         return None
 
 

@@ -43,7 +43,7 @@ class Cycle:
         return self.first + self.second
 
     def place(self, progress: Progress) -> int:
-        """i, the number of completed steps − 1."""
+        """Return i, the number of completed steps − 1."""
         return progress.scheduled_samples // self.batch - 1
 
     def height(self, i: int) -> float:

@@ -247,7 +247,8 @@ class BatchSize:
 
     @classmethod
     def growing(cls, start: int, increment: int, final: int, span: int) -> "BatchSize":
-        """From `start` up to `final` by `increment`. All sizes below `final` share `span` samples equally."""
+        """Return sizes that grow from `start` to `final` by `increment`. All sizes below `final` share `span`
+        samples equally."""
         increments = (final - start) // increment
         steps = {
             -(-i * span // increments): start + i * increment for i in range(increments)
@@ -285,7 +286,8 @@ class BatchSize:
 
 
 def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
-    """Steps that `samples` in all allow after `consumed` ones; a remainder below a batch is not used."""
+    """Return the number of steps until `samples` are consumed, after `consumed` ones. A remainder below a batch is
+    not used."""
     steps = 0
     n = consumed
     while n + (size := batch_size.at(n)) <= samples:

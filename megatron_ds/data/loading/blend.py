@@ -41,7 +41,7 @@ BYTES_PER_THREAD = 60  # and dataset, besides the result: see csrc/data/blend_in
 SPARE = 1 / 2000  # of the result, for that
 COUNTED_AT_ONCE = 1 << 22
 MOST_ROWS = 24  # of the table of draws
-# A range of documents, before a prefix.
+# A range of documents, which stands before a prefix.
 RANGE = re.compile(r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)")
 
 
@@ -60,8 +60,8 @@ class BlendSources(NamedTuple):
 
 
 def read_sources(data: "DataConfig") -> BlendSources:
-    """Reads only the files of --(per-split-)data-args-path and of @FILE. Raises DataError for a wrong one."""
-    # A JSON file with a list for each part.
+    """Return the data paths of a run. Reads only the files of --(per-split-)data-args-path and of @FILE. Raises
+    DataError for a malformed one."""
     if data.per_split_data_args_path:
         flag = "--per-split-data-args-path"
         path = data.per_split_data_args_path
@@ -70,7 +70,6 @@ def read_sources(data: "DataConfig") -> BlendSources:
             None,
             tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS),
         )
-    # Lists for each part on the command line.
     if data.has_split_paths:
         paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
         return BlendSources(
@@ -80,7 +79,6 @@ def read_sources(data: "DataConfig") -> BlendSources:
                 for part, words in paths.items()
             ),
         )
-    # A file with one list, which --split divides.
     if data.data_args_path:
         flag = "--data-args-path"
         path = data.data_args_path
@@ -125,7 +123,7 @@ def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
 
 
 def _written_out(flag: str, words: tuple[str, ...]) -> DataPath:
-    """The data path, with the words of the file for @FILE."""
+    """Return the data path with the words of the file in place of @FILE."""
     if len(words) != 1 or not words[0].startswith("@"):
         return DataPath(flag, words)
     path = words[0][1:]
@@ -231,7 +229,7 @@ class Blend:
         return self.weights
 
     def times(self, sizes: Sequence[float]) -> "Blend":
-        """Each weight times its size: turns epochs of each corpus into samples."""
+        """Multiply each weight by its size, which turns epochs of each corpus into samples."""
         return replace(
             self, weights=tuple(w * size for w, size in zip(self._given, sizes))
         )
@@ -280,7 +278,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
             f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
             "Merge some."
         )
-    # Corpora of weight 0 are named, but not read.
+    # Logs name a corpus of weight 0, which is not read.
     kept, left_out = (
         [i for i, w in enumerate(weights) if bool(w) == wanted]
         for wanted in (True, False)
@@ -319,16 +317,18 @@ def _slice(item: str | CorpusSlice) -> CorpusSlice:
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Summed by numpy, as in Megatron: another order of summation could break a tie differently."""
+    """Return weights that sum to 1. They are summed by numpy, as in Megatron: another order of summation could
+    break a tie differently."""
     array = np.array(weights, np.float64)
     return (array / array.sum()).tolist()
 
 
 def samples_to_provide(num_samples: int, share: float) -> int:
-    """Samples that a dataset is built with for its share: half a percent more, as in Megatron.
+    """Return the number of samples that a dataset of this share is built with: half a percent more than its share, as
+    in Megatron.
 
-    The number decides how often documents repeat and how they are shuffled. It is always enough: lags sum to
-    0, so the largest is not negative, so no dataset gets more than share · (num_samples − 1) + 1.
+    The number decides how often documents repeat and how they are shuffled. It is always enough: lags sum to 0, so
+    the largest is not negative, and no dataset gets more than share · (num_samples − 1) + 1.
     """
     return math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS))
 
@@ -367,14 +367,14 @@ def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
     """
     affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
     threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
-    # Two turns each, to balance the threads.
+    # Each thread draws twice, which balances the threads.
     return threads, size if threads == 1 else size // (2 * threads)
 
 
 def plain_draw(
     shares: np.ndarray, size: int, limits: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All lags at every step, by numpy.  limits: samples of each dataset, None for any number."""
+    """Draw by numpy, which computes all lags at every step. limits: samples of each dataset; None for any number."""
     which = np.empty(size, np.int16)
     sample = np.empty(size, np.int64)
     drawn = np.zeros(len(shares))

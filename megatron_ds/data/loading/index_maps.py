@@ -84,14 +84,16 @@ def build_index_maps(
 def epochs_of(
     tokens_per_epoch: int, seq_length: int, num_samples: int | None
 ) -> tuple[int, bool]:
-    """(number of epochs, whether the last is shuffled separately): all that the maps have of the number of samples."""
+    """Return (number of epochs, whether the last is shuffled separately). The maps depend on the number of samples
+    by these alone."""
     epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
     separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
     return epochs, separate
 
 
 def num_samples_in(num_tokens: int, seq_length: int) -> int:
-    """Samples in a stream of tokens: each takes s + 1, the last of which it shares with the next."""
+    """Return the number of samples in a stream of tokens. Each takes s + 1 tokens and shares the last one with the
+    next sample."""
     return (num_tokens - 1) // seq_length
 
 
@@ -141,7 +143,7 @@ def build_document_index(
 
 
 def sum_of(lengths: np.ndarray, documents: np.ndarray) -> int:
-    """Tokens of the documents. Without a copy if they are a range of the corpus, the usual case."""
+    """Return the number of tokens of the documents. A range of the corpus, the usual case, is not copied."""
     first, last = (int(documents[0]), int(documents[-1])) if len(documents) else (0, -1)
     is_range = last - first + 1 == len(documents) and bool(
         (documents[1:] > documents[:-1]).all()
@@ -224,7 +226,7 @@ def extension() -> ModuleType | Any:
 
 
 def num_threads() -> int:
-    """Threads to build with: the processors that this process may run on, at most MOST_THREADS."""
+    """Return the number of threads to build with: the processors that this process may use, at most MOST_THREADS."""
     allowed = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -234,7 +236,8 @@ def num_threads() -> int:
 
 
 def shuffle(array: np.ndarray, random: np.random.RandomState) -> None:
-    """`random.shuffle(array)`, in place: the same order, and the same state of `random` afterwards."""
+    """Shuffle in place as `random.shuffle(array)` does: to the same order, and with the same state of `random`
+    afterwards."""
     is_supported = (
         1 < len(array) <= 2**32
         and array.itemsize in (4, 8)

@@ -135,7 +135,7 @@ def make_fim(data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
 
 
 def _cut(tokens: np.ndarray, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(piece, the token after it or none) between the tokens `at`."""
+    """Return (piece, the token after it, if there is one) for the pieces between the tokens `at`."""
     start = 0
     for end in np.flatnonzero(tokens == at).tolist():
         yield tokens[start:end], tokens[end : end + 1]

@@ -83,7 +83,7 @@ def open_gpt_dataset(
     }
 
     def build() -> dict[str, np.ndarray]:
-        # The process that builds reads every row anyway; the others trust its check.
+        # Building reads each row anyway, and the other processes rely on this check.
         corpus.check()
         numbers = np.arange(
             documents.start,
@@ -315,7 +315,7 @@ def _collator(config: "RunConfig", tokenizer: Tokenizer) -> GPTCollator:
 
 
 def _identity(config: "RunConfig") -> dict:
-    """The options that change samples, where they are given."""
+    """Return the options that change samples, as far as they are given."""
     options = {name: getattr(config.data, name) for name in ("pack_documents", "sft")}
     return {name: True for name, is_given in options.items() if is_given}
 

@@ -97,7 +97,7 @@ class MaskWriter:
             raise self._failure(error) from None
 
     def withdraw(self) -> None:
-        """Remove the finished file: the corpus that it belongs to could not be written."""
+        """Remove the finished file, because the corpus that it belongs to could not be written."""
         if self._is_finished:
             self.path.unlink(missing_ok=True)
 
