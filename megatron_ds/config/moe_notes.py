@@ -71,6 +71,7 @@ def capacity(config: RunConfig) -> Iterator[str]:
             else (f"in Megatron {factor} applies there too")
         )
         yield (f"evaluation drops no token without --moe-eval-capacity-factor; {usual}")
+    # Users of Megatron's flags expect no gates of DeepSpeed.
     if not from_deepspeed(config):
         return
     if model.moe_router_topk == 1:

@@ -319,7 +319,9 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     """The elements of a variable; one of a text, none of a variable that is not set."""
     if value is None:
         return []
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value]
+    return value
 
 
 def _acted(

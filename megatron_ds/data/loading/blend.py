@@ -70,6 +70,7 @@ def read_sources(data: "DataConfig") -> BlendSources:
             None,
             tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS),
         )
+    # Rules of the configuration admit one of these ways only.
     if data.has_split_paths:
         paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
         return BlendSources(

@@ -160,6 +160,7 @@ class PackedDataset:
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
         document_ids = np.empty(self.seq_length + 1, np.int64)
         loss_mask = np.zeros(self.seq_length + 1, np.uint8)
+        # Each piece is a document of its own, which attention does not leave.
         at = 0
         for number, piece in enumerate(
             packs.members[packs.bounds[pack] : packs.bounds[pack + 1]].tolist()

@@ -316,15 +316,18 @@ class IndexedWriter:
 def write_index(
     file: BinaryIO, code: int, item: int, parts: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Write an index.  code, item: of the token type, and its bytes.
+    """Write an index.
 
-    parts: corpora in order, each as its (lengths, document indices).
+    code   of the token type
+    item   bytes of a token
+    parts  corpora in order, each as its (lengths, document indices)
     """
 
     def blocks(column: np.ndarray) -> Iterator[np.ndarray]:
         for first in range(0, len(column), ROWS):
             yield column[first : first + ROWS].astype(np.int64)
 
+    # The header counts the sequences and documents of all corpora.
     num_sequences = sum(len(lengths) for lengths, _ in parts)
     num_documents = sum(len(documents) - 1 for _, documents in parts)
     file.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_documents + 1))

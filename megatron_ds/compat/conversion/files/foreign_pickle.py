@@ -381,7 +381,7 @@ def _member(owner: Any, name: str) -> ForeignObject:
         and isinstance(name, str)
     ):
         raise pickle.UnpicklingError(
-            "it names an attribute of something else than a class"
+            "it takes an attribute of a value that is not a class"
         )
     return owner(name)
 
@@ -389,14 +389,14 @@ def _member(owner: Any, name: str) -> ForeignObject:
 def _reconstructed(kind: Any, *_: Any) -> ForeignObject:
     if not (isinstance(kind, type) and issubclass(kind, ForeignObject)):
         raise pickle.UnpicklingError(
-            "it makes an object of something else than a class"
+            "it makes an object from a value that is not a class"
         )
     return kind()
 
 
 def _latin_bytes(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError("it encodes text as something else than latin-1")
+        raise pickle.UnpicklingError("it encodes text, and not as latin-1")
     return text.encode("latin-1")
 
 

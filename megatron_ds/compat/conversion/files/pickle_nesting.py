@@ -44,7 +44,7 @@ def check_nesting(
             measured[id(value)] = elements, levels
         if elements > most:
             raise pickle.UnpicklingError(
-                f"its values share parts so often that they have over {most:,} "
+                f"it refers to the same values so often that it stands for over {most:,} "
                 f"elements, and the pickle has {nbytes:,} bytes"
             )
         return elements, levels
