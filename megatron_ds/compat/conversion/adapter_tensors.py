@@ -71,7 +71,9 @@ def with_adapters(
     for layer, parts in of_layers(adapters).items():
         name = f"{layer}.weight"
         if name not in weights:
-            raise CheckpointError(f"{base.folder} has no {name}, which has an adapter.")
+            raise CheckpointError(
+                f"{base.folder} has no {name}, to which an adapter belongs. Give the folder of the weights below the adapters: --base."
+            )
         read = partial(_sum, weights[name], specs[name], parts, adapters.scale)
         weights[name] = replace(weights[name], dtype=torch.float32, read=read)
     return replace(

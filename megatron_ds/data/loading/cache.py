@@ -247,7 +247,7 @@ class CacheEntry:
         if text == self._description:  # written by an earlier version
             raise DamagedEntry("they were written without checksums")
         if not text.startswith(self._description + "\n"):
-            raise DamagedEntry(f"{self._done.name} describes others")
+            raise DamagedEntry(f"{self._done.name} describes other arrays")
         sums = json.loads(text.removeprefix(self._description))["checksums"]
         return {name: sums[name] for name in self._names}
 

@@ -84,7 +84,9 @@ class IndexedDataset:
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self)}")
+            raise IndexError(
+                f"there is no sequence {i}: {self.prefix} has {len(self)} sequences"
+            )
         return self.get(i)
 
     def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:

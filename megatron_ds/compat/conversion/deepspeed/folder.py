@@ -250,7 +250,7 @@ def scalar(tensor: StoredTensor) -> float:
     """The value of a tensor with one element. Raises CheckpointError for others."""
     if tensor.shape not in ((), (1,)):
         raise CheckpointError(
-            f"{tensor.place} has shape {list(tensor.shape)}, where one number is stored."
+            f"{tensor.place} has shape {list(tensor.shape)}, where one number is expected."
         )
     return tensor.read().item()
 

@@ -221,11 +221,11 @@ def _vocab_size(
     if size is None:
         raise CheckpointError(
             f"{folder}: the embedding has {rows} rows with padding, and the files do not "
-            "record how many tokens there are: --vocab-size N"
+            "record how many of them are tokens. Give the number: --vocab-size N"
         )
     if not isinstance(size, int) or not 0 < size <= rows:
         raise CheckpointError(
-            f"{folder}: a vocabulary of {size!r} tokens, and the embedding has {rows} rows"
+            f"{folder}: an embedding of {rows} rows does not hold a vocabulary of {size!r} tokens"
         )
     return size
 

@@ -103,7 +103,9 @@ class _Window:
         }
         base = bases[whence]
         if base + offset < 0:
-            raise ValueError(f"a position {base + offset} before its begin")
+            raise ValueError(
+                f"it is asked for the position {base + offset}, before its first byte"
+            )
         self._at = base + offset
         return self._at
 
