@@ -30,7 +30,7 @@ def one_line(text: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """An error for a terminal: one line, or one line for each item of a numbered list."""
+    """Return an error for a terminal: one line, or one line for each item of a numbered list."""
     return printable(_NEWLINE_IN_PROBLEM.sub(r"\\n", text))
 
 

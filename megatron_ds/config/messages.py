@@ -51,7 +51,7 @@ def flag(path: str) -> str:
 
 
 def written(config: RunConfig, path: str) -> str:
-    """An option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
+    """Return an option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
     option = all_options()[path]
     source = config.sources.get(path)
     value = config.get(path)
@@ -80,7 +80,7 @@ def _with_value(option: Option, name: str, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written after a flag."""
+    """Return a value as it is written after a flag."""
     if isinstance(value, tuple):
         return " ".join(map(value_text, value))
     if isinstance(value, bool):
@@ -94,7 +94,7 @@ def value_text(value: Any) -> str:
 
 
 def either(values: Sequence[Any]) -> str:
-    """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
+    """Return `1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
     if len(values) > 4 and _are_consecutive(values):
         return f"{values[0]} to {values[-1]}"
     # A long list keeps its beginning and its last value.
@@ -110,7 +110,7 @@ def either(values: Sequence[Any]) -> str:
 
 
 def all_of(texts: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     *first, last = texts
     return f"{', '.join(first)} and {last}" if first else last
 

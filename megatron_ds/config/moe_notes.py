@@ -34,7 +34,7 @@ def from_deepspeed(config: RunConfig) -> bool:
 
 
 def defaults(config: RunConfig) -> Iterator[str]:
-    """Defaults of Megatron-DeepSpeed that differ."""
+    """Yield the defaults of Megatron-DeepSpeed that differ."""
     model = config.model
     given = config.sources
     if not from_deepspeed(config):

@@ -95,7 +95,7 @@ def read(
 
 
 def version_text() -> str:
-    """Versions of this package, torch and Python, in one line. Does not import torch."""
+    """Return the versions of this package, torch and Python, in one line. Does not import torch."""
     try:
         torch = version_of("torch")
     except PackageNotFoundError:
@@ -111,7 +111,7 @@ def _read_all(
     env: Mapping[str, str] | None,
     settings: Sequence[Setting] = (),
 ) -> tuple[RunConfig, CommandLine, list[SourceReading], list[str]]:
-    """(the configuration, the command line, one reading for it and for each file, their problems)."""
+    """Return (the configuration, the command line, one reading for it and for each file, their problems)."""
     import_named(argv)
     line = read_flags(argv)
     if line.asks_for in HELP:
@@ -144,7 +144,7 @@ def assembled(
     defaults: Mapping[str, Any] | None = None,
     settings: Sequence[Setting] = (),
 ) -> tuple[RunConfig, list[str]]:
-    """(the configuration that a command line and its files describe, the problems of reading them).
+    """Return (the configuration that a command line and its files describe, the problems of reading them).
 
     defaults, settings: as of `parse`
     """
@@ -221,7 +221,7 @@ def _names_one_of(problem: str, paths: Collection[str]) -> bool:
 
 
 def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
-    """One problem with all required options that have no value."""
+    """Yield one problem with all required options that have no value."""
     names = [
         option.flag
         for path, option in all_options().items()
@@ -235,7 +235,7 @@ def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
 
 
 def unknown_names(config: RunConfig, known: KnownNames) -> Iterator[str]:
-    """Names that are not in their registry. known: path of the option → the registry."""
+    """Yield the names that are not in their registry. known: path of the option → the registry."""
     for path, registry in known.items():
         name = config.get(path)
         if name is not None and name not in registry:

@@ -252,7 +252,7 @@ def _count(text: str) -> int:
 
 
 def train_span(train: TrainConfig) -> int:
-    """Samples of the whole training, whose length is in samples or iterations."""
+    """Return the samples of the whole training, whose length is in samples or iterations."""
     if train.train_samples:
         return train.train_samples
     assert train.train_iters is not None, (
@@ -262,7 +262,7 @@ def train_span(train: TrainConfig) -> int:
 
 
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
-    """A span in samples, given in one of the two units."""
+    """Return a span in samples, given in one of the two units."""
     return samples or (iterations or 0) * batch
 
 

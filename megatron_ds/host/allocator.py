@@ -218,7 +218,7 @@ def _set_mimalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
 
 
 def _mimalloc_options(process: Process) -> list[tuple[str, str]]:
-    """Name and value of each option, in the order of their numbers."""
+    """Return the name and value of each option, in the order of their numbers."""
     parts: list[bytes] = []
     add = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)(
         lambda text, _: parts.append(text)

@@ -135,7 +135,7 @@ def make_io(
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
+    """Return [numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
     return anonymous_zeros(numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
 
@@ -183,7 +183,7 @@ class _ThreadWork:
 def _move_block(
     writes: bool, fd: int, view: memoryview, offset: int
 ) -> tuple[int, int]:
-    """(bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
+    """Return (bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
     move = os.pwritev if writes else os.preadv
     done = 0
     try:

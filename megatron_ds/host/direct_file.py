@@ -59,7 +59,7 @@ class BlockFile(io.RawIOBase):
         raise NotImplementedError
 
     def tell(self) -> int:
-        """Number of bytes written."""
+        """Return the number of bytes written."""
         return self._start + self._filled
 
     def write(self, data) -> int:
@@ -193,7 +193,7 @@ class DirectFile(BlockFile):
 
 
 def _new_block() -> mmap.mmap:
-    """Memory that begins at a page, as O_DIRECT needs it; pages are allocated when they are touched."""
+    """Return memory that begins at a page, as O_DIRECT needs it; pages are allocated when they are touched."""
     return mmap.mmap(-1, BLOCK)
 
 
@@ -206,7 +206,7 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
 
 @singledispatch
 def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
-    """uint8 [length], the bytes from `offset` on; fewer if the file ends before. Raises OSError."""
+    """Return uint8 [length], the bytes from `offset` on; fewer if the file ends before. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = max(0, min(length, os.fstat(fd).st_size - offset))

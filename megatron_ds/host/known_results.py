@@ -115,7 +115,7 @@ def _fills_storage(t: torch.Tensor) -> bool:
 
 
 def _made(kind: type, forms: tuple) -> object:
-    """New tensors of these forms."""
+    """Return new tensors of these forms."""
     parts = [form and _new(*form) for form in forms]
     if kind is torch.Tensor:
         return parts[0]

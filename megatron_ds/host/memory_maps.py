@@ -44,7 +44,7 @@ def huge_page_zeros(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
+    """Return torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
     nbytes = numel * dtype.itemsize
     is_large = nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     if torch.device(device).type != "cpu" or not is_large:
@@ -53,7 +53,7 @@ def huge_page_zeros(
 
 
 def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
+    """Return a CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
     # The tensor keeps the map alive.
     return torch.frombuffer(
         huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel
@@ -61,7 +61,7 @@ def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
-    """Private memory of zeros, starting at a page boundary; on huge pages if it fills two."""
+    """Return private memory of zeros, starting at a page boundary; on huge pages if it fills two."""
     private = (
         {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
         if hasattr(mmap, "MAP_ANONYMOUS")
@@ -89,7 +89,7 @@ class FileMap:
         self._bytes = memory_at(self._address, length)
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """[numel], from the start of the map."""
+        """Return [numel], from the start of the map."""
         return torch.frombuffer(self._bytes, dtype=dtype, count=numel)
 
     def flush(self) -> None:
@@ -123,7 +123,7 @@ def libc() -> ctypes.CDLL:
 
 
 def memory_at(address: int, nbytes: int) -> ctypes.Array:
-    """A buffer over mapped memory, which is unmapped with the last reference to the buffer.
+    """Return a buffer over mapped memory, which is unmapped with the last reference to the buffer.
 
     Not at exit: tensors may be used until the very end, and the kernel cleans up.
     """
@@ -178,7 +178,7 @@ class SharedPages:
         weakref.finalize(self, _close, files).atexit = False
 
     def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """(first byte, uint8 [nbytes] of zeros) in this rank's file. Raises OSError where there is no room.
+        """Return (first byte, uint8 [nbytes] of zeros) in this rank's file. Raises OSError where there is no room.
 
         Ranks that make the same calls get the same first bytes.
         """
@@ -195,7 +195,7 @@ class SharedPages:
         return start, torch.frombuffer(memory, dtype=torch.uint8)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """torch.zeros(numel) in this rank's file. Raises OSError where there is no room."""
+        """Return torch.zeros(numel) in this rank's file. Raises OSError where there is no room."""
         return self.allocate(numel * dtype.itemsize)[1].view(dtype)
 
     def start_of(self, tensor: torch.Tensor) -> int | None:
@@ -211,7 +211,7 @@ class SharedPages:
         )
 
     def view(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
+        """Return uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
 
         Pages that were read count as the process's own memory until `drop`.
         """
@@ -359,7 +359,7 @@ def _make_file(name: str) -> int | None:
 
 
 def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
-    """(descriptors of all ranks' files, up to the first that cannot be opened; the reason, or "")"""
+    """Return (descriptors of all ranks' files, up to the first that cannot be opened; the reason, or "")"""
     files: list[int] = []
     trouble = ""
     for position, (_, pid, file, name) in enumerate(entries):

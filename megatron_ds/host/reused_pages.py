@@ -62,7 +62,7 @@ class _Pool:
         self._returned: deque[mmap.mmap] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], in the smallest free map that is not more than twice as large, or in a new one."""
+        """Return uint8 [nbytes], in the smallest free map that is not more than twice as large, or in a new one."""
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())

@@ -160,7 +160,7 @@ class Region:
         return work
 
     def map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """[numel], the region as memory: read on access, written by the system at any time or by `settle`.
+        """Return [numel], the region as memory: read on access, written by the system at any time or by `settle`.
 
         Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes.
         Raises StorageError where the system allows no more maps.
@@ -287,7 +287,7 @@ def _open_nameless(directory: Path) -> int:
 
 
 def _reopen_direct(fd: int, directory: Path) -> int | None:
-    """A second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails."""
+    """Return a second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails."""
     direct = None
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)

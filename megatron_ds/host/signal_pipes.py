@@ -87,7 +87,7 @@ def share_pipes(
     exchange: Callable[[object], list],
     timeout_seconds: float,
 ) -> SignalPipes | None:
-    """Pipes among the ranks of one host; None where a process may not open another's.
+    """Return the pipes among the ranks of one host; None where a process may not open another's.
 
     rank: the position of this one in `ranks`, their global ranks. exchange: an all-gather of objects.
     Collective over its ranks.
@@ -109,7 +109,7 @@ def share_pipes(
 
 
 def _open_inbound(rank: int, offers: Sequence[tuple]) -> tuple[dict[int, int], str]:
-    """(a descriptor for each other rank, up to the first that cannot be opened; the reason, or "")"""
+    """Return (a descriptor for each other rank, up to the first that cannot be opened; the reason, or "")"""
     inbound = {}
     for peer, (pid, files) in enumerate(offers):
         if peer == rank:

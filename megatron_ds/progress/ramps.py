@@ -59,7 +59,7 @@ class Progress:
         )
 
     def to_dict(self) -> dict[str, int]:
-        """Plain values for run.json."""
+        """Return plain values for run.json."""
         return asdict(self)
 
 
@@ -68,7 +68,7 @@ Ramp = Callable[[Progress], T]
 
 
 def scheduled_samples(progress: Progress) -> int:
-    """Samples of the steps that were not skipped."""
+    """Return the samples of the steps that were not skipped."""
     return progress.scheduled_samples
 
 
@@ -147,7 +147,7 @@ class LearningRate:
         return self.lowest + self._left(n) * (self.highest - self.lowest)
 
     def _left(self, n: int) -> float:
-        """Fraction of the height that is left after n."""
+        """Return the fraction of the height that is left after n."""
         if self.style != "WSD":
             return FALLS[self.style](
                 (n - self.warmup) / max(self.decay - self.warmup, 1)
@@ -242,7 +242,7 @@ class BatchSize:
 
     @classmethod
     def constant(cls, size: int) -> "BatchSize":
-        """One size for the whole run."""
+        """Return one size for the whole run."""
         return cls(((0, size),))
 
     @classmethod
@@ -256,7 +256,7 @@ class BatchSize:
         return cls(tuple({**(steps or {0: start}), span: final}.items()))
 
     def rounded_down(self, multiple: int) -> "BatchSize":
-        """Each size rounded down to a multiple."""
+        """Return each size rounded down to a multiple."""
         return BatchSize(
             tuple(
                 (samples, size // multiple * multiple) for samples, size in self.steps

@@ -191,7 +191,7 @@ def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
 def with_autos(
     block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """A copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
+    """Return a copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
 
     def replaced(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -456,7 +456,7 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
 
 
 def _near(key: str) -> str:
-    """A suggestion: the key of an option of this name, a key of the same block, or any other key."""
+    """Return a suggestion: the key of an option of this name, a key of the same block, or any other key."""
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *KEYS]
     siblings = {
@@ -505,5 +505,5 @@ def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
 
 @cache
 def known_keys() -> Mapping[str, Option]:
-    """All dotted keys that are read."""
+    """Return all dotted keys that are read."""
     return {**declared_keys(), **TRANSLATED}

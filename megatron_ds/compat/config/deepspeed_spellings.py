@@ -46,7 +46,7 @@ _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.MULTILINE)
 
 
 def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
+    """Return (a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
     notes = {key: DOTTED for key in block if is_dotted(key)}
     block = {key: value for key, value in block.items() if key not in notes}
     if "bfloat16" in block and "bf16" not in block:

@@ -16,7 +16,7 @@ LARGEST = 2**50  # of a size in a square root
 
 
 def words_of(block: Mapping[str, Any]) -> Words:
-    """(key, the words that it stands for). block: values of the types in `neox_names.TYPES`, by plain key"""
+    """Yield (key, the words that it stands for). block: values of the types in `neox_names.TYPES`, by plain key"""
     yield from _value_words(block)
     yield from _switch_words(block)
     yield from _layer_words(block)
@@ -28,7 +28,7 @@ def words_of(block: Mapping[str, Any]) -> Words:
 
 
 def _value_words(block: Mapping[str, Any]) -> Words:
-    """Keys whose value is that of a flag."""
+    """Yield the keys whose value is that of a flag."""
     for key, flag in VALUES.items():
         if key not in block:
             continue
@@ -44,7 +44,7 @@ def _value_words(block: Mapping[str, Any]) -> Words:
 
 
 def _switch_words(block: Mapping[str, Any]) -> Words:
-    """Keys that are true, each of which is a flag without a value."""
+    """Yield the keys that are true, each of which is a flag without a value."""
     for key, flag in SWITCHES.items():
         if block.get(key) is True:
             yield key, [flag]

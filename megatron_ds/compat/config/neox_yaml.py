@@ -177,7 +177,7 @@ def _read_json(name: str, block: Block, reading: SourceReading) -> None:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """A copy of the value, with the keys that a JSON would have."""
+    """Return a copy of the value, with the keys that a JSON would have."""
     if isinstance(value, list):
         return [_with_text_keys(item) for item in value]
     if not isinstance(value, dict):

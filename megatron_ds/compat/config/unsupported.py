@@ -274,7 +274,7 @@ def answer_to_flag(flag: str) -> Answer | None:
 
 
 def answer_to_key(key: str) -> tuple[str, Answer] | None:
-    """(key of the table, its answer) for a key or a key of a block under it; None without an answer.
+    """Return (key of the table, its answer) for a key or a key of a block under it; None without an answer.
 
     A key inside of a block comes before the block.
     """

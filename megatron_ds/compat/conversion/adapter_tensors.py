@@ -33,7 +33,7 @@ Parts = Mapping[int | None, Mapping[str, StoredTensor]]
 
 
 def of_layers(adapters: AdapterTensors) -> dict[str, Parts]:
-    """Layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
+    """Return layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
 
     Raises CheckpointError for names of no adapter and for single matrices.
     """
@@ -72,7 +72,8 @@ def with_adapters(
         name = f"{layer}.weight"
         if name not in weights:
             raise CheckpointError(
-                f"{base.folder} has no {name}, to which an adapter belongs. Give the folder of the weights below the adapters: --base."
+                f"{base.folder} has no {name}, to which an adapter belongs. Give the folder of the weights below the "
+                "adapters: --base."
             )
         read = partial(_sum, weights[name], specs[name], parts, adapters.scale)
         weights[name] = replace(weights[name], dtype=torch.float32, read=read)

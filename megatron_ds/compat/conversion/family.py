@@ -62,7 +62,7 @@ class Row:
         return re.compile(escaped.format(**PLACES))
 
     def names(self, ours: str, experts: int) -> list[str] | None:
-        """Their names for our name; None if the row is of another name. experts: number of the layer's."""
+        """Return their names for our name; None if the row is of another name. experts: number of the layer's."""
         if not (found := self.pattern.fullmatch(ours)):
             return None
         patterns = self.theirs.split()
@@ -116,7 +116,7 @@ class TensorMapping:
 
 
 def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
-    """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
+    """Return all tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
         entry = next(
@@ -213,7 +213,7 @@ def to_ours(
     stored: Mapping[str, StoredTensor],
     model: ModelConfig,
 ) -> dict[str, StoredTensor]:
-    """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
+    """Return our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
 
     Entries of which any tensor is not in `stored` are left out; see `missing` and `initial`.
     """
@@ -254,7 +254,7 @@ def _ours(
 def initial(
     entries: Iterable[TensorMapping], names: Iterable[str]
 ) -> dict[str, StoredTensor]:
-    """Our tensors of these names with the values that a new model has, for weights that no file holds."""
+    """Return our tensors of these names with the values that a new model has, for weights that no file holds."""
 
     def read(spec: ParamSpec) -> torch.Tensor:
         values = torch.empty(spec.numel)
@@ -281,7 +281,7 @@ def to_theirs(
     stored: Mapping[str, StoredTensor],
     model: ModelConfig,
 ) -> dict[str, StoredTensor]:
-    """Their tensors. Those of one entry follow each other and share one reading of ours."""
+    """Return their tensors. Those of one entry follow each other and share one reading of ours."""
     found: dict[str, StoredTensor] = {}
     for entry in entries:
         if entry.ours in stored:
@@ -317,7 +317,7 @@ def missing(
     stored: Mapping[str, StoredTensor],
     allowed: Sequence[str],
 ) -> list[str]:
-    """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
+    """Return their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
     absent = [name for entry in entries for name in entry.theirs if name not in stored]
     if refused := [name for name in absent if not matches(name, allowed)]:
         raise CheckpointError(
@@ -347,7 +347,8 @@ def unused(
     family: Family,
     allowed: Sequence[str],
 ) -> list[str]:
-    """Names in the files that the model has no place for. Raises CheckpointError unless all are allowed."""
+    """Return the names in the files that the model has no place for. Raises CheckpointError unless all are
+    allowed."""
     used = {name for entry in entries for name in entry.theirs}
     left = [
         name

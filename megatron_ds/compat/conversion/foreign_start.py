@@ -52,7 +52,7 @@ WIDTH = 110
 
 
 def foreign_format(load: str | None, load_format: str | None) -> str | None:
-    """Name of the format of the --load folder; None if it is this package's, or holds no checkpoint.
+    """Return the name of the format of the --load folder; None if it is this package's, or holds no checkpoint.
 
     Reads names of files only. Raises ConfigError for an unknown --load-format.
     """
@@ -74,8 +74,8 @@ def foreign_format(load: str | None, load_format: str | None) -> str | None:
 def foreign_defaults(
     argv: Sequence[str], *, with_dtype: bool = False
 ) -> dict[str, Any]:
-    """Option name → value of the model and the tokenizer in the foreign folder of the --load flag, and of the dtype
-    of its weights.
+    """Return option name → value of the model and the tokenizer in the foreign folder of the --load flag, and of the
+    dtype of its weights.
 
     {} without that flag, also if a --config file has a load. They are defaults: flags and files override
     them, and `check_foreign` names differences. Raises CheckpointError when the folder cannot be read.
@@ -338,7 +338,7 @@ def _check_all_layers(found: LogicalCheckpoint, adapters: AdapterTensors) -> Non
 def origin_of(
     run: Mapping, found: LogicalCheckpoint | None, config: RunConfig
 ) -> dict[str, Any]:
-    """An entry for run.json: the format, family and settings that an export is to have again; {} if unknown.
+    """Return an entry for run.json: the format, family and settings that an export is to have again; {} if unknown.
 
     run: the run.json of the checkpoint that is continued; found: the checkpoint of another program. Ids of
     special tokens are left out where the run has another tokenizer than the folder.

@@ -33,7 +33,7 @@ Outputs = list[torch.Tensor]
 
 
 def random_tokens(model: ModelConfig) -> torch.Tensor:
-    """int64 [2, s], s as long as the model allows, up to 128."""
+    """Return int64 [2, s], s as long as the model allows, up to 128."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(
         0,
@@ -45,7 +45,7 @@ def random_tokens(model: ModelConfig) -> torch.Tensor:
 
 @torch.inference_mode()
 def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
-    """Logits [b, s, vocabulary] of our model, and those of the order of segments of a BERT, [b, 2]."""
+    """Return the logits [b, s, vocabulary] of our model, and those of the order of segments of a BERT, [b, 2]."""
     # The whole model runs on one process, at the length of the tokens.
     model = replace(
         model_of(checkpoint.model, checkpoint.folder), seq_length=tokens.shape[1]
@@ -118,7 +118,7 @@ def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
 
 
 def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
-    """Outputs of a checkpoint: by transformers if it is a folder of Hugging Face, else by our model."""
+    """Return the outputs of a checkpoint: by transformers if it is a folder of Hugging Face, else by our model."""
     if HUGGING_FACE.detect(checkpoint.folder):
         return their_outputs(checkpoint.folder, tokens)
     return our_outputs(checkpoint, tokens)
@@ -127,7 +127,7 @@ def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
 def largest_difference(
     some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """(largest absolute difference, largest absolute value). Raises CheckpointError for other shapes."""
+    """Return (largest absolute difference, largest absolute value). Raises CheckpointError for other shapes."""
     if [t.shape for t in some] != [t.shape for t in others]:
         raise CheckpointError(
             f"the outputs have shapes {[list(t.shape) for t in some]} and "

@@ -228,7 +228,7 @@ def _progress(run: Mapping) -> StoredProgress:
 
 
 def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str, Path]:
-    """Names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
+    """Return names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
     copies = {field: folder / path for field, path in named_copies(folder, run).items()}
     names = next(
         (names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {}
@@ -345,7 +345,7 @@ def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:
 def run_of(
     checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_id: str
 ) -> tuple[list[str], dict[str, Any], RunConfig]:
-    """Lines for the user, run.json, and the configuration in it."""
+    """Return the lines for the user, run.json, and the configuration in it."""
     # The configuration starts from the model, the tokenizer and the stored training options.
     finetunes = checkpoint.optimizer is None
     data, lines = tokenizer_options(checkpoint)

@@ -36,7 +36,7 @@ def init_inference(
     config: Mapping[str, Any] | str | os.PathLike | None = None,
     **options: Any,
 ) -> "InferenceEngine":
-    """An engine that computes with `model`. Collective over the tensor-parallel ranks.
+    """Return an engine that computes with `model`. Collective over the tensor-parallel ranks.
 
     config   DeepSpeed's inference config, as a dict or the path of a JSON file
     options  keys of the config as arguments; docs/use/inference_engine.md lists the keys
@@ -99,7 +99,7 @@ def _group_of(settings: InferenceSettings) -> Group:
 def _prepare(
     model: nn.Module, settings: InferenceSettings, group: Group
 ) -> tuple[Mapping[str, str], torch.Tensor | None]:
-    """(plan of the division, results to compare with), of a model with its weights in their format."""
+    """Return (plan of the division, results to compare with), of a model with its weights in their format."""
     if settings.checkpoint is not None:
         load_whole(model, settings.checkpoint, settings.base_dir)
     lacking = [name for name, p in model.named_parameters() if p.is_meta]
@@ -194,7 +194,7 @@ class InferenceEngine(nn.Module):
         self._times = []
 
     def model_times(self) -> list[float]:
-        """Seconds of the forwards since the last call. Raises CallError without `profile_model_time`."""
+        """Return the seconds of the forwards since the last call. Raises CallError without `profile_model_time`."""
         if self._times is None:
             raise CallError(
                 "engine.model_times() before engine.profile_model_time(): nothing is measured. Call it first."

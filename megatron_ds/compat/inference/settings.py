@@ -144,7 +144,7 @@ def read_inference_settings(
 
 
 def _misplaced(given: Mapping[str, Any]) -> list[str]:
-    """Problems of keys that are not known or cannot be followed."""
+    """Return the problems of keys that are not known or cannot be followed."""
     problems = [
         f'init_inference: unknown key "{key}"{did_you_mean(key, list(KNOWN))} Leave it out.'
         for key in given

@@ -124,7 +124,7 @@ def _split_parameter(owner: nn.Module, name: str, style: str, group: Group) -> N
 def _cut(
     name: str, value: torch.Tensor, dim: int, parts: int, group: Group
 ) -> nn.Parameter:
-    """This rank's piece along `dim`, of each of equal `parts` in turn."""
+    """Return this rank's piece along `dim`, of each of equal `parts` in turn."""
     size = value.shape[dim]
     if size % (parts * group.size):
         raise ConfigError(
@@ -170,7 +170,7 @@ def _reduce_counts(owner: nn.Module, group: Group) -> None:
 def _slice_biases(
     group: Group, heads: int, module: nn.Module, inputs: tuple, options: dict
 ) -> tuple[tuple, dict]:
-    """This rank's heads of biases that the model made for all: [batch, heads, …] or [batch × heads, …]."""
+    """Return this rank's heads of biases that the model made for all: [batch, heads, …] or [batch × heads, …]."""
     for name in BIASES:
         bias = options.get(name)
         if not torch.is_tensor(bias):

@@ -73,7 +73,7 @@ Plan = Mapping[str, str]
 def plan_of(
     model: nn.Module, policy: Mapping[Any, tuple[str, ...]] | None, ranks: int
 ) -> Plan:
-    """Name of a module or parameter → style. Raises ConfigError if the model cannot be divided by `ranks`."""
+    """Return name of a module or parameter → style. Raises ConfigError if the model cannot be divided by `ranks`."""
     check_heads(model, ranks)
     if policy is not None:
         return _plan_of_policy(model, policy)
@@ -168,7 +168,7 @@ def _plan_of_names(model: nn.Module) -> dict[str, str]:
 def repeated_layers(
     module: nn.Module, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the members of the outermost module lists."""
+    """Yield (name, module) of the members of the outermost module lists."""
     for name, child in module.named_children():
         at = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList):

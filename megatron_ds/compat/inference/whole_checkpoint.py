@@ -170,7 +170,7 @@ def _fill_buffers(model: nn.Module) -> None:
 
 
 def _with_parameters_on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
-    """A model whose parameters have no memory, and whose buffers have their values."""
+    """Return a model whose parameters have no memory, and whose buffers have their values."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> None:

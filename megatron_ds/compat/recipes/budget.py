@@ -47,7 +47,7 @@ class Budget:
             )
 
     def replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
-        """`text.replace(old, new, count)`."""
+        """Return `text.replace(old, new, count)`."""
         found = text.count(old) if count < 0 else min(text.count(old), count)
         self.spend(len(text) + found * max(len(new) - len(old), 0))
         return text.replace(old, new, count)

@@ -140,7 +140,7 @@ def _parser() -> Arguments:
 
 
 def _read_by_engine(path: Path, ranks: int) -> tuple[list[str], list[str]]:
-    """(why `megatron_ds.initialize` would refuse a DeepSpeed JSON, the keys whose "auto" a program fills)."""
+    """Return (why `megatron_ds.initialize` would refuse a DeepSpeed JSON, the keys whose "auto" a program fills)."""
     from megatron_ds.compat.config.deepspeed_json import load_json
     from megatron_ds.compat.engine.json_settings import read_settings
     from megatron_ds.compat.recipes.trainer_values import with_trainer_values
@@ -255,7 +255,7 @@ def _quoted(word: str) -> str:
 
 
 def _open_word(word: str) -> str:
-    """A word whose value the recipe does not state: its variable, or a gap where a command computes it."""
+    """Return a word whose value the recipe does not state: its variable, or a gap where a command computes it."""
     from megatron_ds.compat.recipes.shell_values import IS_OPEN, shown
 
     if any(re.search(r"[(`]", inner) for inner in IS_OPEN.findall(word)):

@@ -277,7 +277,7 @@ class Script:
         return True
 
     def _source(self, command: ShellCommand) -> tuple[str | None, bool]:
-        """(the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
+        """Return (the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
         whether it is that of a neighbour)."""
         words = self._fields(command.words)
         if not words or words[0] not in ("sed", "cat"):

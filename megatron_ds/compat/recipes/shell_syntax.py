@@ -92,7 +92,7 @@ class Parser:
     depth: int = 0
 
     def script(self) -> tuple[Statement, ...]:
-        """All statements. Raises ShellError for a word that closes nothing."""
+        """Return all statements. Raises ShellError for a word that closes nothing."""
         body = self._body(set())
         if self._word() is not None:
             raise ShellError(f"line {self._line()}: {self._word()!r} closes no block.")
@@ -257,7 +257,7 @@ class Parser:
         return ShellFunction(name, self._group().body)
 
     def _group(self) -> For:
-        """A block in braces; as a statement it is read like a loop over one value."""
+        """Return a block in braces; as a statement it is read like a loop over one value."""
         body = self._body({"}"})
         self._expect("}")
         self._redirections()

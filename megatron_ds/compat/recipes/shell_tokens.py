@@ -60,7 +60,7 @@ OPERATORS = (
 
 
 def tokens_of(text: str) -> Iterator[Token]:
-    """Words and operators, in order. A here-document is the body of its `<<`."""
+    """Yield the words and operators, in order. A here-document is the body of its `<<`."""
     at = 0
     line = 1
     waiting = []
@@ -124,7 +124,7 @@ def _skip_blanks(text: str, at: int) -> int:
 
 
 def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
-    """(the lines up to the word `end`, the place after them)."""
+    """Return (the lines up to the word `end`, the place after them)."""
     end = end.strip("'\"").replace("\\", "")
     lines = []
     while at < len(text):
@@ -141,7 +141,7 @@ def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
 
 
 def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
-    """(the word that begins at `at`, as written, the place after it). An array `NAME=(…)` is one word."""
+    """Return (the word that begins at `at`, as written, the place after it). An array `NAME=(…)` is one word."""
     start = at
     while at < len(text) and text[at] not in " \t\n;|&<>)":
         if text[at] == "(":

@@ -26,7 +26,7 @@ PLAIN = re.compile(r"[^\\$`]*+")
 
 
 def opened(text: str) -> str:
-    """An open value that is shown as `text`."""
+    """Return an open value that is shown as `text`."""
     return OPEN + re.sub(f"[{OPEN}{CLOSE}]", "", text) + CLOSE
 
 
@@ -311,7 +311,7 @@ def _element(values: list[str], index: str, scope: Scope) -> str | None:
 
 
 def _unknown(inner: str) -> str:
-    """`${inner}` as an open value."""
+    """Return `${inner}` as an open value."""
     return opened("${" + inner + "}")
 
 

@@ -174,7 +174,7 @@ COPIES = "data"  # the data-parallel size, which is no option
 
 
 def _parallel_sizes(config: RunConfig) -> dict[str, int]:
-    """Two ranks for each kind of parallelism that has several, in the order of the list, up to RANKS."""
+    """Return two ranks for each kind of parallelism that has several, in the order of the list, up to RANKS."""
     has_copies = config.data_parallel_size and config.data_parallel_size > 1
     order = (
         (TENSOR, COPIES, PIPELINE, CONTEXT)
@@ -203,7 +203,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Sizes of the model. Options that the recipe leaves to their default stay there."""
+    """Return the sizes of the model. Options that the recipe leaves to their default stay there."""
     # Every chunk of every stage has a layer, and a small pipeline has two.
     model = config.model
     stages = sizes[PIPELINE]
@@ -260,7 +260,7 @@ def _has_chunks(config: RunConfig) -> bool:
 
 
 def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Batch and lengths: STEPS steps, whose warm-up and final decay have one each."""
+    """Return the batch and lengths: STEPS steps, whose warm-up and final decay have one each."""
     # The batch has enough micro-batches to fill the pipeline.
     train = config.train
     rate = config.optimizer
@@ -301,7 +301,7 @@ def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _files(config: RunConfig, scratch: str) -> dict[str, Any]:
-    """Mock data, a log of every step, and a folder for what is offloaded to a disk."""
+    """Return mock data, a log of every step, and a folder for what is offloaded to a disk."""
     values = {
         "data.mock_data": True,
         "data.tokenizer_type": "NullTokenizer",
@@ -317,7 +317,7 @@ def _files(config: RunConfig, scratch: str) -> dict[str, Any]:
 
 
 def changed(config: RunConfig, tiny: Tiny) -> Sequence[str]:
-    """`--flag value (was value)` of the sizes that differ from the recipe's."""
+    """Return `--flag value (was value)` of the sizes that differ from the recipe's."""
     shown = (
         "model.num_layers",
         "model.hidden_size",

@@ -177,7 +177,7 @@ def config_of(training: Training, ranks: int) -> RunConfig:
 def _read_words(
     training: Training,
 ) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
-    """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
+    """Return (the flags that are read, a verdict for each, paths with open values, the words to write here)."""
     # Words that belong to no flag are collected apart.
     line = CommandLine()
     verdicts = []
@@ -216,7 +216,7 @@ def _read_words(
 def _of_flag(
     typed: str, flag: str, words: list[str]
 ) -> tuple[Verdict, CommandLine, set[str]]:
-    """(verdict, what the flag sets, the paths whose value is open)."""
+    """Return (verdict, what the flag sets, the paths whose value is open)."""
     value = shown(" ".join(words))
     meaning = FORK_READERS.get(flag, (flag, None))[0]
     spelling = spellings().get(meaning)

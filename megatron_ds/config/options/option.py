@@ -124,7 +124,7 @@ class Option:
 
 
 def option(default: Any = None, *, help: str, **more: Any) -> Any:
-    """A dataclass field with the `Option` in its metadata. A required one is None until a source gives it."""
+    """Return a dataclass field with the `Option` in its metadata. A required one is None until a source gives it."""
     more["flags"] = tuple(more.get("flags", ()))
     return field(
         default=default, metadata={"option": Option(default=default, help=help, **more)}
@@ -132,7 +132,7 @@ def option(default: Any = None, *, help: str, **more: Any) -> Any:
 
 
 def json_key(kind: type, help: str, **more: Any) -> Option:
-    """A key of a DeepSpeed JSON that is translated to other options. help: its meaning, for
+    """Return a key of a DeepSpeed JSON that is translated to other options. help: its meaning, for
     docs/reference/flags.md."""
     return Option(None, help, kind=kind, **more)
 
@@ -179,7 +179,7 @@ def _separated(items: Iterable[Any], separators: str) -> Iterator[Any]:
 
 
 def coerce(option: Option, raw: Any, where: str) -> Any:
-    """`raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
+    """Return `raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
     if not option.is_list:
         return _one(option, raw, where)
     if isinstance(raw, list | tuple):
@@ -240,7 +240,7 @@ def _check_range(option: Option, value: Any, raw: Any, where: str) -> None:
 
 
 def shown(raw: Any) -> str:
-    """A value as it was written, for messages."""
+    """Return a value as it was written, for messages."""
     if isinstance(raw, bool):
         return str(raw).lower()
     if isinstance(raw, list):  # all items of a list in a YAML file are strings

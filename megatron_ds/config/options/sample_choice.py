@@ -37,11 +37,11 @@ class Curriculum:
         return None
 
     def identity(self) -> dict[str, Any]:
-        """Entries of the identity of the data, in checkpoints."""
+        """Return the entries of the identity of the data, in checkpoints."""
         return {}
 
     def index_prefixes(self) -> Iterator[tuple[str, str]]:
-        """(description, prefix) of the index files that the order is made from."""
+        """Return (description, prefix) of the index files that the order is made from."""
         return iter(())
 
 

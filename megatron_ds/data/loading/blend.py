@@ -93,7 +93,7 @@ def read_sources(data: "DataConfig") -> BlendSources:
 
 
 def parse_split(text: str) -> tuple[float, ...]:
-    """`"969, 30, 1"` → (0.969, 0.03, 0.001): the share of each of PARTS; missing shares are 0.
+    """Return `"969, 30, 1"` → (0.969, 0.03, 0.001): the share of each of PARTS; missing shares are 0.
 
     Any proportions, separated by commas, spaces or "/". Raises ConfigError for other text.
     """
@@ -247,7 +247,7 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`["0.3", "a", "0.7", "0:0.6", "b"]`, or prefixes alone, each with or without a range of its documents.
+    """Return `["0.3", "a", "0.7", "0:0.6", "b"]`, or prefixes alone, each with or without a range of its documents.
 
     Corpora of weight 0 are left out. Raises ConfigError.
     """
@@ -337,12 +337,12 @@ def samples_to_provide(num_samples: int, share: float) -> int:
 def build_blend_index(
     shares: Sequence[float], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(int16 [size] the dataset, int64 [size] the sample in it) of each step; shares sum to 1."""
+    """Return (int16 [size] the dataset, int64 [size] the sample in it) of each step; shares sum to 1."""
     return _draw(np.asarray(shares, np.float64), size, None)
 
 
 def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(int16 [n] the dataset, int64 [n] the sample in it) of each step, n the sum of the sizes.
+    """Return (int16 [n] the dataset, int64 [n] the sample in it) of each step, n the sum of the sizes.
 
     Every sample of every dataset occurs once; exhausted datasets are skipped.
     """
@@ -361,7 +361,7 @@ def _draw(
 
 
 def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
-    """(threads that draw, steps that one draws at a time).
+    """Return (threads that draw, steps that one draws at a time).
 
     Each thread needs a state of every dataset. All processors draw if these states are small compared with
     the result; a short blend of many datasets is drawn by fewer threads.
@@ -419,7 +419,7 @@ class Draw:
 
 
 def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
-    """Samples drawn from each dataset; int64 [num_datasets]."""
+    """Return the samples drawn from each dataset; int64 [num_datasets]."""
     counts = np.zeros(num_datasets, np.int64)
     # bincount converts its input to int64, so a part at a time.
     for first in range(0, len(dataset_index), COUNTED_AT_ONCE):
@@ -430,7 +430,7 @@ def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
 
 
 def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
-    """A table of samples, share and epochs of each corpus, or of those that are read most often.
+    """Return a table of samples, share and epochs of each corpus, or of those that are read most often.
 
     train data                           share asked      samples   share drawn     epochs
       web_text_document                       70.00%          700        70.00%       0.31

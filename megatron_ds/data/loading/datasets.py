@@ -322,7 +322,7 @@ class _Builder:
         )
 
     def corpus(self, flag: str, prefix: str) -> IndexedDataset:
-        """A corpus, opened when it is first asked for."""
+        """Return a corpus, opened when it is first asked for."""
         try:
             return self._corpora.get(prefix) or self._corpora.setdefault(
                 prefix, IndexedDataset(prefix)
@@ -390,7 +390,7 @@ class _Builder:
         return int(self._lengths(part, piece).sum(dtype=np.int64))
 
     def _lengths(self, part: _Part, piece: CorpusSlice) -> np.ndarray:
-        """Tokens of each sequence of the part."""
+        """Return the tokens of each sequence of the part."""
         corpus = self.corpus(part.flag, piece.prefix)
         bounds = self.kind.documents(corpus)
         documents = self._documents(part, piece)

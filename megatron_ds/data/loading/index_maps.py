@@ -127,7 +127,7 @@ def last_epoch_is_separate(
 def build_document_index(
     documents: np.ndarray, epochs: int, separate: bool, random: np.random.RandomState
 ) -> np.ndarray:
-    """`epochs` copies of `documents` shuffled together; if `separate`, the last copy is shuffled alone.
+    """Return `epochs` copies of `documents` shuffled together; if `separate`, the last copy is shuffled alone.
 
     int32, or int64 if a document number needs it.
     """
@@ -161,7 +161,7 @@ def build_sample_index(
     seq_length: int,
     num_tokens: int | None = None,
 ) -> np.ndarray:
-    """[M + 1, 2]: where the samples begin, and where the last one ends. int32, or int64 if a number needs it.
+    """Return [M + 1, 2]: where the samples begin, and where the last one ends. int32, or int64 if a number needs it.
 
     Row i names the document that holds token i·s of the stream, so never an empty document, except that row 0
     is always the beginning.  num_tokens: of all documents of the index, if known.
@@ -205,7 +205,7 @@ def plain_sample_index(
 def build_shuffle_index(
     first: int, total: int, random: np.random.RandomState
 ) -> np.ndarray:
-    """[0, first) shuffled, then [first, total) shuffled. uint32, or int64 where needed."""
+    """Return [0, first) shuffled, then [first, total) shuffled. uint32, or int64 where needed."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(total, dtype=dtype)
     shuffle(index[:first], random)

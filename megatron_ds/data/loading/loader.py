@@ -67,7 +67,7 @@ class Loader:
         *,
         training: bool = True,
     ) -> Batch:
-        """This rank's [G / dp, s] of the global batch after `consumed` samples; see `Batch.split`.
+        """Return this rank's [G / dp, s] of the global batch after `consumed` samples; see `Batch.split`.
 
         Rows are ordered by micro-batch; `sample_ids` are positions in the stream, the same under every
         layout. Raises DataError when the data ends, ConfigError when the sizes do not divide.

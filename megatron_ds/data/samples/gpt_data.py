@@ -290,7 +290,7 @@ def _refuse_pairs(corpus: IndexedDataset) -> None:
 def blank_batch(
     samples: int, positions: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """A batch of token 0 in which all positions count in the loss."""
+    """Return a batch of token 0 in which all positions count in the loss."""
     tokens = torch.zeros(samples, positions, dtype=torch.int64, device=device)
     position_ids = torch.arange(positions, device=device).expand(samples, -1)
     return Batch(

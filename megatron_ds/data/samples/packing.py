@@ -50,7 +50,7 @@ class Packs(NamedTuple):
 
 
 def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
-    """Patterns that pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
+    """Return the patterns that pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
     open_samples: dict[int, list[Pattern]] = {}  # free tokens → patterns
     rooms: list[int] = []  # keys of open_samples, ascending
 

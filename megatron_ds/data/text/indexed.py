@@ -49,7 +49,7 @@ FINGERPRINT_BLOCK = 1 << 14
 
 
 def dtype_for(vocab_size: int | None) -> np.dtype:
-    """uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
+    """Return uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
     if vocab_size is not None and vocab_size < 65500:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
@@ -79,7 +79,7 @@ class IndexedDataset:
         self._check_ends()
 
     def __len__(self) -> int:
-        """Number of sequences (documents, in a GPT corpus)."""
+        """Return the number of sequences (documents, in a GPT corpus)."""
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> np.ndarray:
@@ -90,7 +90,7 @@ class IndexedDataset:
         return self.get(i)
 
     def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of sequence i from token `start` on; to its end when `length` is None."""
+        """Return `length` tokens of sequence i from token `start` on; to its end when `length` is None."""
         if length is None:
             length = int(self.lengths[i]) - start
         at = int(self.offsets[i]) + start * self.dtype.itemsize
@@ -371,7 +371,7 @@ def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
 
 
 def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
-    """`.bin` and `.idx` of a prefix, or of the name of either file."""
+    """Return `.bin` and `.idx` of a prefix, or of the name of either file."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         text = text[:-4]
@@ -415,7 +415,7 @@ def _corpora_near(path: Path) -> str:
 
 
 def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
-    """(type of the tokens, number of sequences, number of document boundaries). Raises DataError."""
+    """Return (type of the tokens, number of sequences, number of document boundaries). Raises DataError."""
     if len(index) < HEADER.size:
         raise _damaged(
             path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}"
@@ -456,7 +456,7 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
 def _column(
     index: memoryview, dtype: str, count: int, at: int
 ) -> tuple[np.ndarray, int]:
-    """`count` numbers at byte `at`, and the byte after them."""
+    """Return `count` numbers at byte `at`, and the byte after them."""
     end = at + count * np.dtype(dtype).itemsize
     return np.frombuffer(index, dtype, count, at), end
 

@@ -115,7 +115,7 @@ class LibraryTokenizer(Tokenizer):
         return [encoding.ids for encoding in found]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Ids of the texts back to back, and the number of ids of each, by the backend."""
+        """Return the ids of the texts back to back, and the number of ids of each, by the backend."""
         return self._backend(texts)
 
     @functools.cached_property
@@ -326,7 +326,7 @@ def plan_native(description: str) -> NativePlan | str:
 
 
 def _known_pattern(pre_tokenizer: dict) -> tuple[bool, int] | None:
-    """(whether it is the newer pattern, digits of a number together); None for an unknown pattern."""
+    """Return (whether it is the newer pattern, digits of a number together); None for an unknown pattern."""
     if pre_tokenizer.get("type") == "Sequence":
         split, *rest = pre_tokenizer["pretokenizers"]
         pattern = split.get("pattern", {}).get("Regex")

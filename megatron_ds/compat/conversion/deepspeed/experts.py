@@ -64,7 +64,7 @@ class StoredExperts:
     def in_order(
         self, others: Mapping[str, StoredTensor], rank: int, parts: int, place: object
     ) -> dict[str, StoredTensor]:
-        """Weights of an expert-parallel rank under their global names, in the order of registration.
+        """Return the weights of an expert-parallel rank under their global names, in the order of registration.
 
         others: weights outside of experts, in that order
         """
@@ -185,7 +185,7 @@ def _check_complete(files: EngineFiles, numbers: Sequence[int]) -> None:
 
 
 def _layer(paths: Sequence[Path]) -> tuple[str, dict[str, StoredTensor]]:
-    """(name of the layer, its tensors) from the files of its experts in order."""
+    """Return (name of the layer, its tensors) from the files of its experts in order."""
     found: dict[str, StoredTensor] = {}
     kinds: dict[str, Any] = {}  # of expert 0: leaf → shape and dtype
     first = ""

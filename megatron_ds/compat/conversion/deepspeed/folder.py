@@ -184,7 +184,7 @@ def _check_complete(
 
 
 def open_file(path: Path) -> ForeignFile:
-    """A file whose content is a dict. Raises CheckpointError."""
+    """Return a file whose content is a dict. Raises CheckpointError."""
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(
@@ -201,7 +201,7 @@ def entry(
     place: object,
     absent: Any = ...,
 ) -> Any:
-    """content[name], of a type. Raises CheckpointError where it is missing (without `absent`) or another."""
+    """Return content[name], of a type. Raises CheckpointError where it is missing (without `absent`) or another."""
     value = content.get(name, ...)
     if value is ... or value is None:
         if absent is not ...:
@@ -235,7 +235,7 @@ def buffer_names(content: Mapping[str, Any], place: object) -> set[str]:
 
 
 def count(content: Mapping[str, Any], name: str, place: object) -> int | None:
-    """A number of steps or samples; None where it is missing. Raises CheckpointError for other values."""
+    """Return a number of steps or samples; None where it is missing. Raises CheckpointError for other values."""
     value = entry(content, name, (int, float, StoredTensor), place, None)
     if isinstance(value, StoredTensor):
         value = scalar(value)
@@ -256,7 +256,7 @@ def scalar(tensor: StoredTensor) -> float:
 
 
 def shapes_in(content: Any, place: object) -> dict[str, tuple[int, ...]]:
-    """{name: shape}, as `param_shapes` has them. Raises CheckpointError for anything else."""
+    """Return {name: shape}, as `param_shapes` has them. Raises CheckpointError for anything else."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{place}: shapes of parameters are a {type(content).__name__}. It is damaged."

@@ -231,7 +231,7 @@ def _vocab_size(
 
 
 def _without_padding(raw: RawCheckpoint, rows: int) -> RawCheckpoint:
-    """Embedding and output layer with their first rows only."""
+    """Return the embedding and output layer with their first rows only."""
 
     def cut(name: str, tensor: StoredTensor) -> StoredTensor:
         has_rows = name.endswith(("word_embeddings.weight", "output_layer.weight"))
@@ -322,7 +322,7 @@ def _group(raw: RawCheckpoint) -> Mapping[str, Any]:
 
 
 def _training(raw: RawCheckpoint) -> dict[str, Any]:
-    """Numbers of the optimizer, where the files record them."""
+    """Return the numbers of the optimizer, where the files record them."""
     group = _group(raw)
     found = {
         f"optimizer.{ours}": group[theirs]
@@ -427,7 +427,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 
 def next_rate(checkpoint: LogicalCheckpoint, model: ModelConfig) -> float | None:
-    """Learning rate of the next step, which DeepSpeed takes from the files; None if it is not recorded."""
+    """Return the learning rate of the next step, which DeepSpeed takes from the files; None if it is not recorded."""
     if "optimizer.lr" in checkpoint.training:
         source = Source("derived", str(checkpoint.folder))
         config = RunConfig(model=model).with_values(checkpoint.training, source)

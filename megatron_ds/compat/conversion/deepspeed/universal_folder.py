@@ -162,7 +162,7 @@ def _tensors(
     others: set[str],
     weights_only: bool,
 ) -> tuple[dict[str, dict[str, StoredTensor]], set[int]]:
-    """(kind → name → tensor, numbers of steps). others: names of shared parameters."""
+    """Return (kind → name → tensor, numbers of steps). others: names of shared parameters."""
     found: dict[str, dict[str, StoredTensor]] = {WEIGHT: {}}
     steps: set[int] = set()
     for name in sorted(os.listdir(zero)):

@@ -63,7 +63,7 @@ class Shard:
         return max(sizes)
 
     def cut(self, kind: str, start: int, numel: int) -> Iterator[VectorSlice]:
-        """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
+        """Yield the elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
         vectors = self.vectors[kind]
         stop = start + numel
         # The interval must be inside of what the vectors hold together.
@@ -116,7 +116,7 @@ def joined(
 def merged_slices(
     shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
+    """Return kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
 
     Raises CheckpointError unless the slices of all ranks, in order, are the parameters in order.
     """
@@ -181,7 +181,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 def replayed_slices(
     shapes: Shapes, shards: Sequence[Shard]
 ) -> list[dict[str, dict[str, int]]]:
-    """`param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
+    """Return `param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
     # The parameters follow each other through the equal shards.
     size = shards[0].size
     mappings: list[dict[str, dict[str, int]]] = [{} for _ in shards]
@@ -206,7 +206,7 @@ def replayed_slices(
 def merged_parts(
     shapes: Shapes, shards: Sequence[Shard]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
+    """Return kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
     ranks = len(shards)
     kinds = _kinds_of(shards)
     # Every rank must hold an equal part of each parameter.
@@ -252,7 +252,7 @@ def _part(
     start: int,
     size: int,
 ) -> StoredTensor:
-    """One parameter from its parts. start, size: of the part in the vectors of each rank."""
+    """Return one parameter from its parts. start, size: of the part in the vectors of each rank."""
     numel = math.prod(shape)
     slices: list[VectorSlice] = []
     for rank, shard in enumerate(shards):
@@ -265,7 +265,7 @@ def _part(
 def merged_fragments(
     shapes: Shapes, fragments: Sequence[Mapping[str, StoredTensor]], place: object
 ) -> dict[str, StoredTensor]:
-    """Frozen parameters, of which stage 3 stores a part in the model file of each rank.
+    """Return frozen parameters, of which stage 3 stores a part in the model file of each rank.
 
     fragments: name → part, of each rank
 
@@ -294,7 +294,7 @@ def merged_fragments(
 
 
 def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredTensor]]:
-    """Kind → [vector] of a group: the master, and the tensors of its optimizer state as long as it.
+    """Return kind → [vector] of a group: the master, and the tensors of its optimizer state as long as it.
 
     state: {"step", "exp_avg", …} of torch's optimizer; empty before its first step
     """

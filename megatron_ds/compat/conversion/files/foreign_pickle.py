@@ -183,7 +183,7 @@ class ForeignObject:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Attributes of a stand-in, such as a Namespace or a dataclass, or the items of a dict; else {}."""
+    """Return the attributes of a stand-in, such as a Namespace or a dataclass, or the items of a dict; else {}."""
     state = value.state if isinstance(value, ForeignObject) else value
     if isinstance(state, tuple) and len(state) == 2:  # (__dict__, values of __slots__)
         state = {**(state[0] or {}), **(state[1] or {})}
@@ -191,7 +191,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def _elements_of(state: Any) -> int:
-    """Elements that `fields_of` copies."""
+    """Return the elements that `fields_of` copies."""
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     return 1 + sum(len(part) for part in parts if isinstance(part, COPIED))
 
@@ -247,7 +247,7 @@ class ForeignUnpickler(pickle.Unpickler):
         return tuple(sorted(self._stand_ins))
 
     def find_class(self, module: str, name: str) -> Any:
-        """An object of the tables, or a stand-in. Raises UnpicklingError for code."""
+        """Return an object of the tables, or a stand-in. Raises UnpicklingError for code."""
         if (module, name) in self._known:
             return self._known[module, name]
         full = f"{module}.{name}"
@@ -307,7 +307,7 @@ def unpickled(
     storage_of: Callable[[torch.dtype, str, int], Storage] | None = None,
     allowed: Mapping[tuple[str, str], Any] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
-    """(content, names of the classes that became stand-ins); arguments as of `ForeignUnpickler`.
+    """Return (content, names of the classes that became stand-ins); arguments as of `ForeignUnpickler`.
 
     Raises almost any exception when `content` is damaged; UnpicklingError if it names code.
     """
@@ -374,7 +374,7 @@ def _first(tensor: Any, *_: Any) -> Any:
 
 
 def _member(owner: Any, name: str) -> ForeignObject:
-    """A member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
+    """Return a member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
     if not (
         isinstance(owner, type)
         and issubclass(owner, ForeignObject)

@@ -75,7 +75,7 @@ class ReadAhead:
             self._next += 1
 
     def _cost(self, index: int) -> int:
-        """Bytes of the stored tensor, and of the one that it is packed into."""
+        """Return the bytes of the stored tensor, and of the one that it is packed into."""
         return 2 * self._tensors[index].nbytes
 
     def _read(self, index: int) -> torch.Tensor:

@@ -29,8 +29,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()} | {
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged, and for two
-    sets of weights."""
+    """Return name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged, and
+    for two sets of weights."""
     index = folder / INDEX
     single = folder / SINGLE
     if index.is_file():
@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _places_in(index: Path) -> dict[str, str]:
-    """Name of a tensor → its file, in the folder of the index and nowhere else. Raises CheckpointError."""
+    """Return name of a tensor → its file, in the folder of the index and nowhere else. Raises CheckpointError."""
     places = read_json(index).get("weight_map")
     is_table = isinstance(places, dict) and all(map(_is_file_name, places.values()))
     if not is_table or not places:
@@ -76,7 +76,7 @@ def _check_one_set(folder: Path, places: Mapping[str, str]) -> None:
 
 
 def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Name → tensor of the files that the folder's index names."""
+    """Return name → tensor of the files that the folder's index names."""
     # All files must be present before any is read.
     files = sorted({*places.values()})
     absent = [name for name in files if not (folder / name).is_file()]
@@ -130,7 +130,7 @@ def _is_file_name(text: object) -> bool:
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of one file. Raises CheckpointError when it is damaged."""
+    """Return name → tensor of one file. Raises CheckpointError when it is damaged."""
     # The library checks that the entries of the header cover the file, without gaps or overlaps.
     try:
         with safe_open(path, framework="pt") as file:

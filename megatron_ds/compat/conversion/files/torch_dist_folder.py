@@ -191,7 +191,7 @@ def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """A shape or a position. Raises TypeError."""
+    """Return a shape or a position. Raises TypeError."""
     if not (
         isinstance(value, tuple | list)
         and len(value) <= MOST_DIMENSIONS

@@ -35,7 +35,7 @@ AUX_LOSS = 0.001  # router_aux_loss_coef where it is absent
 
 
 def expert_options(settings: Settings) -> dict[str, Any]:
-    """Our options. Raises CheckpointError."""
+    """Return our options. Raises CheckpointError."""
     # Families use two names for the number of experts.
     numbers = {
         settings[name]
@@ -92,7 +92,7 @@ def aux_loss_scale(settings: Settings) -> tuple[int, int]:
 
 
 def expert_settings(model: ModelConfig) -> dict[str, Any]:
-    """Their settings; {} without experts."""
+    """Return their settings; {} without experts."""
     dense = [i for i, number in enumerate(model.experts) if not number]
     layers = model.num_layers - len(dense)
     numbers = sorted({number for number in model.experts if number})

@@ -83,14 +83,14 @@ def expects(folder: Path) -> bool:
 
 
 def read_raw(folder: Path) -> RawCheckpoint:
-    """Settings and tensors as they are in the files. Raises CheckpointError."""
+    """Return the settings and tensors as they are in the files. Raises CheckpointError."""
     check_adapter(folder)
     settings = read_json(folder / CONFIG)
     return RawCheckpoint(folder, {WEIGHT: read_folder(folder)}, settings)
 
 
 def adapter_files(folder: Path) -> list[str]:
-    """Names of the files of an adapter in the folder."""
+    """Return the names of the files of an adapter in the folder."""
     return [name for name in ADAPTER if (folder / name).is_file()]
 
 
@@ -182,7 +182,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def with_prefix(
     tensors: Mapping[str, StoredTensor], family: Family
 ) -> Mapping[str, StoredTensor]:
-    """Names of a model with a head, also where the files hold the bare model."""
+    """Return the tensors under the names of a model with a head, also if the files hold the bare model."""
     if not family.prefix or any(name.startswith(family.prefix) for name in tensors):
         return tensors
     heads = {name for name, _ in family.tied}
@@ -267,7 +267,7 @@ def _differences(family: Family, model: ModelConfig) -> list[str]:
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
-    """`model_identity`, with one spelling of the layers that have a window."""
+    """Return `model_identity`, with one spelling of the layers that have a window."""
     return model_identity(
         replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
         if any(model.windowed)
@@ -346,7 +346,7 @@ def _values(
 def config_of(
     checkpoint: LogicalCheckpoint, family: Family, model: ModelConfig
 ) -> dict[str, Any]:
-    """config.json: settings of the source, where it is of the family, overwritten by those of the model."""
+    """Return config.json: settings of the source, where it is of the family, overwritten by those of the model."""
     source = checkpoint.source if checkpoint.source.get("family") == family.name else {}
     kept = {
         name: value
@@ -390,7 +390,7 @@ def _named_tokens(path: Path) -> dict[str, str]:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
+    """Return token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
     content = read_json(path)
     model = content.get("model")
     added = content.get("added_tokens")

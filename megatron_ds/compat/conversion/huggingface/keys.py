@@ -71,7 +71,7 @@ def check_keys(settings: Settings) -> None:
 def notes_of(
     table: Sequence[SettingRule], extra: frozenset[str], settings: Settings
 ) -> list[str]:
-    """Sentences on the settings that a run does not follow.
+    """Return the sentences on the settings that a run does not follow.
 
     extra: settings that rules of the family read beside its table
     """

@@ -205,7 +205,7 @@ def to_peft(
 def _of_modules(
     layer: AdaptedLayer, left: dict[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
-    """Leaf → tensor of each module of a layer, taken out of `left`; {} for a module without an adapter."""
+    """Return leaf → tensor of each module of a layer, taken out of `left`; {} for a module without an adapter."""
     modules = range(len(layer.modules))
     whole = _taken(left, {leaf: f"{layer.name}.{leaf}.weight" for leaf in THEIRS})
     if not whole:

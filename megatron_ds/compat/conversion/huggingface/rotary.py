@@ -54,7 +54,7 @@ def rope_table(settings: Settings) -> tuple[str, Settings]:
 
 
 def rotary_options(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    """Our options. defaults: values of absent settings; those of models that rotate a part of each head have
+    """Return our options. defaults: values of absent settings; those of models that rotate a part of each head have
     partial_rotary_factor. Raises CheckpointError for what is not computed."""
     name, rope = rope_table(settings)
     is_neox = settings.get("model_type") == "gpt_neox"
@@ -83,7 +83,7 @@ def rotary_options(settings: Settings, defaults: Settings) -> dict[str, Any]:
 
 
 def _positive(values: Settings, key: str, where: str) -> float:
-    """A number above 0. Raises CheckpointError. transformers computes with no other."""
+    """Return a number above 0. Raises CheckpointError. transformers computes with no other."""
     value = values.get(key)
     if (
         isinstance(value, bool)
@@ -178,7 +178,7 @@ READERS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
 
 
 def rotary_settings(model: ModelConfig, is_partial: bool) -> dict[str, Any]:
-    """Their settings, in the spellings of transformers 4 and 5. is_partial: the share of a head is written"""
+    """Return their settings, in the spellings of transformers 4 and 5. is_partial: the share of a head is written"""
     scaling = _scaling(model)
     share = (
         {"partial_rotary_factor": model.rotary_percent}

@@ -29,7 +29,7 @@ class Derived:
         return {self.ours: self.value(given)} if type(given) is int else {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{}."""
+        """Return {}."""
         return {}
 
 
@@ -48,7 +48,7 @@ class EmbeddingDropout:
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{embd_pdrop: rate}."""
+        """Return {embd_pdrop: rate}."""
         return {self.theirs: model.hidden_dropout}
 
     def note_of(self, settings: Settings) -> str:
@@ -72,7 +72,7 @@ class RotaryDim:
     theirs: str = "rotary_dim"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options of rotary positions. Raises CheckpointError."""
+        """Return our options of rotary positions. Raises CheckpointError."""
         dim = settings.get(self.theirs)
         heads = settings.get("n_head")
         width = settings.get("n_embd")
@@ -90,7 +90,7 @@ class RotaryDim:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{rotary_dim: channels}."""
+        """Return {rotary_dim: channels}."""
         return {self.theirs: round(model.rotary_percent * model.head_dim)}
 
 
@@ -106,7 +106,7 @@ class FalconBlock:
     theirs: str = "new_decoder_architecture"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options of groups, residual and norms. Raises CheckpointError."""
+        """Return our options of groups, residual and norms. Raises CheckpointError."""
         is_new = bool(settings.get(self.theirs))
         is_parallel = bool(settings.get("parallel_attn", True))
         norms = settings.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
@@ -133,7 +133,7 @@ class FalconBlock:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Their settings."""
+        """Return their settings."""
         is_parallel = model.use_parallel_residual
         is_shared = is_parallel and model.shared_block_norm
         is_single = model.query_groups == 1
@@ -169,7 +169,7 @@ class MptAttention:
     theirs: str = "attn_config"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options. Raises CheckpointError for attention that is not computed."""
+        """Return our options. Raises CheckpointError for attention that is not computed."""
         given = settings.get(self.theirs) or {}
         for name, values in MPT_ATTENTION.items():
             if (value := given.get(name, values[0])) not in values:
@@ -192,7 +192,7 @@ class MptAttention:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{attn_config: values}."""
+        """Return {attn_config: values}."""
         fixed = {name: values[0] for name, values in MPT_ATTENTION.items()}
         own = {
             "softmax_scale": model.softmax_scale,
@@ -210,7 +210,7 @@ class QueryScalar:
     theirs: str = "query_pre_attn_scalar"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """{softmax_scale: value}; {} for the usual one. Raises CheckpointError."""
+        """Return {softmax_scale: value}; {} for the usual one. Raises CheckpointError."""
         scalar = settings.get(self.theirs)
         if (
             isinstance(scalar, bool)
@@ -222,7 +222,7 @@ class QueryScalar:
         return {} if is_usual else {"softmax_scale": scalar**-0.5}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{query_pre_attn_scalar: number}, whole where it is nearly."""
+        """Return {query_pre_attn_scalar: number}, whole where it is nearly."""
         scalar: float = model.head_dim
         if model.softmax_scale is not None:
             scalar = model.softmax_scale**-2
@@ -249,7 +249,7 @@ class RotaryByWindow:
     theirs: str = "rope_parameters"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options of both. Raises CheckpointError."""
+        """Return our options of both. Raises CheckpointError."""
         both = settings.get(self.theirs) or {}
         inside = dict(both.get("sliding_attention") or {})
         if inside.get("rope_type", "default") != "default":
@@ -273,7 +273,7 @@ class RotaryByWindow:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Their settings in both spellings."""
+        """Return their settings in both spellings."""
         found = rotary_settings(model, is_partial=False)
         base = model.window_rotary_base or model.rotary_base
         windowed = {"rope_type": "default", THETA: base}

@@ -138,7 +138,7 @@ BESIDE_TABLES = (
 
 
 def options(table: tuple, settings: Settings) -> dict[str, Any]:
-    """Our model options, by a table above and by the rules that need more than one setting.
+    """Return our model options, by a table above and by the rules that need more than one setting.
 
     Raises CheckpointError listing what this package does not compute.
     """
@@ -165,7 +165,7 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
 
 
 def notes(table: tuple, settings: Settings) -> list[str]:
-    """Sentences on the settings that a run does not follow; `options` accepted them."""
+    """Return the sentences on the settings that a run does not follow; `options` accepted them."""
     extra = {"word_embed_proj_dim"}
     if ROTARY in table:
         extra |= ROTARY_KEYS | WINDOW_KEYS
@@ -218,7 +218,7 @@ def _check_attention(settings: Settings) -> None:
 
 
 def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
-    """Settings in the spellings of transformers 4 and 5."""
+    """Return the settings in the spellings of transformers 4 and 5."""
     found = settings_of(table, model)
     if ROTARY in table:
         is_partial = any(table is other for other in PARTLY)

@@ -95,7 +95,7 @@ class Window:
     theirs: str = "sliding_window"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our two options; {} where no window hides a token. Raises CheckpointError."""
+        """Return our two options; {} where no window hides a token. Raises CheckpointError."""
         # Without a window no layer may ask for one.
         window = settings.get(self.theirs, self.default)
         if (
@@ -134,7 +134,7 @@ class Window:
         )
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Their settings."""
+        """Return their settings."""
         windowed = model.windowed
         value = None if self.hides else model.positions
         if model.window_size is not None and any(windowed):

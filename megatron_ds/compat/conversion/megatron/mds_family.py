@@ -87,7 +87,7 @@ FIXED = (Fixed("model", "gpt"),)
 
 
 def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Our model options. Raises CheckpointError for arguments that are missing or not computed here."""
+    """Return our model options. Raises CheckpointError for arguments that are missing or not computed here."""
     options = options_of((*ARGUMENTS, *FIXED), args)
     rotary = bool(args.get("use_rotary_position_embeddings"))
     learned = args.get("add_position_embedding", not rotary)
@@ -126,7 +126,7 @@ def activation_of(args: Mapping[str, Any]) -> str:
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
+    """Return the arguments of which `model_options` makes the same model. Raises CheckpointError."""
     # What Megatron-DeepSpeed does not compute cannot be written for it.
     check_known_to_megatron(model, "Megatron-DeepSpeed")
     if model.window_size is not None or model.softmax_type != "vanilla":
@@ -182,7 +182,7 @@ def family(packing: str, name: str = NAME) -> Family:
 
 
 def pipeline_name(name: str, model: ModelConfig) -> str:
-    """Name in a pipeline of a tensor that has `name` in the module."""
+    """Return the name in a pipeline of a tensor that has `name` in the module."""
     leaf = name.removeprefix(ROOT)
     if leaf.startswith("embedding."):
         tied = not model.untie_embeddings_and_output_weights
@@ -235,7 +235,7 @@ def _layer_and_leaf(name: str) -> tuple[str, str]:
 def _names_of_layers(
     weights: Mapping[str, StoredTensor], folder: object
 ) -> dict[str, str]:
-    """Name in a pipeline → name in the module."""
+    """Return name in a pipeline → name in the module."""
     # The leaves of each layer identify it.
     leaves: dict[int, set[str]] = {}
     for name in weights:

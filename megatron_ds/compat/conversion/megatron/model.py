@@ -213,7 +213,7 @@ CHOICES = {
 
 
 def training_options(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the optimizer that the files record."""
+    """Return the options of the optimizer that the files record."""
     numbers = {
         path: float(args[name])
         for path, name in TRAINING.items()
@@ -284,13 +284,13 @@ def _scaler(state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float | None:
-    """A number, also one that is stored as a tensor."""
+    """Return a number, also one that is stored as a tensor."""
     if isinstance(value, StoredTensor):
         return float(value.read().reshape(-1)[0]) if value.shape in ((), (1,)) else None
     return value if isinstance(value, int | float) else None
 
 
 def adam_updates(states: Sequence[Mapping[str, Any]]) -> int | None:
-    """Steps of Adam: the largest `step` in parameter groups and states. None if none is recorded."""
+    """Return the steps of Adam: the largest `step` in parameter groups and states. None if none is recorded."""
     steps = [number(state.get("step")) for state in states]
     return max((int(step) for step in steps if step is not None), default=None)

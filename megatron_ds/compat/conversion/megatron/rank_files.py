@@ -64,7 +64,7 @@ def _weights_file(folder: Path) -> Path | None:
 
 
 def read_rank_files(path: Path) -> list[RankFile]:
-    """All ranks' files, sorted by position. Raises CheckpointError if some are missing or mixed up."""
+    """Return all ranks' files, sorted by position. Raises CheckpointError if some are missing or mixed up."""
     # The first file records the sizes of the grid.
     paths = [(folder, _weights_file(folder)) for folder in rank_folders(path)]
     contents = {
@@ -97,7 +97,7 @@ def read_rank_files(path: Path) -> list[RankFile]:
 
 
 def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
-    """(tp, pp, ep) of the arguments; None without arguments.
+    """Return (tp, pp, ep) of the arguments; None without arguments.
 
     Files of releases before pipelines name the first size model_parallel_size.
     """
@@ -174,7 +174,7 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
 
 
 def _positions(sizes: Coordinates) -> Iterator[Coordinates]:
-    """All positions of a grid of (tp, pp, ep) ranks, one by one: a damaged file may state any sizes."""
+    """Yield all positions of a grid of (tp, pp, ep) ranks, one by one: a damaged file may state any sizes."""
     tp, pp, ep = sizes
     for t in range(tp):
         for p in range(pp):

@@ -114,7 +114,7 @@ def _weights(
     tensor: tuple[int, int],
     pipeline: tuple[int, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, values) of one rank, with its own numbers of layers. tensor, pipeline: its position and size."""
+    """Yield (name, values) of one rank, with its own numbers of layers. tensor, pipeline: its position and size."""
     t, tp = tensor
     p, pp = pipeline
     count = model.num_layers // pp

@@ -115,7 +115,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def _tensors(
     keys: Mapping[str, Sharded], weights: Mapping[str, Sharded], bert: bool
 ) -> dict[str, StoredTensor]:
-    """Tensors under our names: stacked ones by layer, halves and experts joined."""
+    """Return the tensors under our names: stacked ones by layer, halves and experts joined."""
     parts: dict[str, dict[TensorPart, StoredTensor]] = {}
     for key, tensor in keys.items():
         tensor = unflattened(tensor, weights[key].shape) if key in weights else tensor
@@ -136,7 +136,7 @@ def _by_layer(key: str, tensor: Sharded) -> list[tuple[str, StoredTensor]]:
 
 
 def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
-    """One tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
+    """Return one tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
     if len(parts) == 1 and next(iter(parts)) == TensorPart(name):
         return parts[TensorPart(name)]
     numbers = sorted({part.expert for part in parts if part.expert is not None})
@@ -157,7 +157,7 @@ def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor
 
 
 def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
-    """A tensor of the weight's shape from one whose ranks' shards are stored flat (`flattened_range`).
+    """Return a tensor of the weight's shape from one whose ranks' shards are stored flat (`flattened_range`).
 
     A weight of shape [X, Y], cut into shards of [x, y], is then stored as [X/x, Y/y, x·y].
     """
@@ -182,7 +182,7 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
 
 
 def _optimizers(stored: TorchDistFolder) -> list[dict[str, Any]]:
-    """States of the optimizers but their tensors."""
+    """Return the states of the optimizers but their tensors."""
     states = optimizers_in(stored.common.get("optimizer"))
     return states + [
         fields_of(stored.object(key))
@@ -215,7 +215,7 @@ def _progress(
 
 
 def optimizers_in(value: Any) -> list[dict[str, Any]]:
-    """States of one optimizer, or of several in a list or under numbers."""
+    """Return the states of one optimizer, or of several in a list or under numbers."""
     if isinstance(value, list | tuple):
         return [fields_of(one) for one in value]
     found = fields_of(value)

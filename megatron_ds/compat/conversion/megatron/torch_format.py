@@ -117,7 +117,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def _named(
     chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool
 ) -> Chunk:
-    """Parts of ours, numbered as in the file. A tied head has two spellings."""
+    """Return the parts of ours, numbered as in the file. A tied head has two spellings."""
     experts = local_experts(args)
     pairs: Chunk = []
     for name, tensor in chunk.items():
@@ -129,7 +129,7 @@ def _named(
 def _first_layers(
     files: Sequence[RankFile], chunks: Mapping[tuple, Sequence[Chunk]]
 ) -> dict:
-    """(pipeline rank, chunk) → number to add to the layers of its file.
+    """Return (pipeline rank, chunk) → number to add to the layers of its file.
 
     Layers are numbered from 0 in each chunk of each rank. Chunk c of all ranks comes before chunk c + 1.
     """
@@ -183,7 +183,7 @@ def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> N
 def _optimizer(
     file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """kind → part → state of this rank's parameters; {} where none was saved."""
+    """Return kind → part → state of this rank's parameters; {} where none was saved."""
     # A file without optimizer has no state, and joined experts have no known layout.
     if file.content.get("optimizer") is None:
         return {}

@@ -134,7 +134,7 @@ def _report(
     wishes: Wishes,
     with_state: bool,
 ) -> list[str]:
-    """Lines that state what was written to `path` and how Megatron-LM loads it."""
+    """Return the lines that state what was written to `path` and how Megatron-LM loads it."""
     flags = [
         "--load",
         str(folder),
@@ -294,7 +294,7 @@ def _group(
     wd_mult: float,
     is_of_experts: bool,
 ) -> dict[str, Any]:
-    """A parameter group as torch's Adam has it, with Megatron's factors."""
+    """Return a parameter group as torch's Adam has it, with Megatron's factors."""
     return {
         "wd_mult": wd_mult,
         "lr_mult": 1.0,
@@ -312,7 +312,7 @@ def _group(
 
 
 def _objects(model: ModelConfig) -> dict[str, object]:
-    """Empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
+    """Return empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
     blocks = "encoder.layers" if model.model == "bert" else "decoder.layers"
     count = model.num_layers
     stacked = len(set(model.experts)) <= 1
