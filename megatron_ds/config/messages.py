@@ -62,7 +62,7 @@ def written(config: RunConfig, path: str) -> str:
     if source.kind != "flag":
         return f"{_with_value(option, option.flag, value)} ({source})"
 
-    # A switch such as --fp16 or --swiglu says the value itself.
+    # A switch such as --fp16 or --swiglu names the value itself.
     if source.name not in (option.flag, *option.flags):
         return source.name
     # A flag such as --tiled-mlp may stand without its value.

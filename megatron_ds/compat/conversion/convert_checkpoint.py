@@ -270,7 +270,7 @@ def check_used(wishes: Wishes, source: Format, target: Format, verify: bool) -> 
 
 
 def described(checkpoint: LogicalCheckpoint) -> str:
-    """Return the part of a line that says what was found in a checkpoint, and what is left out."""
+    """Return the part of a line that states what was found in a checkpoint, and what is left out."""
     weights = checkpoint.tensors["weight"]
     elements = sum(
         tensor.nbytes // tensor.dtype.itemsize for tensor in weights.values()

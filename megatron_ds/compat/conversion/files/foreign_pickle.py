@@ -275,9 +275,8 @@ class ForeignUnpickler(pickle.Unpickler):
         return self._stand_ins[full]
 
     def persistent_load(self, identifier: Any) -> Storage | Table:
-        """The storage that torch's pickles name ("storage", type, key, location, elements, …), or the table
-        that takes the place of a dict or set, after whose opcode BINPERSID was inserted.
-        """
+        """Return the storage that pickles of torch name: ("storage", type, key, location, elements, …). A dict or
+        set gets a table in its place here, because BINPERSID was inserted behind the opcode that makes it."""
         if type(identifier) in (dict, set):
             return self._keys.table()
         if (

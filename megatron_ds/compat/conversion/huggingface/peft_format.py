@@ -146,7 +146,7 @@ def _check_shapes(
 
 
 def _check_magnitudes(adapters: AdapterTensors, wanted: bool, weights: Path) -> None:
-    """Raises CheckpointError unless all adapters have magnitudes or none has, as the settings say."""
+    """Raises CheckpointError unless all adapters have magnitudes or none has, as the settings demand."""
     found = set()
     for parts in of_layers(adapters).values():
         found |= {"m" in leaves for leaves in parts.values()}

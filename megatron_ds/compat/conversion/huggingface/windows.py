@@ -28,7 +28,7 @@ Settings = Mapping[str, Any]
 
 
 def all_layers(settings: Settings, count: int) -> list[bool]:
-    """Give each layer the window. Raises CheckpointError if layer_types says otherwise: transformers ignores it in
+    """Give each layer the window. Raises CheckpointError if layer_types has others: transformers ignores it in
     these models."""
     if listed := settings.get("layer_types"):
         if odd := sorted({*map(str, listed)} - {SLIDING}):
