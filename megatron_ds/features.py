@@ -235,6 +235,15 @@ class Provided(Generic[T]):
         """Return the object; None where no feature has it."""
         return find_provided(self.name)
 
+    def get(self) -> T:
+        """Return the object. Raises ConfigError where no feature has it."""
+        found = self.find()
+        if found is None:
+            raise ConfigError(
+                f"{self.name}: no feature that is installed has it.{missing_wings()}"
+            )
+        return found
+
 
 def find_provided(name: str) -> Any | None:
     """Return what a feature has under the name of a `Provided`; None where none has it.

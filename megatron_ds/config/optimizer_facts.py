@@ -59,7 +59,7 @@ class OptimizerFacts:
 
     @property
     def own_fields(self) -> tuple[str, ...]:
-        """Fields of `OptimizerConfig` that it reads and not every optimizer reads."""
+        """Return the fields of `OptimizerConfig` that it reads, without those that every optimizer reads."""
         return (
             *(name for names in self.params.values() for name in names),
             *self.fields,
@@ -174,5 +174,5 @@ SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 
 
 def facts_of(name: str | None) -> OptimizerFacts | None:
-    """The facts of an optimizer by the name of its flag; None of one that has no row."""
+    """Return the facts of an optimizer by the name of its flag; None for an optimizer without a row."""
     return None if name is None else FACTS.get(SYNONYMS.get(name, name))

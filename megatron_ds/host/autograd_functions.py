@@ -13,20 +13,22 @@ from torch.autograd.function import Function, once_differentiable
 
 
 class Halves(NamedTuple):
-    """The forward and the backward of an operation, for a function of autograd that computes several operations. They
-    run without autograd."""
+    """The forward and the backward of an operation, without autograd, for a function of autograd that joins
+    several operations."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
     def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates an implementation of the operation. Its attribute `halves` is then this pair."""
+        """Give an implementation of the operation the attribute `halves`, which is this pair. For use as a
+        decorator."""
         vars(implementation)["halves"] = self
         return implementation
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` for calls outside of torch.func's transforms, inside of which torch raises RuntimeError."""
+    """Return `function.apply` without its checks for torch.func's transforms, inside of which torch then raises
+    RuntimeError."""
     return super(Function, function).apply  # type: ignore[misc]  # torch declares no base class of it
 
 
