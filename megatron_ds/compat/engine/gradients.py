@@ -23,8 +23,8 @@ from what is shown, the buffers are scaled in place when `p.grad` is first read,
 import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, GetSetDescriptorType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -42,7 +42,8 @@ from .sharded_names import ShardedNames
 
 Part = tuple[SlotPiece, torch.Tensor]
 """Elements of a parameter, and what a rank holds of them: a flat tensor."""
-OWN = torch.Tensor.grad  # the attribute in which autograd accumulates
+# The attribute in which autograd accumulates; torch's stub has the value in place of the descriptor.
+OWN = cast(GetSetDescriptorType, torch.Tensor.grad)
 WEIGHT = "weight"
 # The modules with zero_grad().
 TORCH = (
@@ -82,15 +83,21 @@ def _engine_of(parameter: nn.Parameter) -> EngineParts | None:
     return parameter.__dict__.get("engine", lambda: None)()
 
 
+def store_of(s: ParameterSet) -> GradientStore:
+    """Return the gradients of a set of `ZeroOptimizer.trained`."""
+    assert s.buckets is not None  # of frozen sets alone
+    return s.buckets
+
+
 class _Place(NamedTuple):
-    """A trained parameter in its set. index: of its slot."""
+    """A trained parameter in its set. slot: the index of its own."""
 
     set: ParameterSet
-    index: int
+    slot: int
 
     @property
     def store(self) -> GradientStore:
-        return self.set.buckets
+        return store_of(self.set)
 
     @property
     def is_whole(self) -> bool:
@@ -113,7 +120,7 @@ class _Place(NamedTuple):
             if self.is_whole
             else layout.slot_intersections(store.ranks.shard)
         )
-        return [piece for piece in kept if piece.slot == self.index]
+        return [piece for piece in kept if piece.slot == self.slot]
 
 
 class Gradients:
@@ -123,7 +130,7 @@ class Gradients:
         self._engine = weakref.proxy(engine)
         self._places: dict[nn.Parameter, _Place] = {}
         for s in engine.zero.trained:
-            for i, holder in enumerate(s.buckets.holders):
+            for i, holder in enumerate(store_of(s).holders):
                 self._places[holder.parameter] = _Place(s, i)
         self._parts = weakref.WeakSet(engine.module.modules())
         self._parts -= {engine.module, getattr(engine.module, COMPILED, engine.module)}
@@ -134,7 +141,7 @@ class Gradients:
     def shown(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A view of the gradient; None before a backward. Raises MegatronDSError where it is a shard."""
         place = self._places.get(parameter)
-        if place is None or not place.store.received[place.index]:
+        if place is None or not place.store.received[place.slot]:
             return None
         if self.is_reduced and not place.is_whole:
             stage = self._engine.zero_optimization_stage()
@@ -155,7 +162,7 @@ class Gradients:
         if (
             reader.f_code.co_name != "zero_grad"
             or place is None
-            or not place.store.received[place.index]
+            or not place.store.received[place.slot]
         ):
             return False
         owner = reader.f_locals.get("self")
@@ -164,7 +171,7 @@ class Gradients:
     def assign(self, parameter: nn.Parameter, value: torch.Tensor | None) -> bool:
         """Take `value` as the gradient, None as zero; False where there is no gradient to replace."""
         place = self._places.get(parameter)
-        if place is None or not place.store.received[place.index]:
+        if place is None or not place.store.received[place.slot]:
             return False
         if value is None and (
             self.is_reduced
@@ -252,7 +259,10 @@ class Gradients:
             return None
         self._check(parameter)
         if self._is_local(place):
-            flat = self.shown(parameter).view(-1)
+            whole = self.shown(parameter)
+            if whole is None:
+                return None
+            flat = whole.view(-1)
             return [(piece, flat[piece.start : piece.stop]) for piece in place.pieces]
         self._complete()
         self._show()
@@ -264,7 +274,7 @@ class Gradients:
     def has_any(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has received a gradient in this update, on this rank."""
         place = self._places.get(parameter)
-        return place is not None and place.store.received[place.index]
+        return place is not None and place.store.received[place.slot]
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
         """Whether the engine's optimizer updates the parameter."""
@@ -331,7 +341,7 @@ class Gradients:
         place = self._place_of(parameter)
         self._engine.zero.wait_for_weights()
         for leaf in place.set.leaves:
-            if leaf.piece.slot == place.index:
+            if leaf.piece.slot == place.slot:
                 yield leaf.piece, leaf.unpadded(self._state_of(place, leaf)[kind])
 
     def _state_of(self, place: _Place, leaf: Leaf) -> dict[str, torch.Tensor]:
@@ -346,7 +356,7 @@ class Gradients:
         """Raises ConfigError on all ranks for an unknown kind, also where a rank has no part. Collective."""
         if kind == WEIGHT:
             return
-        leaves = [leaf for leaf in place.set.leaves if leaf.piece.slot == place.index]
+        leaves = [leaf for leaf in place.set.leaves if leaf.piece.slot == place.slot]
         here = {name for leaf in leaves for name in self._state_of(place, leaf)} - {
             WEIGHT
         }

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...progress.cycles import CycledBeta
+from ...progress.ramps import Ramp
 
 
 class GroupSchedule:
@@ -19,7 +19,7 @@ class GroupSchedule:
         optimizer: Any,
         rates: Sequence[Any],
         last_batch_iteration: int = -1,
-        betas: Sequence[CycledBeta] | None = None,
+        betas: Sequence[Ramp[float]] | None = None,
     ):
         self.optimizer = optimizer
         self._rates = list(rates)

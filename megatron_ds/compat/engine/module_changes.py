@@ -32,7 +32,7 @@ from ...mpu.group import Group
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.tiers import DEVICE
 from ...zero.unused import PathCheck
-from .gradients import EngineParameter, Gradients
+from .gradients import EngineParameter, Gradients, store_of
 from .module_specs import name_of
 from .parts import EngineParts
 
@@ -142,10 +142,9 @@ class ModuleChanges:
     def _new_check(self) -> "_Check":
         zero = self._engine.zero
         world = self._engine.world
-        zero.path_check = _Check(
-            zero.path_check, world.data, world.model, self._refusal
-        )
-        return zero.path_check
+        check = _Check(zero.path_check, world.data, world.model, self._refusal)
+        zero.path_check = check
+        return check
 
 
 def refusal_to_follow(zero: ZeroOptimizer) -> str | None:
@@ -246,16 +245,15 @@ def _differences(
     return found
 
 
-class _Check:
+class _Check(PathCheck):
     """A `PathCheck` of zero/unused.py that compares what ranks found in their modules, too.
 
     found  on this rank, before the update
     """
 
-    def __init__(self, base: Any, data: Group, model: Group, refusal: str | None):
-        self._base: PathCheck = base._base if isinstance(base, _Check) else base
-        self._data = data
-        self._model = model
+    def __init__(self, base: PathCheck, data: Group, model: Group, refusal: str | None):
+        super().__init__(base.rule, data, model, base._paths)
+        self._base = base._base if isinstance(base, _Check) else base
         self._refusal = refusal
         self.found = Found()
 
@@ -325,7 +323,7 @@ def retrain(
     state = {_place(piece): piece.tensor for piece in old.pieces()}
     numbers = old.extra_state()
     for s in old.trained:
-        for hook in s.buckets.hooks:
+        for hook in store_of(s).hooks:
             hook.remove()
 
     # The new one: what it trains requires gradients while it is made.
@@ -358,7 +356,8 @@ def retrain(
 def _gradients_of(zero: ZeroOptimizer) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
     for s in zero.trained:
-        for holder, has in zip(s.buckets.holders, s.buckets.received):
+        store = store_of(s)
+        for holder, has in zip(store.holders, store.received):
             if has:
                 found[holder.parameter] = holder.parameter.view_main_grad().clone()
     return found

@@ -8,10 +8,15 @@ Parameters of `zero.Init` and those of an engine at stage 3, also on one rank, h
 """
 
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    WholeParameter = nn.Parameter
+else:
+    WholeParameter = object  # two bases with a layout in C do not combine
 
 
 class ZeroParamStatus(enum.Enum):
@@ -22,7 +27,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class ShardedNames:
+class ShardedNames(WholeParameter):
     """The attributes, for subclasses of `nn.Parameter`. Each raises AttributeError if it is not sharded."""
 
     __slots__ = ()

@@ -40,6 +40,7 @@ class StepClock:
 
         The host waits for the device.
         """
+        assert self._timeline is not None  # without times no line is asked for
         seconds = dict.fromkeys((FORWARD, BACKWARD, STEP), 0.0)
         for name, start, end in self._timeline.read():
             seconds[name] += end - start
