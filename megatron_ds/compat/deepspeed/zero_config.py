@@ -146,7 +146,7 @@ class DeepSpeedZeroConfig(ConfigBlock):
             False,
             "elastic_checkpoint legacy_stage1 round_robin_gradients parameter_alignment "
             "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
-            "pipeline_loading_checkpoint log_trace_cache_warnings "
+            "mics_hierarchical_params_gather pipeline_loading_checkpoint log_trace_cache_warnings "
             "enable_sanity_checks save_muon_momentum_buffer_in_memory",
         ),
         "overlap_comm": Key(None, optional(flag)),
@@ -155,6 +155,9 @@ class DeepSpeedZeroConfig(ConfigBlock):
         "allgather_bucket_size": Key(500_000_000, count),
         "sub_group_size": Key(10**9, count),
         "zero_hpz_partition_size": Key(1, count),
+        # Of versions before 0.19.8.
+        "mics_shard_size": Key(-1, whole),
+        "zeropp_loco_param": Key(None, optional(dict)),
         **_stage_3("prefetch_bucket_size", 50_000_000, count),
         **_stage_3("param_persistence_threshold", 100_000, count),
         **_stage_3("model_persistence_threshold", sys.maxsize, count),

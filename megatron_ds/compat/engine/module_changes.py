@@ -253,7 +253,7 @@ class _Check(PathCheck):
 
     def __init__(self, base: PathCheck, data: Group, model: Group, refusal: str | None):
         super().__init__(base.rule, data, model, base._paths)
-        self._base = base._base if isinstance(base, _Check) else base
+        self._base: PathCheck = base._base if isinstance(base, _Check) else base
         self._refusal = refusal
         self.found = Found()
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import chain
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -29,11 +29,11 @@ from ...config.options.training import DEEPSPEED_STYLES
 from ...config.training_schedule import make_beta1, make_learning_rate
 from ...errors import ArgumentError, CallError, ConfigError
 from ...optim import ParamGroup, RegisteredOptimizer, default_groups
-from ...progress.ramps import DeepSpeedRate, Ramp
+from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from ...zero.shard_optimizer import Leaf
 from ...zero.update_rule import UpdateRule
-from .group_schedule import GroupSchedule
+from .group_schedule import GroupSchedule, Numbers
 from .module_specs import named_parameters
 from .parameter_offload import ParameterOffload
 
@@ -426,8 +426,8 @@ class JsonScheduler(GroupSchedule):
     def __init__(
         self,
         optimizer: EngineOptimizer,
-        rate: Ramp[float],
-        beta1: Ramp[float] | None = None,
+        rate: Numbers,
+        beta1: Numbers | None = None,
         kind: str = "",
     ):
         groups = optimizer.param_groups
@@ -463,8 +463,9 @@ def make_scheduler(
         return (
             JsonScheduler(
                 optimizer,
-                make_learning_rate(settings),
-                make_beta1(settings),
+                # Those of DeepSpeed's styles have a value for each step.
+                cast(Numbers, make_learning_rate(settings)),
+                cast(Numbers | None, make_beta1(settings)),
                 settings.optimizer.lr_decay_style,
             )
             if optimizer.param_groups

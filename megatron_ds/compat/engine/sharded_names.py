@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from .zero_init import Partition
+
     WholeParameter = nn.Parameter
 else:
     WholeParameter = object  # two bases with a layout in C do not combine
@@ -31,6 +33,7 @@ class ShardedNames(WholeParameter):
     """The attributes, for subclasses of `nn.Parameter`. Each raises AttributeError if it is not sharded."""
 
     __slots__ = ()
+    partition: "Partition"  # of a parameter of `zero.Init`
 
     @property
     def ds_id(self) -> int:
