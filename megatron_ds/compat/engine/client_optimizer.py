@@ -193,7 +193,9 @@ def _updates(
     group = {**client.param_groups[0], "params": parameters}
     if not group.get("lr", 1):
         group["lr"] = 0.01
-    initial = {p: _fresh_state(client, p) for p in parameters} if has_begun else {}
+    initial: dict[torch.Tensor, dict] = {}
+    if has_begun:
+        initial |= {p: _fresh_state(client, p) for p in parameters}
     twin = twin_of(client, [group], initial)
     if zeros and not has_begun:
         _create_zeros(twin, group, parameters)

@@ -23,8 +23,9 @@ from what is shown, the buffers are scaled in place when `p.grad` is first read,
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType, GetSetDescriptorType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -89,11 +90,12 @@ def store_of(s: ParameterSet) -> GradientStore:
     return s.buckets
 
 
-class _Place(NamedTuple):
-    """A trained parameter in its set. slot: the index of its own."""
+@dataclass(frozen=True)
+class _Place:
+    """A trained parameter in its set. index: of its slot."""
 
     set: ParameterSet
-    slot: int
+    index: int
 
     @property
     def store(self) -> GradientStore:
@@ -120,7 +122,7 @@ class _Place(NamedTuple):
             if self.is_whole
             else layout.slot_intersections(store.ranks.shard)
         )
-        return [piece for piece in kept if piece.slot == self.slot]
+        return [piece for piece in kept if piece.slot == self.index]
 
 
 class Gradients:
@@ -141,7 +143,7 @@ class Gradients:
     def shown(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A view of the gradient; None before a backward. Raises MegatronDSError where it is a shard."""
         place = self._places.get(parameter)
-        if place is None or not place.store.received[place.slot]:
+        if place is None or not place.store.received[place.index]:
             return None
         if self.is_reduced and not place.is_whole:
             stage = self._engine.zero_optimization_stage()
@@ -162,7 +164,7 @@ class Gradients:
         if (
             reader.f_code.co_name != "zero_grad"
             or place is None
-            or not place.store.received[place.slot]
+            or not place.store.received[place.index]
         ):
             return False
         owner = reader.f_locals.get("self")
@@ -171,7 +173,7 @@ class Gradients:
     def assign(self, parameter: nn.Parameter, value: torch.Tensor | None) -> bool:
         """Take `value` as the gradient, None as zero; False where there is no gradient to replace."""
         place = self._places.get(parameter)
-        if place is None or not place.store.received[place.slot]:
+        if place is None or not place.store.received[place.index]:
             return False
         if value is None and (
             self.is_reduced
@@ -274,7 +276,7 @@ class Gradients:
     def has_any(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has received a gradient in this update, on this rank."""
         place = self._places.get(parameter)
-        return place is not None and place.store.received[place.slot]
+        return place is not None and place.store.received[place.index]
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
         """Whether the engine's optimizer updates the parameter."""
@@ -341,7 +343,7 @@ class Gradients:
         place = self._place_of(parameter)
         self._engine.zero.wait_for_weights()
         for leaf in place.set.leaves:
-            if leaf.piece.slot == place.slot:
+            if leaf.piece.slot == place.index:
                 yield leaf.piece, leaf.unpadded(self._state_of(place, leaf)[kind])
 
     def _state_of(self, place: _Place, leaf: Leaf) -> dict[str, torch.Tensor]:
@@ -356,7 +358,7 @@ class Gradients:
         """Raises ConfigError on all ranks for an unknown kind, also where a rank has no part. Collective."""
         if kind == WEIGHT:
             return
-        leaves = [leaf for leaf in place.set.leaves if leaf.piece.slot == place.slot]
+        leaves = [leaf for leaf in place.set.leaves if leaf.piece.slot == place.index]
         here = {name for leaf in leaves for name in self._state_of(place, leaf)} - {
             WEIGHT
         }

@@ -432,7 +432,7 @@ def _set_init(kind: type, function: Callable) -> None:
 
 
 def _kinds(kind: type) -> list[type]:
-    found = dict.fromkeys(kind.__subclasses__())
+    found: dict[type, None] = dict.fromkeys(kind.__subclasses__())
     for sub in list(found):
         found.update(dict.fromkeys(_kinds(sub)))
     return list(found)
