@@ -271,7 +271,7 @@ class Engine(EngineStatus):
                 ) from None
             return getattr(module, name)
 
-    def state_dict(  # type: ignore[override]  # torch's overloads say no more
+    def state_dict(  # type: ignore[override]  # torch's overloads add no argument
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """The module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
-class Numbers(Protocol):
+class NumberOfStep(Protocol):
     """A learning rate or a beta, by the number of the step."""
 
     def at(self, index: int, /) -> float:
@@ -23,9 +23,9 @@ class GroupSchedule:
     def __init__(
         self,
         optimizer: Any,
-        rates: Sequence[Numbers],
+        rates: Sequence[NumberOfStep],
         last_batch_iteration: int = -1,
-        betas: Sequence[Numbers] | None = None,
+        betas: Sequence[NumberOfStep] | None = None,
     ):
         self.optimizer = optimizer
         self._rates = list(rates)

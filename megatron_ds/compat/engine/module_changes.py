@@ -142,7 +142,12 @@ class ModuleChanges:
     def _new_check(self) -> "_Check":
         zero = self._engine.zero
         world = self._engine.world
-        check = _Check(zero.path_check, world.data, world.model, self._refusal)
+        check = _Check(
+            zero.path_check,
+            world.data,
+            world.model,
+            self._refusal,
+        )
         zero.path_check = check
         return check
 
@@ -253,7 +258,9 @@ class _Check(PathCheck):
 
     def __init__(self, base: PathCheck, data: Group, model: Group, refusal: str | None):
         super().__init__(base.rule, data, model, base._paths)
-        self._base: PathCheck = base._base if isinstance(base, _Check) else base
+        self._base: PathCheck = base
+        if isinstance(base, _Check):
+            self._base = base._base
         self._refusal = refusal
         self.found = Found()
 

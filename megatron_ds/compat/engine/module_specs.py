@@ -36,6 +36,7 @@ orders).
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -306,12 +307,9 @@ def units_of_layers(
 ) -> dict[nn.Parameter, Unit]:
     """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
-    units = {
-        storage(unit.flat): unit
-        for needs in gathering.needs
-        for unit in needs
-        if isinstance(unit, Unit)
-    }
+    # All are real units: only predictions have others.
+    needed = (u for u in chain.from_iterable(gathering.needs) if isinstance(u, Unit))
+    units = {storage(unit.flat): unit for unit in needed}
     gathered: dict[nn.Parameter, Unit] = {}
     for layer in layers:
         for p in layer.parameters:

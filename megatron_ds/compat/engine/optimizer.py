@@ -33,7 +33,7 @@ from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from ...zero.shard_optimizer import Leaf
 from ...zero.update_rule import UpdateRule
-from .group_schedule import GroupSchedule, Numbers
+from .group_schedule import GroupSchedule, NumberOfStep
 from .module_specs import named_parameters
 from .parameter_offload import ParameterOffload
 
@@ -137,7 +137,7 @@ class OptimizersOfGroups(Protocol):
 class EngineOptimizer(torch.optim.Optimizer):
     """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
-    Numbers of its param_groups may be changed at any time and take effect in the next step.
+    NumberOfStep of its param_groups may be changed at any time and take effect in the next step.
 
     missed  name of a parameter → updates that left it out, because it was frozen; 0 of those without an entry
     make    makes a `ZeroOptimizer` of the parameters that require gradients then
@@ -426,8 +426,8 @@ class JsonScheduler(GroupSchedule):
     def __init__(
         self,
         optimizer: EngineOptimizer,
-        rate: Numbers,
-        beta1: Numbers | None = None,
+        rate: NumberOfStep,
+        beta1: NumberOfStep | None = None,
         kind: str = "",
     ):
         groups = optimizer.param_groups
@@ -464,8 +464,8 @@ def make_scheduler(
             JsonScheduler(
                 optimizer,
                 # Those of DeepSpeed's styles have a value for each step.
-                cast(Numbers, make_learning_rate(settings)),
-                cast(Numbers | None, make_beta1(settings)),
+                cast(NumberOfStep, make_learning_rate(settings)),
+                cast(NumberOfStep | None, make_beta1(settings)),
                 settings.optimizer.lr_decay_style,
             )
             if optimizer.param_groups

@@ -8,17 +8,21 @@ Parameters of `zero.Init` and those of an engine at stage 3, also on one rank, h
 """
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from .zero_init import Partition
-
     WholeParameter = nn.Parameter
 else:
     WholeParameter = object  # two bases with a layout in C do not combine
+
+
+class _Shard(Protocol):
+    """What the names read of `zero_init.Partition`."""
+
+    part: torch.Tensor
 
 
 class ZeroParamStatus(enum.Enum):
@@ -33,7 +37,7 @@ class ShardedNames(WholeParameter):
     """The attributes, for subclasses of `nn.Parameter`. Each raises AttributeError if it is not sharded."""
 
     __slots__ = ()
-    partition: "Partition"  # of a parameter of `zero.Init`
+    partition: _Shard  # of a parameter of `zero.Init`
 
     @property
     def ds_id(self) -> int:
