@@ -307,9 +307,10 @@ def units_of_layers(
 ) -> dict[nn.Parameter, Unit]:
     """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
-    # All are real units: only predictions have others.
-    needed = (u for u in chain.from_iterable(gathering.needs) if isinstance(u, Unit))
-    units = {storage(unit.flat): unit for unit in needed}
+    units = {}
+    for unit in chain.from_iterable(gathering.needs):
+        if isinstance(unit, Unit):  # others are those of predictions
+            units[storage(unit.flat)] = unit
     gathered: dict[nn.Parameter, Unit] = {}
     for layer in layers:
         for p in layer.parameters:
