@@ -314,9 +314,9 @@ def units_of_layers(
     gathered: dict[nn.Parameter, Unit] = {}
     for layer in layers:
         for p in layer.parameters:
-            unit = units.get(storage(p))
-            if unit is not None:
-                gathered[p] = unit
+            own = units.get(storage(p))
+            if own is not None:
+                gathered[p] = own
     return gathered
 
 

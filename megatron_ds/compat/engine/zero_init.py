@@ -125,6 +125,8 @@ class HiddenParameter(ShardedNames, nn.Parameter):
     such as adapters, to the device of the parameters that are there.
     """
 
+    partition: Partition
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's stub has an attribute
         """Where its values are when it is gathered."""
