@@ -5,11 +5,8 @@ from typing import Any, Protocol
 
 from ..data.tokenizers import Tokenizer
 from ..errors import ConfigError
-from ..features import Provided, missing_wings
+from ..features import Tasks, features, missing_wings
 from .build import Replica
-
-EVALUATION_CHECK: Provided[Any] = Provided("evaluation check")
-EVALUATION_TASKS: Provided[Any] = Provided("evaluation tasks")
 
 
 class EvaluationTasks(Protocol):
@@ -21,16 +18,19 @@ class EvaluationTasks(Protocol):
 
 def check_evaluation_tasks() -> None:
     """Raises ConfigError where a package that evaluation needs is not installed."""
-    check = EVALUATION_CHECK.find()
-    if check is None:
-        raise ConfigError(
-            f"--eval-tasks needs megatron_ds.extensions.{missing_wings()}"
-        )
-    check()
+    _tasks().check()
+
+
+def _tasks() -> Tasks:
+    """Return what a feature evaluates. Raises ConfigError without such a feature."""
+    for feature in features():
+        if feature.tasks is not None:
+            return feature.tasks
+    raise ConfigError(f"--eval-tasks needs megatron_ds.extensions.{missing_wings()}")
 
 
 def evaluation_tasks(engine: Replica, tokenizer: Tokenizer) -> EvaluationTasks | None:
     """The tasks of --eval-tasks; None without any. Collective over the world."""
     if not engine.config.train.eval_tasks:
         return None
-    return EVALUATION_TASKS.find()(engine, tokenizer)
+    return _tasks().make(engine, tokenizer)

@@ -2,16 +2,13 @@
 
 from functools import partial
 
-from ...features import Feature, Later
+from ...features import Feature, Later, Tasks
 
 own = partial(Later, __package__)
 
 FEATURES = [
     Feature(
         "evaluation",
-        provides={
-            "evaluation check": own(".harness:check_harness"),
-            "evaluation tasks": own(".harness:harness_of_run"),
-        },
+        tasks=Tasks(own(".harness:check_harness"), own(".harness:harness_of_run")),
     )
 ]

@@ -9,12 +9,12 @@ own = partial(Later, __package__)
 FEATURES = [
     Feature(
         "kernels",
+        prepared=own(".prepared_kernels:prepare_kernels"),
         provides={
             "attention kernel": own(".cpu.compiled_attention"),
             "attention tiles": own(".gpu.flash_tiles"),
             "grouped products": own(".cpu.compiled_grouped"),
             "kernels": own(".registered"),
-            "prepared kernels": own(".prepared_kernels:prepare_kernels"),
         },
     )
 ]
