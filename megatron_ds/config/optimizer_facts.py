@@ -5,7 +5,7 @@ same optimizer's mathematics, and tests compare the two. An optimizer that is re
 takes the options of the whole section.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,10 +82,15 @@ MOMENTS = {
     "eps": ("adam_eps",),
     "bias_correction": ("adam_bias_correction",),
 }
-# Rows of features are made with the names above.
-ADDED: tuple["OptimizerFacts", ...] = tuple(
-    facts.load() for feature in own_features() for facts in feature.optimizers.values()
-)
+
+
+def _added() -> Iterator[OptimizerFacts]:
+    # Rows of features are made with the names above.
+    for feature in own_features():
+        for facts in feature.optimizers.values():
+            yield facts.load()
+
+
 FACTS: Mapping[str, OptimizerFacts] = {
     facts.name: facts
     for facts in (
@@ -132,7 +137,7 @@ FACTS: Mapping[str, OptimizerFacts] = {
             ("lamb_form",),
             depends=NORMS,
         ),
-        *ADDED,
+        *_added(),
         OptimizerFacts(
             "muon",
             ("Muon",),

@@ -15,7 +15,6 @@ from ...batch.ledger import DISCARDING
 from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
 from ...models import MODELS, build_stage
-from ...models.heads import BertOutput
 from ...models.stage_modules import run_layers
 from ...moe.balance import StepState
 from ...mpu.context import ParallelContext
@@ -77,9 +76,12 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
     )
     # Padding of the vocabulary is cut off.
     # The last layer of a BERT returns no tensor.
-    output = cast(torch.Tensor | BertOutput, run_layers(modules, None, batch))
+    output = cast(
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
+        run_layers(modules, None, batch),
+    )
     others = []
-    if isinstance(output, BertOutput):
+    if isinstance(output, tuple):
         logits, order = output
         others = [] if order is None else [order]
     else:
