@@ -81,7 +81,7 @@ def attend_again(
 ) -> torch.Tensor:
     """`attend`, which backward calls again in place of keeping what it needs."""
     return recompute(
-        lambda *heads: core.again(*core.arrange(*heads, batch), batch), q, k, v
+        lambda q, k, v: core.again(*core.arrange(q, k, v, batch), batch), q, k, v
     )
 
 
