@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..mpu.managed_parameter import describe, spec_of
 from .layer import Layer
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,7 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
             logger.info("built %d of %d layers", done, len(layers))
         source = built.get(layer.tied_to)
         if source is not None:
-            shared = source.get_parameter("weight")
-            describe(shared, replace(spec_of(shared), tied=None))
+            source.weight.spec = replace(source.weight.spec, tied=None)
         built[layer.name] = (
             layer.make() if source is None else layer.make(source.weight)
         )
