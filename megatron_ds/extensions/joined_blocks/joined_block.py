@@ -189,7 +189,8 @@ class Join:
     def __call__(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
         """The joined functions of the block for x. None where its layers run one by one: outside of training, with
         hooks on them or a `forward` of their own, under torch's autocast, and where parameters are frozen."""
-        if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
+        # A plan computes on the meta device, layer by layer.
+        if torch.compiler.is_dynamo_compiling() or x.is_meta or not x.requires_grad:
             return None
         # In most calls all of this is as in the last call.
         activation = vars(block._modules["mlp"]).get("activation")
