@@ -81,7 +81,7 @@ def attend_again(
 ) -> torch.Tensor:
     """`attend`, which backward calls again in place of keeping what it needs."""
     return recompute(
-        lambda *heads: core.again(*core.arrange(*heads, batch), batch), q, k, v
+        lambda q, k, v: core.again(*core.arrange(q, k, v, batch), batch), q, k, v
     )
 
 
@@ -399,7 +399,12 @@ class CoreAttention(Core):
     ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
-        if self.is_simple and not p and exchange is None and is_whole(batch, q, k):
+        hides_keys = (
+            batch.document_ids is not None
+            or batch.attention_mask is not None
+            or q.shape[0] != k.shape[0]
+        )
+        if self.is_simple and not p and exchange is None and not hides_keys:
             return self.simple_attention(q, k, v)
         visible = visible_keys(self.pattern.of_heads(self.heads(q)), batch)
         run = (
@@ -459,15 +464,6 @@ class CoreAttention(Core):
             picked=picked,
             device=q.device,
         )
-
-
-def is_whole(batch: Batch, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the batch hides no keys, and there are as many queries."""
-    return (
-        batch.document_ids is None
-        and batch.attention_mask is None
-        and q.shape[0] == k.shape[0]
-    )
 
 
 def visible_keys(pattern: AttentionPattern, batch: Batch) -> KeyVisibility:

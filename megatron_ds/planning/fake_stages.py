@@ -41,7 +41,7 @@ from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
-from ..mpu.managed_parameter import TensorAccumulator, made_grads
+from ..mpu.managed_parameter import TensorAccumulator, accumulate
 from ..mpu.mesh import Mesh
 from ..ops.kernel_table import selected
 from ..ops.widened_products import WORKSPACE
@@ -280,7 +280,7 @@ class StageRunner:
         gradients = DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
             total = torch.empty(p.shape, dtype=gradients, device=self.device)
-            made_grads(p).accumulator = TensorAccumulator(total)
+            accumulate(p, TensorAccumulator(total))
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
             # The first forward allocates what a rank has once.
             self._forward(stage, planned_batch(self.config, self.device))

@@ -28,11 +28,12 @@ from ..host.autograd_functions import differentiable_once, direct_apply
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
-from ..mpu.managed_parameter import ManagedParameter, is_accumulated
+from ..mpu.managed_parameter import ManagedParameter
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.kernel_table import CHOICES
 from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
 from .weight_grad import (
+    ADDS,
     Finish,
     add_gradient,
     linear_gradient,
@@ -252,7 +253,7 @@ def _apply(
     parameters = weight, bias
     if torch.compiler.is_dynamo_compiling():
         call = LinearCall(call.group, call.sequence_parallel)
-        if not is_accumulated(weight):
+        if not hasattr(weight, ADDS):
             return function.apply(x, parameters, call, *parameters)
         from .outside_graphs import apply_outside_graphs
 
@@ -260,7 +261,7 @@ def _apply(
     if not torch.is_grad_enabled():
         return function.forward(_NothingKept(), x, parameters, call)
     # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
-    is_managed = is_accumulated(weight) and (bias is None or is_accumulated(bias))
+    is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
     if is_managed and x.requires_grad:
         return function.direct(x, parameters, call)
     return function.direct(x, parameters, call, *parameters)

@@ -8,9 +8,8 @@ import torch
 from megatron_ds.extensions.joined_blocks import joined_block
 from megatron_ds.extensions.joined_blocks.joined_block import Join
 from megatron_ds.models.attention import CoreAttention
-from megatron_ds.mpu.managed_parameter import made_grads
+from megatron_ds.mpu.managed_parameter import accumulator_of
 from megatron_ds.ops.norms import LayerNorm
-from tests.harness.gradients import accumulator_of
 from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
 
 pytestmark = pytest.mark.plan
@@ -202,7 +201,7 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
     assert joined == [False, False]
     assert all(p.grad is not None and p.grad.any() for p in parameters)
     for p, accumulator in zip(parameters, accumulators):
-        made_grads(p).accumulator = accumulator
+        p.grads = accumulator
     block(x, runs.run.batch)
     assert joined[-1]
 

@@ -18,7 +18,7 @@ from ...errors import ArgumentError, ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks
 from ...mpu.group import solo
-from ...mpu.managed_parameter import ManagedParameter, is_accumulated
+from ...mpu.managed_parameter import ManagedParameter, accumulator_of
 from ...mpu.stuck_ranks import doing
 from ...planning.run_model import DTYPES
 from ...zero.data_groups import DataGroups
@@ -265,7 +265,7 @@ def _engines_of(model: nn.Module) -> list[Engine]:
     found = {}
     for name, p in model.named_parameters():
         engine = p.engine() if hasattr(p, "engine") else None
-        if engine is None and is_accumulated(p):
+        if engine is None and accumulator_of(p) is not None:
             raise ConfigError(
                 f"the module belongs to an engine that is gone ({name}): its hooks are still in the module. "
                 "Call engine.destroy() before the last reference to an engine goes, or make a new module."

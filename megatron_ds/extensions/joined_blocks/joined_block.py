@@ -19,7 +19,6 @@ from torch.autograd.function import Function
 from ...host.autograd_functions import Halves, differentiable_once, direct_apply
 from ...models.attention import SelfAttention
 from ...models.block import MLP, Block
-from ...mpu.managed_parameter import is_accumulated
 from ...ops.kernel_table import CHOICES, Bound
 from ...ops.linear_products import UNBOUND, LinearProducts
 from ...ops.norms import NORMS
@@ -33,7 +32,7 @@ from ...tensor_parallel.linear import (
     row_gradients,
     row_rows,
 )
-from ...tensor_parallel.weight_grad import add_gradient
+from ...tensor_parallel.weight_grad import ADDS, add_gradient
 
 HOOKS = (
     "_forward_hooks",
@@ -44,6 +43,7 @@ HOOKS = (
 HOOKS_OF_ALL = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # Second arguments of `map`.
+_ADDS = repeat(ADDS)
 _FORWARD = repeat("forward")
 Linear = tuple[Parameters, LinearCall, LinearProducts]
 
@@ -116,7 +116,7 @@ class JoinedLayers(NamedTuple):
         norms = {type(self.norm_before), type(self.norm_after)}
         if not norms <= {*NORMS.values()}:
             return None
-        if not all(map(is_accumulated, self.parameters)):
+        if not all(map(hasattr, self.parameters, _ADDS)):
             return None
         if not isinstance(self.activation, Bound):
             return None
@@ -189,11 +189,12 @@ class Join:
     def __call__(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
         """The joined functions of the block for x. None where its layers run one by one: outside of training, with
         hooks on them or a `forward` of their own, under torch's autocast, and where parameters are frozen."""
-        if torch.compiler.is_dynamo_compiling() or not x.requires_grad:
+        # A plan computes on the meta device, layer by layer.
+        if torch.compiler.is_dynamo_compiling() or x.is_meta or not x.requires_grad:
             return None
         # In most calls all of this is as in the last call.
         activation = vars(block._modules["mlp"]).get("activation")
-        is_managed = all(map(is_accumulated, self._parameters))
+        is_managed = all(map(hasattr, self._parameters, _ADDS))
         key = x.shape, x.dtype, CHOICES.number, activation, is_managed
         is_known = key == self._key and key[2] is not None
         members = chain.from_iterable(map(dict.values, self._members))
