@@ -26,7 +26,8 @@ class Halves(NamedTuple):
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` for calls outside of torch.func's transforms, inside of which torch raises RuntimeError."""
+    """Return `function.apply` for calls outside of torch.func's transforms, inside of which torch raises
+    RuntimeError."""
     return super(Function, function).apply
 
 

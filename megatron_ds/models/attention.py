@@ -297,14 +297,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Attention among the tokens of x; of generated text also to those of `batch.past`."""
-        parts = self._modules  # without the search of nn.Module.__getattr__
-        return parts["linear_proj"](self.attend(parts["linear_qkv"](x), batch))
+        return self.linear_proj(self.attend(self.linear_qkv(x), batch))
 
     def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """qkv, the result of the first projection [s, b, (n + 2g)/t * d] → [s, b, n/t * d] for the second."""
         q, k, v = self.heads(qkv, batch)
         del qkv
-        core = self._modules["core_attention"]
+        core = self.core_attention
         if batch.past is not None:
             return batch.past.attend(self.name, core, q, k, v, batch)
         if self.recompute_core:

@@ -29,8 +29,7 @@ from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
-from ..ops.kernel_table import CHOICES
-from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
+from ..ops.linear_products import UNBOUND, LinearProducts, bound_products
 from .weight_grad import (
     ADDS,
     Finish,
@@ -46,22 +45,22 @@ class LinearCall:
 
     group              the ranks that divide the layer
     sequence_parallel  they hold slices of the sequence outside of it; False in a group of one
-    products           of the layer; None: chosen in each call
+    products           of the layer
     """
 
     group: Group
     sequence_parallel: bool = False
-    products: ProductsOfLayer | None = None
+    products: LinearProducts = UNBOUND
     is_divided: bool = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "is_divided", self.group.size > 1)
 
 
 def layer_call(ctx: ParallelContext) -> LinearCall:
     """The call of a layer that the tensor-parallel ranks divide."""
     sequence_parallel = ctx.sequence_parallel and ctx.tp.size > 1
-    return LinearCall(ctx.tp, sequence_parallel, ProductsOfLayer())
+    return LinearCall(ctx.tp, sequence_parallel, bound_products())
 
 
 class ColumnParallelLinear(nn.Module):
@@ -118,8 +117,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective with sequence parallelism or gather_output; the backward always."""
-        own = self._parameters  # without the search of nn.Module.__getattr__
-        y = _apply(_ColumnLinear, x, own["weight"], own["bias"], self.call)
+        y = _apply(_ColumnLinear, x, self.weight, self.bias, self.call)
         return _GatherLast.apply(y, self.call.group) if self.gather_output else y
 
 
@@ -172,8 +170,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective; the backward only with sequence parallelism."""
-        own = self._parameters
-        return _apply(_RowLinear, x, own["weight"], own["bias"], self.call)
+        return _apply(_RowLinear, x, self.weight, self.bias, self.call)
 
 
 class ReplicatedLinear(nn.Module):
@@ -217,7 +214,7 @@ class ReplicatedLinear(nn.Module):
                 decay=False,
             )
             self.bias = new_shard(spec, ctx)
-        self.call = LinearCall(solo("tp"), products=ProductsOfLayer())
+        self.call = LinearCall(solo("tp"), products=bound_products())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in] → [.., out]; x may be a slice of the sequence."""
@@ -249,28 +246,16 @@ def _apply(
     bias: torch.Tensor | None,
     call: LinearCall,
 ) -> torch.Tensor:
-    parameters = weight, bias
-    if torch.compiler.is_dynamo_compiling():
-        call = LinearCall(call.group, call.sequence_parallel)
-        if not hasattr(weight, "grad_ready"):
-            return function.apply(x, parameters, call, *parameters)
-        from .outside_graphs import apply_outside_graphs
+    # A backward that writes gradients to buffers cannot be part of a graph of torch.compile.
+    if torch.compiler.is_dynamo_compiling() and hasattr(weight, "grad_ready"):
+        from .outside_graphs import call_outside_graphs
 
-        return apply_outside_graphs(function, x, parameters, call, *parameters)
-    if not torch.is_grad_enabled():
-        return function.forward(_NothingKept(), x, parameters, call)
+        return call_outside_graphs(_apply, function, x, weight, bias, call)
     # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
+    parameters = weight, bias
     is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
-    if is_managed and x.requires_grad:
-        return function.direct(x, parameters, call)
-    return function.direct(x, parameters, call, *parameters)
-
-
-class _NothingKept:
-    """The context of a forward without a backward, for which autograd need not be asked."""
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        """Keep none."""
+    followed = () if is_managed and x.requires_grad else parameters
+    return function.direct(x, parameters, call, *followed)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -285,8 +270,8 @@ class _ColumnLinear(torch.autograd.Function):
         s, *others, _ = ctx.shape
         if call.sequence_parallel:
             s *= call.group.size
-        y = column_rows(x, parameters, *ctx.how)
-        return _reshaped(y, call, s, *others, y.shape[1])
+        y = column_rows(x, parameters, call)
+        return _reshaped(y, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -294,7 +279,7 @@ class _ColumnLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         dx, dw, db = column_gradients(
-            dy, x, ctx.trained, *ctx.how, ctx.needs_input_grad[0]
+            dy, x, ctx.trained, ctx.call, ctx.needs_input_grad[0]
         )
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
@@ -308,8 +293,8 @@ class _RowLinear(torch.autograd.Function):
         s, *others, _ = ctx.shape
         if call.sequence_parallel:
             s //= call.group.size
-        y = row_rows(x, parameters, *ctx.how)
-        return _reshaped(y, call, s, *others, y.shape[1])
+        y = row_rows(x, parameters, call)
+        return _reshaped(y, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -317,7 +302,7 @@ class _RowLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         dx, dw, db = row_gradients(
-            dy, x, ctx.trained, *ctx.how, ctx.needs_input_grad[0]
+            dy, x, ctx.trained, ctx.call, ctx.needs_input_grad[0]
         )
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
@@ -334,17 +319,8 @@ def _keep(ctx, x, parameters, call) -> torch.Tensor:
     # The input serves the gradient of the weight alone, which a frozen one has not.
     ctx.save_for_backward(x if weight.requires_grad else None)
     ctx.trained = weight, bias if bias is not None and bias.requires_grad else None
-    ctx.how = call, products_for(x, call)
+    ctx.call = call
     return x
-
-
-def products_for(x: torch.Tensor, call: LinearCall) -> LinearProducts:
-    """The products of a layer for rows x [n, in]."""
-    of_layer = call.products
-    if of_layer is None:
-        return UNBOUND
-    key = x.shape, x.dtype, CHOICES.number
-    return of_layer.now if key == of_layer.key else of_layer.chosen(key)
 
 
 # The halves of both layers, without autograd, of contiguous rows: x [s(/t) b, in], dy [s(/t) b, out]. `parameters`
@@ -355,12 +331,12 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def column_rows(
-    x: torch.Tensor, parameters: Parameters, call: LinearCall, products: LinearProducts
+    x: torch.Tensor, parameters: Parameters, call: LinearCall
 ) -> torch.Tensor:
-    """y [s b, out/t]."""
+    """Return y [s b, out/t]."""
     if call.sequence_parallel:
         x = collectives.all_gather(x, call.group)
-    return products.affine(x, *parameters)
+    return call.products.affine(x, *parameters)
 
 
 def column_gradients(
@@ -368,14 +344,11 @@ def column_gradients(
     x: torch.Tensor | None,
     parameters: Parameters,
     call: LinearCall,
-    products: LinearProducts,
     needs_dx: bool = True,
 ) -> Gradients:
     """The gradients of `column_rows`."""
     weight, bias = parameters
-    # The products of the layer are chosen for contiguous matrices.
-    if not dy.is_contiguous():
-        products = UNBOUND
+    products = _products_of_gradient(dy, call)
     # The gather of the input runs while the gradient of the input is computed.
     finish_dw = None
     if x is not None and call.sequence_parallel:
@@ -401,9 +374,10 @@ def column_gradients(
 
 
 def row_rows(
-    x: torch.Tensor, parameters: Parameters, call: LinearCall, products: LinearProducts
+    x: torch.Tensor, parameters: Parameters, call: LinearCall
 ) -> torch.Tensor:
-    """y [s(/t) b, out]."""
+    """Return y [s(/t) b, out]."""
+    products = call.products
     if not call.is_divided:
         return products.affine(x, *parameters)
     # The bias inside the product would be added by each rank.
@@ -421,7 +395,6 @@ def row_gradients(
     x: torch.Tensor | None,
     parameters: Parameters,
     call: LinearCall,
-    products: LinearProducts,
     needs_dx: bool = True,
 ) -> Gradients:
     """The gradients of `row_rows`."""
@@ -432,21 +405,25 @@ def row_gradients(
         db = add_gradient(bias, dy.sum(0))
     if call.sequence_parallel:
         dy = collectives.all_gather(dy, call.group)
-    if not dy.is_contiguous():
-        products = UNBOUND
+    products = _products_of_gradient(dy, call)
     dx = products.product(dy, weight) if needs_dx else None
     dw = None if x is None else linear_gradient(weight, x, dy, products)
     return dx, dw, db
 
 
-def _reshaped(y: torch.Tensor, call: LinearCall, *shape: int) -> torch.Tensor:
-    """y, which nothing else holds, in another shape. Autograd forbids writing in place to a view that a Function
-    returns, so it is none.
+def _products_of_gradient(dy: torch.Tensor, call: LinearCall) -> LinearProducts:
+    """Return the products of the backward: those of the layer are chosen for contiguous matrices."""
+    return call.products if dy.is_contiguous() else UNBOUND
 
-    `resize_` takes a third of the time. torch.compile, in which a layer has no products of its own, does not trace
-    it, and tensors that wrap others cannot change their shape.
+
+def _reshaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return y, which nothing else holds, in another shape. Autograd forbids writing in place to a view that a
+    Function returns, so it is none.
+
+    `resize_` takes a third of the time. torch.compile does not trace it, and tensors that wrap others cannot change
+    their shape.
     """
-    if call.products is None or type(y) is not torch.Tensor:
+    if torch.compiler.is_dynamo_compiling() or type(y) is not torch.Tensor:
         return torch.ops.aten._unsafe_view(y, shape)
     return y.resize_(shape)
 
