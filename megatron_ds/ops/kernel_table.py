@@ -14,8 +14,8 @@ when an operation is first called, then other functions of torch's operations. `
 torch) leaves only torch's on GPUs and CPUs. Which implementations a device has is decided once; a call asks only
 about its arguments.
 
-A layer calls an operation again and again with arguments alike. It holds a `Bound`, the one place that remembers
-which implementation runs; it asks once for each shape of the first tensor:
+A layer calls an operation again and again with arguments alike. It holds a `Bound`, which asks once for each
+shape of the first tensor:
 
     self.norm = Bound(rms_norm)
     self.norm(x, weight, eps)            the implementation that its first call with this shape has chosen
@@ -194,37 +194,34 @@ class Operation:
 
 
 class Bound:
-    """An operation at one place of a model, where arguments beside one tensor, the first or that at the position
-    `by`, do not change their shapes, dtypes and settings.
+    """An operation at one place of a model, where arguments beside the first tensor do not change their shapes,
+    dtypes and settings.
 
-    It chooses an implementation at its first call, and again where this tensor has another shape or dtype, or where
-    the choices of the process change. Tensors must be contiguous, or always strided alike.
+    It chooses an implementation at its first call, and again where the first tensor has another shape or dtype,
+    or where the choices of the process change. Tensors must be contiguous, or always strided alike.
     """
 
-    __slots__ = ("operation", "_by", "_chosen")
+    __slots__ = ("operation", "_chosen")
 
-    def __init__(self, operation: Operation, by: int = 0):
+    def __init__(self, operation: Operation):
         self.operation = operation
-        self._by = by
         self._chosen: tuple[Any, Callable[..., Any]] = (None, operation)
 
     def __deepcopy__(self, memo: dict) -> "Bound":
-        return Bound(self.operation, self._by)
+        return Bound(self.operation)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, x: torch.Tensor, *arguments: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return self.operation.in_torch(*arguments)
-        x = arguments[self._by]
+            return self.operation.in_torch(x, *arguments)
         key = x.shape, x.dtype, CHOICES.number
         known, function = self._chosen
         if key != known or key[2] is None:
-            function = self.chosen(*arguments)
-        return function(*arguments)
+            function = self.chosen(x, *arguments)
+        return function(x, *arguments)
 
-    def chosen(self, *arguments: Any) -> Callable[..., Any]:
-        """Return the function that calls of arguments like these run."""
-        function = self.operation.choice(*arguments)
-        x = arguments[self._by]
+    def chosen(self, x: torch.Tensor, *arguments: Any) -> Callable[..., Any]:
+        """The function that calls of arguments like these run."""
+        function = self.operation.choice(x, *arguments)
         self._chosen = (x.shape, x.dtype, CHOICES.number), function
         return function
 

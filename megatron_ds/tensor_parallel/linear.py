@@ -29,7 +29,7 @@ from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
-from ..ops.linear_products import UNBOUND, LinearProducts, bound_products
+from ..ops.linear_products import UNBOUND, LayerProducts, LinearProducts
 from .weight_grad import (
     ADDS,
     Finish,
@@ -45,12 +45,12 @@ class LinearCall:
 
     group              the ranks that divide the layer
     sequence_parallel  they hold slices of the sequence outside of it; False in a group of one
-    products           of the layer
+    products           of the layer; None: chosen in each call
     """
 
     group: Group
     sequence_parallel: bool = False
-    products: LinearProducts = UNBOUND
+    products: LayerProducts | None = None
     is_divided: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class LinearCall:
 def layer_call(ctx: ParallelContext) -> LinearCall:
     """The call of a layer that the tensor-parallel ranks divide."""
     sequence_parallel = ctx.sequence_parallel and ctx.tp.size > 1
-    return LinearCall(ctx.tp, sequence_parallel, bound_products())
+    return LinearCall(ctx.tp, sequence_parallel, LayerProducts())
 
 
 class ColumnParallelLinear(nn.Module):
@@ -214,7 +214,7 @@ class ReplicatedLinear(nn.Module):
                 decay=False,
             )
             self.bias = new_shard(spec, ctx)
-        self.call = LinearCall(solo("tp"), products=bound_products())
+        self.call = LinearCall(solo("tp"), products=LayerProducts())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in] → [.., out]; x may be a slice of the sequence."""
@@ -246,11 +246,13 @@ def _apply(
     bias: torch.Tensor | None,
     call: LinearCall,
 ) -> torch.Tensor:
-    # A backward that writes gradients to buffers cannot be part of a graph of torch.compile.
-    if torch.compiler.is_dynamo_compiling() and hasattr(weight, "grad_ready"):
-        from .outside_graphs import call_outside_graphs
+    if torch.compiler.is_dynamo_compiling():
+        # A backward that writes gradients to buffers cannot be part of a graph.
+        if hasattr(weight, "grad_ready"):
+            from .outside_graphs import call_outside_graphs
 
-        return call_outside_graphs(_apply, function, x, weight, bias, call)
+            return call_outside_graphs(_apply, function, x, weight, bias, call)
+        call = LinearCall(call.group, call.sequence_parallel)
     # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
     parameters = weight, bias
     is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
@@ -270,8 +272,8 @@ class _ColumnLinear(torch.autograd.Function):
         s, *others, _ = ctx.shape
         if call.sequence_parallel:
             s *= call.group.size
-        y = column_rows(x, parameters, call)
-        return _reshaped(y, s, *others, y.shape[1])
+        y = column_rows(x, parameters, *ctx.how)
+        return _reshaped(y, call, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -279,7 +281,7 @@ class _ColumnLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         dx, dw, db = column_gradients(
-            dy, x, ctx.trained, ctx.call, ctx.needs_input_grad[0]
+            dy, x, ctx.trained, *ctx.how, ctx.needs_input_grad[0]
         )
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
@@ -293,8 +295,8 @@ class _RowLinear(torch.autograd.Function):
         s, *others, _ = ctx.shape
         if call.sequence_parallel:
             s //= call.group.size
-        y = row_rows(x, parameters, call)
-        return _reshaped(y, s, *others, y.shape[1])
+        y = row_rows(x, parameters, *ctx.how)
+        return _reshaped(y, call, s, *others, y.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -302,7 +304,7 @@ class _RowLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         dx, dw, db = row_gradients(
-            dy, x, ctx.trained, ctx.call, ctx.needs_input_grad[0]
+            dy, x, ctx.trained, *ctx.how, ctx.needs_input_grad[0]
         )
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
@@ -319,7 +321,7 @@ def _keep(ctx, x, parameters, call) -> torch.Tensor:
     # The input serves the gradient of the weight alone, which a frozen one has not.
     ctx.save_for_backward(x if weight.requires_grad else None)
     ctx.trained = weight, bias if bias is not None and bias.requires_grad else None
-    ctx.call = call
+    ctx.how = call, UNBOUND if call.products is None else call.products.of(x)
     return x
 
 
@@ -331,12 +333,12 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def column_rows(
-    x: torch.Tensor, parameters: Parameters, call: LinearCall
+    x: torch.Tensor, parameters: Parameters, call: LinearCall, products: LinearProducts
 ) -> torch.Tensor:
-    """Return y [s b, out/t]."""
+    """y [s b, out/t]."""
     if call.sequence_parallel:
         x = collectives.all_gather(x, call.group)
-    return call.products.affine(x, *parameters)
+    return products.affine(x, *parameters)
 
 
 def column_gradients(
@@ -344,11 +346,14 @@ def column_gradients(
     x: torch.Tensor | None,
     parameters: Parameters,
     call: LinearCall,
+    products: LinearProducts,
     needs_dx: bool = True,
 ) -> Gradients:
     """The gradients of `column_rows`."""
     weight, bias = parameters
-    products = _products_of_gradient(dy, call)
+    # The products of the layer are chosen for contiguous matrices.
+    if not dy.is_contiguous():
+        products = UNBOUND
     # The gather of the input runs while the gradient of the input is computed.
     finish_dw = None
     if x is not None and call.sequence_parallel:
@@ -374,10 +379,9 @@ def column_gradients(
 
 
 def row_rows(
-    x: torch.Tensor, parameters: Parameters, call: LinearCall
+    x: torch.Tensor, parameters: Parameters, call: LinearCall, products: LinearProducts
 ) -> torch.Tensor:
-    """Return y [s(/t) b, out]."""
-    products = call.products
+    """y [s(/t) b, out]."""
     if not call.is_divided:
         return products.affine(x, *parameters)
     # The bias inside the product would be added by each rank.
@@ -395,6 +399,7 @@ def row_gradients(
     x: torch.Tensor | None,
     parameters: Parameters,
     call: LinearCall,
+    products: LinearProducts,
     needs_dx: bool = True,
 ) -> Gradients:
     """The gradients of `row_rows`."""
@@ -405,25 +410,21 @@ def row_gradients(
         db = add_gradient(bias, dy.sum(0))
     if call.sequence_parallel:
         dy = collectives.all_gather(dy, call.group)
-    products = _products_of_gradient(dy, call)
+    if not dy.is_contiguous():
+        products = UNBOUND
     dx = products.product(dy, weight) if needs_dx else None
     dw = None if x is None else linear_gradient(weight, x, dy, products)
     return dx, dw, db
 
 
-def _products_of_gradient(dy: torch.Tensor, call: LinearCall) -> LinearProducts:
-    """Return the products of the backward: those of the layer are chosen for contiguous matrices."""
-    return call.products if dy.is_contiguous() else UNBOUND
+def _reshaped(y: torch.Tensor, call: LinearCall, *shape: int) -> torch.Tensor:
+    """y, which nothing else holds, in another shape. Autograd forbids writing in place to a view that a Function
+    returns, so it is none.
 
-
-def _reshaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return y, which nothing else holds, in another shape. Autograd forbids writing in place to a view that a
-    Function returns, so it is none.
-
-    `resize_` takes a third of the time. torch.compile does not trace it, and tensors that wrap others cannot change
-    their shape.
+    `resize_` takes a third of the time. torch.compile, in which a layer has no products of its own, does not trace
+    it, and tensors that wrap others cannot change their shape.
     """
-    if torch.compiler.is_dynamo_compiling() or type(y) is not torch.Tensor:
+    if call.products is None or type(y) is not torch.Tensor:
         return torch.ops.aten._unsafe_view(y, shape)
     return y.resize_(shape)
 

@@ -1,6 +1,5 @@
 """What a program may change in the modules of a block after its functions were joined: the one place that looks."""
 
-from collections.abc import Iterable
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_
 
@@ -37,7 +36,7 @@ class BlockWatch:
         # Children and parameters of the modules, and what they are now.
         self._members: list[dict] = [block._modules, *(m._modules for m in halves)]
         self._members += (m._parameters for m in modules)
-        self._known = [*self._values()]
+        self._known = [*chain.from_iterable(map(dict.values, self._members))]
         self._of_mlp = vars(block.mlp)
         self._activation = self._of_mlp.get("activation")
         # Hooks; and attributes, of which a `forward` takes the place of that of the class.
@@ -45,14 +44,12 @@ class BlockWatch:
         self._hooks += HOOKS_OF_ALL
         self._attributes = [vars(m) for m in modules]
 
-    def _values(self) -> Iterable[object]:
-        return chain.from_iterable(map(dict.values, self._members))
-
     def has_changed(self) -> bool:
         """Return whether a layer, a parameter or the activation was replaced."""
         if self._of_mlp.get("activation") is not self._activation:
             return True
-        return not all(map(is_, self._values(), self._known))
+        members = chain.from_iterable(map(dict.values, self._members))
+        return not all(map(is_, members, self._known))
 
     def allows(self, x: torch.Tensor) -> bool:
         """Return whether functions without the calls of the layers compute what these compute for x: in training of

@@ -8,6 +8,7 @@ from torch import nn
 from ...models.attention import SelfAttention
 from ...models.block import MLP, Block
 from ...ops.kernel_table import Bound
+from ...ops.linear_products import bound_products
 from ...ops.norms import NORMS, Norm
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .joined_block import JoinedBlock, JoinedLinear, JoinedNorm
@@ -87,4 +88,5 @@ def _parameters(layer: Norm | ColumnParallelLinear | RowParallelLinear):
 
 
 def _linear(layer: ColumnParallelLinear | RowParallelLinear) -> JoinedLinear:
-    return _parameters(layer), layer.call
+    # Rows are as many in each call: the products need no key.
+    return _parameters(layer), layer.call, bound_products()

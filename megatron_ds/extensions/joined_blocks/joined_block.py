@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import Function
 
 from ...host.autograd_functions import Halves, differentiable_once, direct_apply
+from ...ops.linear_products import LinearProducts
 from ...ops.norms import Norm
 from ...tensor_parallel.linear import (
     LinearCall,
@@ -25,7 +26,7 @@ from ...tensor_parallel.linear import (
 )
 from ...tensor_parallel.weight_grad import add_gradient
 
-JoinedLinear = tuple[Parameters, LinearCall]
+JoinedLinear = tuple[Parameters, LinearCall, LinearProducts]
 
 
 class JoinedNorm(NamedTuple):
@@ -55,14 +56,6 @@ class JoinedBlock(NamedTuple):
     activation: Halves
     fc2: JoinedLinear
 
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s(/t), b, h] → queries, keys and values [s, b, (n + 2g)/t * d]."""
-        return _before(x, self)
-
-    def after(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """attended [s, b, n/t * d] and the input x of the block → its output, like x."""
-        return _after(attended, x, self)
-
 
 class BeforeAttention(Function):
     """x [s(/t), b, h] → [s, b, (n + 2g)/t * d] of a `JoinedBlock`."""
@@ -76,7 +69,7 @@ class BeforeAttention(Function):
         normed, *kept = forward(x.reshape(-1, width), None, *parameters, norm.eps)
         qkv = column_rows(normed, *block.qkv)
         ctx.save_for_backward(normed, *kept)
-        return qkv.resize_(len(qkv) // samples, samples, qkv.shape[1])
+        return qkv.resize_(qkv.shape[0] // samples, samples, qkv.shape[1])
 
     @staticmethod
     @differentiable_once
@@ -133,5 +126,6 @@ class AfterAttention(Function):
         return dattended.view(of_attended), dx.view(of_x), None
 
 
-_before = direct_apply(BeforeAttention)
-_after = direct_apply(AfterAttention)
+# (x, block) → queries, keys and values;  (attended, x, block) → the output.
+before = direct_apply(BeforeAttention)
+after = direct_apply(AfterAttention)

@@ -15,7 +15,7 @@ from ...mpu.context import ParallelContext
 from ...ops.kernel_table import CHOICES
 from .block_watch import BlockWatch
 from .joinable_layers import joinable_layers
-from .joined_block import JoinedBlock
+from .joined_block import JoinedBlock, after, before
 
 
 def with_joined_blocks(
@@ -38,8 +38,9 @@ def _build(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _is_joinable(block: Block) -> bool:
     drops = block.attention_dropout.p or block.mlp_dropout.p
-    is_plain = block.run is in_sequence and not drops
-    return is_plain and joinable_layers(block) is not None
+    if drops or block.run is not in_sequence:
+        return False
+    return joinable_layers(block) is not None
 
 
 class JoinedRun:
@@ -55,19 +56,17 @@ class JoinedRun:
         return JoinedRun()
 
     def __call__(self, block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        joined = None
-        if not block.attention_dropout.is_active(batch):
-            joined = self.functions(block, x)
+        joined = self.functions(block, x)
         if joined is None:
             return in_sequence(block, x, batch)
-        attended = block.self_attention.attend(joined.before(x), batch)
-        return joined.after(attended, x)
+        attended = block.self_attention.attend(before(x, joined), batch)
+        return after(attended, x, joined)
 
     def functions(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
         """Return the joined functions of the block for x; None where its layers run one by one."""
         if torch.compiler.is_dynamo_compiling() or type(x) is not torch.Tensor:
             return None
-        if not x.requires_grad:
+        if not x.requires_grad or block.attention_dropout.p or block.mlp_dropout.p:
             return None
         # In most calls all of this is as in the last call.
         key = x.shape, x.dtype, CHOICES.number
