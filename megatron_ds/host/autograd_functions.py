@@ -20,9 +20,14 @@ class Halves(NamedTuple):
     backward: Callable[..., Any]
 
     def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates an implementation of the operation. Its attribute `halves` is then this pair."""
-        implementation.halves = self
+        """Decorate an implementation of the operation: `halves_of` then finds this pair."""
+        vars(implementation)["halves"] = self
         return implementation
+
+
+def halves_of(implementation: Callable[..., Any]) -> Halves | None:
+    """Return the halves of an implementation; None where it has none."""
+    return getattr(implementation, "halves", None)
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:

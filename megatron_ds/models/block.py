@@ -13,6 +13,7 @@ its place.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from ..ops.norms import Norm
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
@@ -34,6 +36,15 @@ from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
 
 
+class Attention(Protocol):
+    """What fills the first slot, a module. recompute_core: in backward, as `SelfAttention` has it"""
+
+    recompute_core: bool
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [s(/t), b, h] → the same shape."""
+
+
 class Block(nn.Module):
     """x [s(/t), b, h] → the same shape. name: global, of the layer.
 
@@ -41,6 +52,7 @@ class Block(nn.Module):
     """
 
     run: Callable[["Block", torch.Tensor, Batch], torch.Tensor]
+    self_attention: Attention
 
     def __init__(
         self,
@@ -48,7 +60,7 @@ class Block(nn.Module):
         name: str,
         ctx: ParallelContext,
         *,
-        attention: nn.Module,
+        attention: Attention,
         feed_forward: nn.Module,
     ):
         super().__init__()
@@ -57,13 +69,12 @@ class Block(nn.Module):
         self.self_attention = attention
         norm_after = partial(_norm_after, config, name, ctx)
         self.post_self_attn_layernorm = norm_after("post_self_attn_layernorm")
-        self.pre_mlp_layernorm = None
+        self.pre_mlp_layernorm: Norm | None = None
         if not (config.use_parallel_residual and config.shared_block_norm):
             self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
         self.mlp = feed_forward
         self.post_mlp_layernorm = norm_after("post_mlp_layernorm")
         self.run = in_parallel if config.use_parallel_residual else in_sequence
-        self.norms_outputs = config.norm_after_sublayer
         self.attention_dropout = HiddenDropout(
             config.hidden_dropout, f"{name}.self_attention", ctx
         )
@@ -86,18 +97,21 @@ class Block(nn.Module):
     def attend(self, normed: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the attention of the normed input, and of it the norm, if there is one."""
         out = self.self_attention(normed, batch)
-        return self.post_self_attn_layernorm(out) if self.norms_outputs else out
+        norm = self.post_self_attn_layernorm
+        return out if norm is None else norm(out)
 
     def feed(self, normed: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the feed-forward of the normed input, and of it the norm, if there is one."""
         out = self.mlp(normed, batch)
-        return self.post_mlp_layernorm(out) if self.norms_outputs else out
+        norm = self.post_mlp_layernorm
+        return out if norm is None else norm(out)
 
 
 def in_sequence(block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Run the layers of a block one by one, attention first."""
     attended = block.attend(block.input_layernorm(x), batch)
     norm = block.pre_mlp_layernorm
+    assert norm is not None, "only a parallel residual shares the first norm"
     # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
     if block.attention_dropout.is_active(batch):
         x = block.attention_dropout.add(attended, x, batch)
@@ -118,7 +132,7 @@ def in_parallel(block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def _norm_after(
     config: ModelConfig, name: str, ctx: ParallelContext, leaf: str
-) -> nn.Module | None:
+) -> Norm | None:
     """The norm of the output of a half of the block; None for models without it."""
     if not config.norm_after_sublayer:
         return None

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..host.autograd_functions import Halves
+from ..host.autograd_functions import Halves, halves_of
 from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
 from .kernel_table import CPU, FLOATS, Bound, Operation, random_tensors
@@ -20,6 +20,7 @@ class Norm(nn.Module):
 
     is_centred: bool
     has_bias: bool
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class Norm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
-        weight = self.weight + self.offset if self.offset else self.weight
-        bias = self.bias
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if self.offset:
+            weight = weight + self.offset
         if self.is_centred and bias is None:
             bias = torch.zeros_like(weight, requires_grad=False)
         if residual is not None:
@@ -83,7 +86,7 @@ class Norm(nn.Module):
             chosen = self.norm.chosen(x, weight, bias, self.eps)
         else:
             chosen = self.norm.chosen(x, weight, self.eps)
-        found = getattr(chosen, "halves", None)
+        found = halves_of(chosen)
         return found if self.is_centred or found is not _LAYER_NORM else None
 
 
@@ -175,7 +178,7 @@ def residual_norm(
     return layer_norm(total, weight, bias, eps), total
 
 
-residual_norm.in_torch.halves = _LAYER_NORM
+_LAYER_NORM.of(residual_norm.in_torch)
 
 
 @residual_norm.example

@@ -66,6 +66,8 @@ def layer_call(ctx: ParallelContext) -> LinearCall:
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b, the output split over the tensor-parallel group: [s(/t), b, in] → [s, b, out/t]."""
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -126,6 +128,8 @@ class RowParallelLinear(nn.Module):
 
     The bias is added once, to the sum.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -30,11 +30,11 @@ class BlockWatch:
     """
 
     def __init__(self, block: Block, layers: JoinableLayers | None):
-        halves = [block.self_attention, block.mlp]
-        modules = [] if layers is None else [*halves, *layers.modules]
+        modules = [] if layers is None else layers.modules
         self._parameters = [] if layers is None else layers.parameters
         # Children and parameters of the modules, and what they are now.
-        self._members: list[dict] = [block._modules, *(m._modules for m in halves)]
+        self._members: list[dict] = [block._modules]
+        self._members += (m._modules for m in block.children())
         self._members += (m._parameters for m in modules)
         self._known = [*chain.from_iterable(map(dict.values, self._members))]
         self._of_mlp = vars(block.mlp)

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import Function
 
 from ...host.autograd_functions import Halves, differentiable_once, direct_apply
+from ...models.attention import SelfAttention
 from ...ops.linear_products import LinearProducts
 from ...ops.norms import Norm
 from ...tensor_parallel.linear import (
@@ -48,6 +49,7 @@ class JoinedNorm(NamedTuple):
 class JoinedBlock(NamedTuple):
     """The layers of a block for inputs of one shape."""
 
+    attention: SelfAttention
     norm_before: JoinedNorm
     qkv: JoinedLinear
     proj: JoinedLinear

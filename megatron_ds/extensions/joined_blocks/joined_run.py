@@ -59,7 +59,7 @@ class JoinedRun:
         joined = self.functions(block, x)
         if joined is None:
             return in_sequence(block, x, batch)
-        attended = block.self_attention.attend(before(x, joined), batch)
+        attended = joined.attention.attend(before(x, joined), batch)
         return after(attended, x, joined)
 
     def functions(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:

@@ -9,6 +9,7 @@ cut of the tensors.
 import functools
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -201,15 +202,15 @@ def _adagrad(
 def _update(
     rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: float
 ) -> None:
-    wide = [r for r in rows if r.grad.dtype == torch.float32]
-    with_one_state_(
-        rule, wide, grad_scale=elementwise_updates.inverse(divisor), **numbers
+    update = partial(
+        with_one_state_,
+        rule,
+        grad_scale=elementwise_updates.inverse(divisor),
+        threads=None,
+        variant="",
+        **numbers,
     )
+    update([r for r in rows if r.grad.dtype == torch.float32])
     for r in rows:  # one copy at a time
         if r.grad.dtype != torch.float32:
-            with_one_state_(
-                rule,
-                [r._replace(grad=r.grad.float())],
-                grad_scale=elementwise_updates.inverse(divisor),
-                **numbers,
-            )
+            update([r._replace(grad=r.grad.float())])

@@ -173,6 +173,7 @@ class RuntimeCompiler:
     def _symbol(self, program: ctypes.c_void_p, expression: str) -> str:
         symbol = ctypes.c_char_p()
         self._call("GetLoweredName", program, expression.encode(), ctypes.byref(symbol))
+        assert symbol.value is not None, "the call has written the name"
         return symbol.value.decode()
 
     def _output(self, target: str) -> str:
