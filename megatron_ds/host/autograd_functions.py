@@ -33,7 +33,7 @@ def halves_of(implementation: Callable[..., Any]) -> Halves | None:
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
     """Return `function.apply` for calls outside of torch.func's transforms, inside of which torch raises
     RuntimeError."""
-    return super(Function, function).apply
+    return super(Function, function).apply  # type: ignore[misc]  # of a class of C, absent in torch's stubs
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -152,7 +152,7 @@ class FusedAdam(torch.optim.Adam):
         self.bias_correction = bias_correction
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]  # torch's stubs have float for what is a tensor
         self, closure: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor | None:
         """Update the parameters; returns the loss of `closure`."""

@@ -199,8 +199,8 @@ class _Plan:
         found = visible_blocks(
             self.pattern, Parts.of(rows, len(rows)), columns, self.boundaries
         )
-        is_seen = found.seen.any((0, 1))
-        is_whole = found.whole.all((0, 1)) & self.is_known
+        is_seen = np.any(found.seen, (0, 1))
+        is_whole = np.all(found.whole, (0, 1)) & self.is_known
         # A tile ends before the next one that it is not joined with.
         joined = is_whole[1:] & is_whole[:-1]
         firsts = np.flatnonzero(np.concatenate(([True], ~joined)))

@@ -107,7 +107,7 @@ def visible_blocks(
     if boundaries is not None:
         ends = queries.documents(boundaries), keys.documents(boundaries)
         apart = of_documents(*ends)
-        found &= VisibleBlocks(apart.seen.any(0), apart.whole.all(0))
+        found &= VisibleBlocks(np.any(apart.seen, 0), np.all(apart.whole, 0))
     return found
 
 

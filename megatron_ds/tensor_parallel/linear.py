@@ -18,6 +18,7 @@ only a slice between the halves.
 Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -119,7 +120,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective with sequence parallelism or gather_output; the backward always."""
-        y = _apply(_ColumnLinear, x, self.weight, self.bias, self.call)
+        y = _apply(_column_linear, x, self.weight, self.bias, self.call)
         return _GatherLast.apply(y, self.call.group) if self.gather_output else y
 
 
@@ -174,7 +175,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective; the backward only with sequence parallelism."""
-        return _apply(_RowLinear, x, self.weight, self.bias, self.call)
+        return _apply(_row_linear, x, self.weight, self.bias, self.call)
 
 
 class ReplicatedLinear(nn.Module):
@@ -222,7 +223,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in] → [.., out]; x may be a slice of the sequence."""
-        return _apply(_ColumnLinear, x, self.weight, self.bias, self.call)
+        return _apply(_column_linear, x, self.weight, self.bias, self.call)
 
 
 def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
@@ -240,11 +241,11 @@ def column_linear(
 ) -> torch.Tensor:
     """x [s(/t), b, in], weight [out/t, in], bias [out/t] or None → [s, b, out/t]."""
     call = LinearCall(group, sequence_parallel and group.size > 1)
-    return _apply(_ColumnLinear, x, weight, bias, call)
+    return _apply(_column_linear, x, weight, bias, call)
 
 
 def _apply(
-    function: type[torch.autograd.Function],
+    function: Callable[..., torch.Tensor],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -261,7 +262,7 @@ def _apply(
     parameters = weight, bias
     is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
     followed = () if is_managed and x.requires_grad else parameters
-    return function.direct(x, parameters, call, *followed)
+    return function(x, parameters, call, *followed)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -313,8 +314,8 @@ class _RowLinear(torch.autograd.Function):
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
 
-_ColumnLinear.direct = direct_apply(_ColumnLinear)
-_RowLinear.direct = direct_apply(_RowLinear)
+_column_linear = direct_apply(_ColumnLinear)
+_row_linear = direct_apply(_RowLinear)
 
 
 def _keep(ctx, x, parameters, call) -> torch.Tensor:
@@ -364,7 +365,7 @@ def column_gradients(
         begin = partial(_begin_gather, x, call.group, weight, dy, products)
         finish_dw = now_or_later(weight, begin)
     dx = None
-    reduced = DONE
+    reduced: Work = DONE
     if needs_dx:
         dx = products.product(dy, weight)
         if call.is_divided:

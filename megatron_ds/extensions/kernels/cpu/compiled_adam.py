@@ -9,7 +9,6 @@ cut of the tensors.
 import functools
 import logging
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -66,13 +65,11 @@ def with_one_state_(
     **numbers: float,
 ) -> None:
     """`elementwise_updates.lion` or `.adagrad`, by the name `rule`, in one pass; as `adamw_`."""
-    _run(
-        rule,
-        [_checked([r.p, r.grad, r.state, r.state], r.low, 1) for r in rows],
-        threads,
-        variant,
-        **numbers,
-    )
+    _run(rule, _with_one_state(rows), threads, variant, **numbers)
+
+
+def _with_one_state(rows: Sequence[UpdateRow]) -> list[tuple[int, ...]]:
+    return [_checked([r.p, r.grad, r.state, r.state], r.low, 1) for r in rows]
 
 
 def _run(
@@ -202,15 +199,10 @@ def _adagrad(
 def _update(
     rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: float
 ) -> None:
-    update = partial(
-        with_one_state_,
-        rule,
-        grad_scale=elementwise_updates.inverse(divisor),
-        threads=None,
-        variant="",
-        **numbers,
+    wide = [r for r in rows if r.grad.dtype == torch.float32]
+    others = (
+        [r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32
     )
-    update([r for r in rows if r.grad.dtype == torch.float32])
-    for r in rows:  # one copy at a time
-        if r.grad.dtype != torch.float32:
-            update([r._replace(grad=r.grad.float())])
+    scale = elementwise_updates.inverse(divisor)
+    for part in chain([wide], others):  # one copy at a time
+        _run(rule, _with_one_state(part), None, "", grad_scale=scale, **numbers)
