@@ -8,54 +8,59 @@ them: a call of a product is then a call of the function that computes it.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from .kernel_table import CHOICES, Operation
+from .kernel_table import CHOICES
 from .product import add_product_, affine, product
 
 
 class LinearProducts:
-    """Functions with the arguments of the operations of `ops.product` that have their names."""
+    """Functions with the arguments of the operations of `ops.product` that have their names. Their first calls choose
+    the implementations: later ones have the same shapes, dtypes and strides."""
 
     __slots__ = ("affine", "product", "add_product_")
 
-    def __init__(
-        self,
-        affine: Callable[..., Any],
-        product: Callable[..., Any],
-        add_product_: Callable[..., Any],
-    ):
+    def __init__(self) -> None:
+        self.affine: Callable[..., Any] = self._first_affine
+        self.product: Callable[..., Any] = self._first_product
+        self.add_product_: Callable[..., Any] = self._first_addition
+
+    def _first_affine(self, *arguments: Any) -> torch.Tensor:
+        self.affine = affine.choice(*arguments)
+        return self.affine(*arguments)
+
+    def _first_product(self, *arguments: Any) -> torch.Tensor:
+        self.product = product.choice(*arguments)
+        return self.product(*arguments)
+
+    def _first_addition(self, *arguments: Any) -> None:
+        self.add_product_ = add_product_.choice(*arguments)
+        self.add_product_(*arguments)
+
+
+class _Operations(LinearProducts):
+    """The operations, which choose in each call."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
         self.affine = affine
         self.product = product
         self.add_product_ = add_product_
 
 
-# The operations, which choose in each call.
-UNBOUND = LinearProducts(affine, product, add_product_)
+UNBOUND: LinearProducts = _Operations()
 
 
 def bound_products() -> LinearProducts:
-    """Return products that choose in their first calls: later ones have the same shapes, dtypes and strides. While
-    calls are recorded, each call must choose."""
-    if CHOICES.number is None:
-        return UNBOUND
-    made = LinearProducts(affine, product, add_product_)
-    for operation in (affine, product, add_product_):
-        setattr(made, operation.name, partial(_first_call, made, operation))
-    return made
-
-
-def _first_call(products: LinearProducts, operation: Operation, *arguments: Any) -> Any:
-    chosen = operation.choice(*arguments)
-    setattr(products, operation.name, chosen)
-    return chosen(*arguments)
+    """Return products for inputs of one shape. While calls are recorded, each call must choose."""
+    return UNBOUND if CHOICES.number is None else LinearProducts()
 
 
 class LayerProducts:
-    """The products of a layer, bound for the shape and the dtype of the last input."""
+    """The products of a layer, for the shape and the dtype of its last input."""
 
     __slots__ = ("_key", "_now")
 
