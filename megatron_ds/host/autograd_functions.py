@@ -20,16 +20,20 @@ class Halves(NamedTuple):
     backward: Callable[..., Any]
 
     def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
-        """Give an implementation of the operation the attribute `halves`, which is this pair. For use as a
-        decorator."""
+        """Decorate an implementation of the operation: `halves_of` then finds this pair."""
         vars(implementation)["halves"] = self
         return implementation
 
 
+def halves_of(implementation: Callable[..., Any]) -> Halves | None:
+    """Return the halves of an implementation; None where it has none."""
+    return getattr(implementation, "halves", None)
+
+
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """Return `function.apply` without its checks for torch.func's transforms, inside of which torch then raises
+    """Return `function.apply` for calls outside of torch.func's transforms, inside of which torch raises
     RuntimeError."""
-    return super(Function, function).apply  # type: ignore[misc]  # torch declares no base class of it
+    return super(Function, function).apply  # type: ignore[misc]  # of a class of C, absent in torch's stubs
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
