@@ -8,7 +8,7 @@ from tests.harness.warm import warm_python
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.parts(2, together=True),
+    pytest.mark.one_in(2, together=True),
     pytest.mark.timeout(700),
 ]
 

@@ -25,7 +25,7 @@ from tests.harness.late_requests import LateRequests, drawn
 from tests.harness.s3_server import s3_server
 from tests.harness.states import Layout, pieces_of, save_step
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 ORDERS = 200
 ORDERS_OF_A_SERVER = 100 if os.environ.get("MEGATRON_DS_TEST_ALL") else 6

@@ -18,7 +18,7 @@ from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.errors import CheckpointError
 from tests.harness.limits import bounded, refusal_in_child
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 REFUSED = (pickle.UnpicklingError, ValueError, TypeError)
 START = b"\x80\x04"

@@ -23,7 +23,7 @@ from tests.harness.pretraining import (
 from tests.harness.spoilers import signal_at_step
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 
 def files_in(folder):

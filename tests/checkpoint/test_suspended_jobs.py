@@ -36,7 +36,7 @@ from tests.harness.engine_runs import config_of, make, on_ranks, train
 from tests.harness.pretraining import MOCK
 from tests.harness.states import Layout, pieces_of, save_step
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 ROOT = Path(__file__).parents[2]
 LATE = 3600.0  # seconds: the beat of a suspended owner does not come

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ds.extensions.kernels.gpu.kernel_sources import source_folder
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
 
 ROOT = Path(__file__).parents[2]
 COPIED = (

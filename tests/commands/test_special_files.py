@@ -25,7 +25,7 @@ from megatron_ds.data.tokenizers.special_tokens import special_tokens
 from megatron_ds.errors import DataError
 from tests.harness.deaths import forked
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 LONGEST = 60  # seconds
 MORE_MEMORY = 1 << 30  # bytes

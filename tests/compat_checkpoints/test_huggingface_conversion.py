@@ -29,7 +29,7 @@ from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import difference, next_step
 from tests.harness.pretraining import run_file, run_pretrain, train
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 BLOOM_176B = dict(

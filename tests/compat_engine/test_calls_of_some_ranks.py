@@ -15,7 +15,7 @@ from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.mesh import set_mesh
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 SECONDS = 4
 LONGEST = 120  # far below the 30 minutes of torch, on a busy machine, too

@@ -24,7 +24,7 @@ from tests.harness.deepspeed_scripts import (
 )
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(3)]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.deepspeed_scripts.subjects import RANKS
 from tests.harness.deepspeed_subjects import GOLDEN, cases, run_one
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 EXPECTED = json.loads(GOLDEN.read_text())
 ZERO_GRADS = [name for name, _ in cases() if name.startswith("zero_grad")]

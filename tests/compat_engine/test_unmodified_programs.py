@@ -17,7 +17,7 @@ MISSING = [
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.parts(5),
+    pytest.mark.one_in(5),
 ]
 
 

@@ -27,7 +27,7 @@ from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import VOCAB
 from tests.planning.test_rank_plan import run
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
 ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
 S = 32

@@ -20,7 +20,7 @@ from megatron_ds.extensions.corpora.preprocess import PreprocessOptions, preproc
 from megatron_ds.extensions.corpora.text_files import read_blocks
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NULL = partial(make_tokenizer, "NullTokenizer", vocab_size=100)

@@ -36,7 +36,7 @@ MISSING = object()
 
 
 @pytest.mark.processes
-@pytest.mark.parts(2, together=True)
+@pytest.mark.one_in(2, together=True)
 def test_every_benchmark_starts():
     """Each is started as a program with --help: it imports what it needs, and its flags are declared."""
     python = warm_python()
@@ -60,7 +60,7 @@ def test_every_benchmark_starts():
 
 
 @pytest.mark.processes
-@pytest.mark.parts(2, together=True)
+@pytest.mark.one_in(2, together=True)
 def test_text_becomes_tokens_in_the_benchmark_of_preprocessing(tmp_path):
     """The smallest run: its own functions read this Python's documentation, and tools run."""
     words = "--megabytes 0.2 --vocab-size 400 --rounds 1 --peer-documents 5".split()

@@ -30,7 +30,7 @@ SAID = {
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 
 
-@pytest.mark.parts(3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.runs}))
 def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     said = run_page(page, tmp_path)

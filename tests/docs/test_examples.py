@@ -23,7 +23,7 @@ from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
 from tests.harness.warm import warm_environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
 
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")

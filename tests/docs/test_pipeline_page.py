@@ -10,7 +10,7 @@ from megatron_ds.pipeline.schedules import SCHEDULES
 from tests.contracts import test_schedules_contract as contract
 from tests.harness.documents import ROOT, blocks_of, environment
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 PAGE = "docs/design/pipeline.md"
 BLOCKS = list(blocks_of(PAGE))

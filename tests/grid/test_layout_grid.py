@@ -27,7 +27,7 @@ from tests.harness.layout_runs import (
 from tests.harness.moe_runs import MARGIN, ExpertsSeen, watched_experts
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
 OPTIONS = {axis.name: tuple(axis.values) for axis in AXES}
 RULES = tuple(rule for axis in AXES for rule in axis.needs)

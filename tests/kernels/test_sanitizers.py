@@ -40,7 +40,7 @@ def test_every_kernel_has_a_small_launch(file):
 
 @pytest.mark.parametrize("kind", FLAGS)
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parts(5)
+@pytest.mark.one_in(5)
 def test_sanitizers_find_nothing(file, kind):
     skip_if_missing(kind)
     torch.manual_seed(0)

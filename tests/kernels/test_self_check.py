@@ -24,7 +24,7 @@ from tests.harness.emulated import compile_together, emulated_gpu
 from tests.harness.stand_in_gpu import stand_in_gpu
 from tests.kernels import test_contract
 
-pytestmark = pytest.mark.parts(2, together=True)
+pytestmark = pytest.mark.one_in(2, together=True)
 
 CPU = torch.device("cpu")
 

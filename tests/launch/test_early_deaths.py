@@ -28,7 +28,7 @@ WITH_AND_WITHOUT = ("no", "pretrained")
 CASES = [(way, base) for way in WAYS for base in WITH_AND_WITHOUT]
 
 
-@pytest.mark.parts(4)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way, base", CASES)
 def test_the_same_command_begins_again(tmp_path, way, base):
     """The points of a death take turns over the ways to start; `make test-all` has the product."""
@@ -71,7 +71,7 @@ def run(words: list[str], folder: Path, ranks: int) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parts(2)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["--max-restarts", "the same command"])
 def test_two_ranks_begin_again(tmp_path, how):
     """Rank 1 is killed behind the third step. Without restarts the command names weights to start from."""

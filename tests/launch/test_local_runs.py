@@ -24,7 +24,7 @@ from tests.launch.starts import (
 )
 from tests.launch.test_job import ODD_WORDS
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(3)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.harness.clusters import free_port
 from tests.launch.starts import ROOT, environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 JOB = """
 num_layers: 2

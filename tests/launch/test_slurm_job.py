@@ -15,7 +15,7 @@ from tests.launch.starts import ROOT, environment
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.parts(2, together=True),
+    pytest.mark.one_in(2, together=True),
 ]
 
 STEPS = 40

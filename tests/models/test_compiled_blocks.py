@@ -24,7 +24,7 @@ from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 STEPS, BATCH = 3, 4
 BY_INDUCTOR = pytest.param(

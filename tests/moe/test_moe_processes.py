@@ -36,7 +36,7 @@ from tests.harness.processes import run_processes
 from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 from tests.mpu.test_rows import COUNTS, TABLES, differentiated, rows_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 GLOBAL_BATCH, FEW, HIDDEN = 4, 2, 32
 

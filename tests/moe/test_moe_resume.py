@@ -22,7 +22,7 @@ from tests.harness.pretraining import (
 from tests.harness.spoilers import state_written_instead_of_training
 from tests.training.test_resume import HALF, halfway
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
 
 EXPERTS = (
     "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "

@@ -23,7 +23,7 @@ from megatron_ds.mpu.transport import TorchTransport
 from tests.harness.fake_cuda import DeviceTensor, FakeGpu, fake_cuda
 from tests.harness.processes import run_processes
 
-pytestmark = pytest.mark.parts(2, together=True)
+pytestmark = pytest.mark.one_in(2, together=True)
 
 MOST_SOCKETS = 200  # of a rank of 1,024
 OF_THE_STORE = 4  # its connection, that of reports, a listener of gloo and of the store

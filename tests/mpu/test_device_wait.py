@@ -32,7 +32,7 @@ from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = pytest.mark.parts(2, together=True)
+pytestmark = pytest.mark.one_in(2, together=True)
 
 TIMEOUT, RANKS, STUCK = 4.0, 3, 1
 RECORD = b"the last collectives"

@@ -20,7 +20,7 @@ from tests.harness.processes import run_processes, stop_processes
 from tests.harness.warm import warm_python
 from tools.free_port import free_port
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # of seconds; the timeout of the ranks is 180

@@ -23,7 +23,7 @@ from megatron_ds.mpu.launch import connect_torch
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 TIMEOUT = 4.0
 

@@ -14,7 +14,7 @@ from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.launch import connect_torch
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
 
 TIMEOUT = 4.0
 SIZES = (12, 3000, 999_996)  # the last one in several rounds

@@ -21,7 +21,7 @@ from megatron_ds.mpu.mesh import Mesh
 from tests.harness.processes import run_processes
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
 
 DTYPES = (
     torch.float32,

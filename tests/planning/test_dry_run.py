@@ -16,7 +16,7 @@ from megatron_ds.planning.run_plan import RULES
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 ROOT = Path(__file__).parents[2]
 JOB = (

@@ -23,7 +23,7 @@ from tests.harness.pretraining import (
     train,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
 
 ROOM = 32
 SIZE = 4

@@ -17,7 +17,7 @@ from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.pretraining import MOCK, STEPS, TINY, losses, train
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 LARGE = """
 ARGS="--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32

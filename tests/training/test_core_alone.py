@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.pretraining import TINY
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ds"
 WINGS = ("compat", "extensions")

@@ -31,7 +31,7 @@ from tests.harness.samples import ALL
 from tests.harness.spoilers import poisoned
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
 
 LENGTH, STEP = 4, 3
 TRAIN = [*MOCK, "--train-iters", LENGTH]

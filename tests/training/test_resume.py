@@ -25,7 +25,7 @@ from tests.harness.pretraining import (
 )
 from tests.harness.spoilers import killed_in_save, state_written_instead_of_training
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(4)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(4)]
 
 HALF = STEPS // 2
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()

@@ -25,7 +25,7 @@ from tests.harness.pretraining import (
 )
 from tests.harness.samples import ALL
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 LENGTH = 10
 FACTOR, QUANTILE, WINDOW = 1.01, 0.5, 3

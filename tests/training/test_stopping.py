@@ -29,7 +29,7 @@ from tests.harness.spoilers import (
 )
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
