@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds import features
+from tests.harness.limits import HUNG
 from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
@@ -288,7 +289,7 @@ def modules_after(statement: str) -> set[str]:
         text=True,
         cwd=ROOT,
         check=True,
-        timeout=120,
+        timeout=HUNG,
     )
     return set(done.stdout.split())
 
@@ -314,7 +315,7 @@ def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
         text=True,
         cwd=ROOT,
         check=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert set(done.stdout.split()) == {"megatron_ds", "megatron_ds.version"}
 

@@ -27,6 +27,7 @@ from megatron_ds.errors import CheckpointError
 from megatron_ds.host.direct_file import BLOCK, read_range
 from megatron_ds.mpu.group import solo
 from tests.harness.gcs_server import GCS, gcs_server
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK, losses, train
 from tests.harness.s3_server import S3, in_environment, s3_server
 from tests.harness.states import Layout, pieces_of
@@ -236,7 +237,7 @@ def test_kills_at_random_moments_lose_nothing(bucket):
         [sys.executable, *command, f"{bucket}/killed", str(KILLS), "1"],
         capture_output=True,
         text=True,
-        timeout=250 + 100 * KILLS,
+        timeout=HUNG + 100 * KILLS,
     )
     assert ended.returncode == 0, ended.stderr
     assert f"{KILLS} kills" in ended.stdout

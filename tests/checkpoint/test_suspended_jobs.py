@@ -33,6 +33,7 @@ from megatron_ds.training import trainer
 from megatron_ds.training.pretrain import pretrain
 from tests.harness.deaths import forked, survived
 from tests.harness.engine_runs import config_of, make, on_ranks, train
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK
 from tests.harness.states import Layout, pieces_of, save_step
 
@@ -104,7 +105,7 @@ def test_a_lock_that_is_gone_is_lost_and_not_made_again_and_the_run_is_stopped(
     with locked(tmp_path, solo(), beat=0.02) as lock:
         lock.on_lost = lambda: calls.append("lost")
         (tmp_path / LOCK).unlink()
-        latest = time.monotonic() + 60
+        latest = time.monotonic() + HUNG
         while not calls and time.monotonic() < latest:
             time.sleep(0.01)
         with pytest.raises(
@@ -323,7 +324,7 @@ def test_a_process_that_was_stopped_by_sigstop_and_continued_ends_with_code_2(
             save_step(tmp_path, 6, seed=2)
         before = seeds_in(tmp_path), read_tracker(tmp_path)
         holder.send_signal(signal.SIGCONT)
-        _, error = holder.communicate("\n", timeout=120)
+        _, error = holder.communicate("\n", timeout=HUNG)
     finally:
         holder.kill()
         holder.wait()

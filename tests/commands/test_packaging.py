@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.extensions.kernels.gpu.kernel_sources import source_folder
+from tests.harness.limits import HUNG
 
 pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
 
@@ -44,7 +45,7 @@ def run(*words, folder, **environment):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HUNG,
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora import preprocess as preprocessing
 from megatron_ds.extensions.corpora.preprocess import PreprocessOptions, preprocess
 from megatron_ds.extensions.corpora.text_files import read_blocks
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
@@ -240,7 +241,7 @@ def test_the_three_tools_lead_from_pythons_documentation_to_a_corpus(tmp_path):
             [warm_python(), TOOLS / f"{name}.py", *map(str, argv)],
             cwd=tmp_path,
             text=True,
-            timeout=120,
+            timeout=HUNG,
             capture_output=True,
             check=True,
             env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},

@@ -30,6 +30,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 MEETING = "rendezvous"  # name of the thread in megatron_ds/mpu/rendezvous.py
@@ -38,13 +39,11 @@ MEETING = "rendezvous"  # name of the thread in megatron_ds/mpu/rendezvous.py
 # on after the error. It would join whichever store listens next at its port, as a rank of that job, and all
 # ranks there would wait for it. So a process with such a thread is not used again.
 
-TIMEOUT_SECONDS = 150
-START_SECONDS = 200  # to import torch, on a busy machine
-GRACE_SECONDS = 1  # for the peers of a failed rank to tell their own error
+GRACE_SECONDS = 10  # for the peers of a failed rank to tell their own error
 
 
 def run_processes(
-    size: int, function, *args, timeout: float = TIMEOUT_SECONDS, joined: bool = True
+    size: int, function, *args, timeout: float = HUNG, joined: bool = True
 ) -> list:
     """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first
     error.
@@ -91,7 +90,7 @@ def _started(size: int) -> list["_Rank"]:
     for rank in new:
         if not rank.is_ready():
             raise RuntimeError(
-                f"a rank did not start within {START_SECONDS} s: {rank.last_words()}"
+                f"a rank did not start within {HUNG} s: {rank.last_words()}"
             )
     _POOL.extend(new)
     return _POOL[:size]
@@ -125,10 +124,7 @@ class _Rank:
 
     def is_ready(self) -> bool:
         try:
-            return (
-                self.connection.poll(START_SECONDS)
-                and self.connection.recv() == "ready"
-            )
+            return self.connection.poll(HUNG) and self.connection.recv() == "ready"
         except EOFError:
             return False
 
@@ -166,7 +162,7 @@ def _collect(
                 answers[i] = tuple(answer)
                 unfinished += [i] * is_unfinished
             except EOFError:
-                ranks[i].process.wait(5)
+                ranks[i].process.wait(HUNG)
                 answers[i] = (False, pickle.dumps((None, "")))
             if not answers[i][0]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)

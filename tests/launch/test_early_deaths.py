@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
 from tests.harness.samples import ALL
 from tests.harness.warm import warm_python
@@ -47,7 +48,7 @@ def test_the_same_command_begins_again(tmp_path, way, base):
         ],
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=2 * HUNG,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
@@ -66,7 +67,7 @@ def run(words: list[str], folder: Path, ranks: int) -> tuple[int, str]:
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=HUNG,
     )
     return done.returncode, done.stdout + done.stderr
 

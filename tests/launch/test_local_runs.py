@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.program_check import reason_against
+from tests.harness.limits import HUNG
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
@@ -268,7 +269,7 @@ def test_what_a_rank_wrote_last_is_printed_also_where_its_reader_is_late(folder)
         [sys.executable, "-c", SLOW_AGENT, job.encoded()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert "the last words" in agent.stdout, agent.stderr
 

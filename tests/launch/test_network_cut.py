@@ -15,6 +15,7 @@ from tests.harness.clusters import (
     ssh_hosts,
     wait_until,
 )
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
 from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, all_end, environment
@@ -28,7 +29,7 @@ pytestmark = [
 STEPS = 20
 EVERY = 3  # steps between checkpoints
 CUT = 5  # the step behind which the link goes down
-PATIENCE = 900
+PATIENCE = 2 * HUNG
 SPOILED = str(Path(__file__).with_name("spoiled_training.py"))
 WORDS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port
+from tests.harness.limits import HUNG
 from tests.launch.starts import ROOT, environment
 
 pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
@@ -57,7 +58,7 @@ def run(folder: Path, hosts, steps: int, **variables: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=HUNG,
     )
     return done.returncode, done.stdout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port, wait_until
+from tests.harness.limits import HUNG
 from tests.launch.starts import ROOT, environment
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
 ]
 
 STEPS = 40
-PATIENCE = 600  # seconds for a busy machine
+PATIENCE = 2 * HUNG
 WORDS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 8 --lr 1e-3 --mock-data --vocab-size 61 --eval-iters 0 --log-interval 1 "

@@ -20,17 +20,14 @@ from megatron_ds.mpu.stuck_ranks import register_host
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement
+from tests.harness.limits import VAIN
 from tests.harness.pipelines import make_batches, make_executor, make_layers
 from tests.harness.processes import run_processes
 from tests.harness.samples import ALL
 
 pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
-P, M, TIMEOUT = (
-    3,
-    5,
-    4.0,
-)  # seconds; making a group must not take longer on a busy machine
+P, M = 3, 5
 
 
 def run_a_step(rank, name, chunks, before_forward, batches):
@@ -40,7 +37,7 @@ def run_a_step(rank, name, chunks, before_forward, batches):
         "pp",
         ranks,
         rank,
-        connect_torch("pp", [ranks], rank, timeout=timedelta(seconds=TIMEOUT)),
+        connect_torch("pp", [ranks], rank, timeout=timedelta(seconds=VAIN)),
     )
     bounds = (0, *range(2, stages + 1), stages + 2)
     executor = make_executor(
@@ -128,7 +125,7 @@ def wait_for_rank_2(rank, world, folder):
     """Rank 2 does nothing. Rank 3 waits for it in an all-reduce, rank 1 for rank 3, rank 0 for rank 2, as in
     TP 2 × PP 2."""
     tp, pp = (
-        connect_torch(axes, ranks, rank, timeout=timedelta(seconds=TIMEOUT))
+        connect_torch(axes, ranks, rank, timeout=timedelta(seconds=VAIN))
         for axes, ranks in (("tp", [(0, 1), (2, 3)]), ("pp", [(0, 2), (1, 3)]))
     )
     register_host()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import TINY
 
 pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
@@ -58,7 +59,7 @@ def start(folder, program, *words):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG,
         env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},
     )
 

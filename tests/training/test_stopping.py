@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.load import latest
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
     MOCK,
@@ -249,7 +250,7 @@ def test_the_first_ctrl_c_saves_and_exits_with_code_0(tmp_path):
     try:
         read_until(process, "iteration        2/")
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
+        rest = process.communicate(timeout=HUNG)[0]
     finally:
         process.kill()
     assert process.returncode == 0, rest
@@ -279,7 +280,7 @@ def test_torchrun_that_is_terminated_leaves_a_checkpoint(tmp_path):
     try:
         read_until(process, "iteration        2/")
         process.send_signal(signal.SIGTERM)
-        rest = process.communicate(timeout=60)[0]
+        rest = process.communicate(timeout=HUNG)[0]
     finally:
         process.kill()
     assert "training ended: " in rest
