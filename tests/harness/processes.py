@@ -132,9 +132,17 @@ class _Rank:
         """The Python stack of a rank that does not answer."""
         if self.process.poll() is not None:
             return self.last_words()
+        before = words = self.last_words()
         self.process.send_signal(signal.SIGUSR2)
-        time.sleep(0.3)
-        return self.last_words()
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            time.sleep(0.3)
+            text = self.last_words()
+            # It has written something, and nothing since the last look.
+            if before != text == words:
+                break
+            words = text
+        return words
 
     def last_words(self) -> str:
         return Path(self.errors.name).read_text(errors="replace")[-3000:]

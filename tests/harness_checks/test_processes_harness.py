@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu import collectives
 from megatron_ds.mpu.rendezvous import Place, meet
+from tests.harness import processes
 from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.processes
@@ -36,7 +38,7 @@ def die(rank, world):
 
 
 def linger(rank, world):
-    time.sleep(60 if rank == 0 else 0)
+    time.sleep(3600 if rank == 0 else 0)
 
 
 def test_processes_are_used_again_by_the_next_call():
@@ -58,11 +60,22 @@ def test_a_rank_that_dies_is_named_with_its_exit_code():
         run_processes(2, die)
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack():
+def test_a_rank_that_hangs_is_named_with_its_stack(monkeypatch):
+    """The time is over when all others have answered."""
+    now, wait = [0.0], processes.wait
+
+    def wait_for_others(connections, seconds):
+        if len(connections) > 1:
+            return wait(connections)
+        now[0] += seconds
+        return []
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(processes, "wait", wait_for_others)
     with pytest.raises(
         TimeoutError, match=r"ranks \[0\] of 2 did not end within 5 s[\s\S]*in linger"
     ):
-        # the 5 s hold no joining, which takes long on a busy machine
         run_processes(2, linger, timeout=5, joined=False)
 
 

@@ -114,9 +114,7 @@ def test_where_pipes_cannot_be_opened_all_ranks_send_messages(monkeypatch, caplo
     exchange = lambda rank, world: (
         world.group("dp", (0, 1), rank).transport.all_gather_object
     )
-    share = lambda rank, world: share_pipes(
-        rank, (0, 1), exchange(rank, world), VAIN
-    )
+    share = lambda rank, world: share_pipes(rank, (0, 1), exchange(rank, world), VAIN)
     assert run_ranks(2, share) == [None, None]
     (line,) = caplog.messages
     assert (
