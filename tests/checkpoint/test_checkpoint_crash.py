@@ -10,7 +10,6 @@ from tests.harness.warm import warm_python
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.one_in(2, together=True),
-    pytest.mark.timeout(700),
 ]
 
 

@@ -230,7 +230,7 @@ def test_a_file_that_is_not_complete_is_no_object(bucket):
     assert not path.exists()
 
 
-@pytest.mark.timeout(300 + 100 * KILLS)
+@pytest.mark.timeout(2 * HUNG + 100 * KILLS)
 def test_kills_at_random_moments_lose_nothing(bucket):
     command = "-m tests.checkpoint.killed_store_saves".split()
     ended = subprocess.run(

@@ -16,7 +16,7 @@ from tests.harness.warm import warm_python
 from tests.launch.early_deaths import WAYS, points_of
 from tests.launch.starts import ROOT, Launcher, environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3600)]
 
 SPOILED = str(Path(__file__).with_name("spoiled_training.py"))
 STEPS = 6

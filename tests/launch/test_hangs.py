@@ -8,7 +8,6 @@ import pytest
 
 from megatron_ds.extensions.launch.stalls import HANG_CODE
 from tests.harness.limits import HUNG
-from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, all_end
 
 pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
@@ -17,7 +16,7 @@ SHORT = ["--hang-seconds", "1", "--end-seconds", "1"]
 PROGRAM = str(Path(__file__).with_name("hanging.py"))
 
 
-@pytest.mark.parametrize("how", ["stop", "loop"] if ALL else ["stop"])
+@pytest.mark.parametrize("how", ["stop", pytest.param("loop", marks=pytest.mark.all)])
 def test_a_rank_that_does_not_go_on_is_named(tmp_path, how):
     words = ["--num_gpus", "3", *SHORT, "--log-dir", "logs"]
     started = Launcher([*words, PROGRAM, how], tmp_path)
@@ -55,7 +54,7 @@ def test_a_rank_that_is_only_slow_is_named_and_the_run_is_complete(tmp_path):
     assert f"ends if it does not move for {HUNG} s more" in started.text
 
 
-@pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)")
+@pytest.mark.all
 def test_ranks_that_are_not_watched_wait(tmp_path):
     words = ["--num_gpus", "2", "--hang-seconds", "0", PROGRAM, "loop"]
     started = Launcher(words, tmp_path)

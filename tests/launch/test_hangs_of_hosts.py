@@ -12,13 +12,12 @@ import pytest
 from tests.harness.clusters import free_port, wait_until
 from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
-from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, all_end, environment
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)"),
+    pytest.mark.all,
 ]
 
 STEPS = 12

@@ -20,13 +20,12 @@ from tests.harness.clusters import (
 )
 from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
-from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, children_of, environment
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)"),
+    pytest.mark.all,
 ]
 
 STEPS = 24

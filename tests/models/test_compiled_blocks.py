@@ -1,7 +1,6 @@
 """Blocks inside torch.compile train like blocks outside of it, and break its graphs only where a linear layer
 writes gradients to buffers of the optimizer."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -30,11 +29,7 @@ STEPS, BATCH = 3, 4
 BY_INDUCTOR = pytest.param(
     "inductor",
     marks=[
-        pytest.mark.timeout(900),
-        pytest.mark.skipif(
-            "MEGATRON_DS_TEST_ALL" not in os.environ,
-            reason="compiles C++: MEGATRON_DS_TEST_ALL=1 (make test-all)",
-        ),
+        pytest.mark.all,  # compiles C++
     ],
 )
 
