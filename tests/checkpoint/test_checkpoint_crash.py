@@ -7,10 +7,7 @@ import pytest
 from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.one_in(2, together=True),
-]
+pytestmark = pytest.mark.processes
 
 
 def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint_or_the_new_one(

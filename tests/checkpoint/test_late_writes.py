@@ -26,7 +26,7 @@ from tests.harness.limits import HUNG
 from tests.harness.s3_server import s3_server
 from tests.harness.states import Layout, pieces_of, save_step
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ORDERS = 200
 ORDERS_OF_A_SERVER = 100 if os.environ.get("MEGATRON_DS_TEST_ALL") else 6

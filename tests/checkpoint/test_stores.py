@@ -32,7 +32,7 @@ from tests.harness.pretraining import MOCK, losses, train
 from tests.harness.s3_server import S3, in_environment, s3_server
 from tests.harness.states import Layout, pieces_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 KILLS = 200 if os.environ.get("MEGATRON_DS_TEST_ALL") else 2
 

@@ -19,7 +19,7 @@ import pytest
 from megatron_ds.extensions.kernels.gpu.kernel_sources import source_folder
 from tests.harness.limits import HUNG
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 COPIED = (

@@ -26,7 +26,7 @@ from megatron_ds.errors import DataError
 from tests.harness.deaths import forked
 from tests.harness.limits import HUNG
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 MORE_MEMORY = 1 << 30  # bytes
 MODEL = (

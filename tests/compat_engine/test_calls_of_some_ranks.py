@@ -17,7 +17,7 @@ from megatron_ds.mpu.mesh import set_mesh
 from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 
 def start(rank, folder):

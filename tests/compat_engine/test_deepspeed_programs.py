@@ -25,7 +25,7 @@ from tests.harness.deepspeed_scripts import (
 from tests.harness.limits import HUNG
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(3)]
+pytestmark = pytest.mark.processes
 
 
 @contextmanager

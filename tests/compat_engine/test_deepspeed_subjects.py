@@ -20,7 +20,7 @@ from tests.harness.deepspeed_subjects import GOLDEN, cases, run_one
 from tests.harness.limits import HUNG
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 EXPECTED = json.loads(GOLDEN.read_text())
 ZERO_GRADS = [name for name, _ in cases() if name.startswith("zero_grad")]

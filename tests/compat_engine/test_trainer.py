@@ -24,7 +24,6 @@ MISSING = [
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.one_in(6),
 ]
 ADAPTER = "model/adapter_model.safetensors"
 OWN = {"json_options": {"own_optimizer": True}}

@@ -148,6 +148,7 @@ def test_the_shard_is_told_by_a_flag_or_by_the_scheduler(
     assert code == 2 and "1 are missing: 1." in told
 
 
+@pytest.mark.quick
 def test_partitions_write_the_bytes_of_one_run_and_clear_up(tmp_path, capsys, caplog):
     caplog.set_level(logging.INFO)
     path = write_lines(tmp_path / "a.jsonl", corpus_lines())

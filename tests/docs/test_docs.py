@@ -81,6 +81,7 @@ def check_that_layouts_print_one_loss(said):
         )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "page",
     sorted({block.page for block in BLOCKS if block.runs and block.language == "bash"}),
@@ -108,6 +109,7 @@ def test_a_block_for_gpus_starts_ranks_that_would_train(block, tmp_path):
             assert started.config().world_size == started.world_size > 1
 
 
+@pytest.mark.quick
 def test_every_mark_is_one_that_this_test_knows_and_files_are_used():
     for block in BLOCKS:
         assert not block.mark or MARKS.fullmatch(block.mark), f"{block}: {block.mark}"
@@ -139,6 +141,7 @@ def test_no_block_escapes():
         ), block
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", pages())
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")

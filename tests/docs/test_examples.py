@@ -24,7 +24,7 @@ from tests.harness.launches import sbatch_environment, started_by, trainings
 from tests.harness.limits import HUNG
 from tests.harness.warm import warm_environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
+pytestmark = pytest.mark.processes
 
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")
@@ -249,6 +249,7 @@ def test_the_bert_recipe_makes_sentences_and_trains_at_two_layouts(tmp_path):
     )
 
 
+@pytest.mark.quick
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
     where = warm_environment(environment()) | {"STEPS": "20"}

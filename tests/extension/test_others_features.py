@@ -98,6 +98,7 @@ def commands(folder):
 COMMANDS = ("train", "plan", "generate", "evaluate", "convert", "loud-count")
 
 
+@pytest.mark.quick
 def test_a_run_has_the_option_the_model_the_objective_the_sink_and_the_observer(
     trained,
 ):

@@ -41,6 +41,7 @@ def linger(rank, world):
     time.sleep(3600 if rank == 0 else 0)
 
 
+@pytest.mark.quick
 def test_processes_are_used_again_by_the_next_call():
     first = run_processes(2, summed, 2.0)
     second = run_processes(2, summed, 3.0)
@@ -55,6 +56,7 @@ def test_the_error_of_a_rank_is_raised_in_the_test_with_the_rank_named():
     assert "on rank 1 of 2" in caught.value.__notes__[0]
 
 
+@pytest.mark.quick
 def test_a_rank_that_dies_is_named_with_its_exit_code():
     with pytest.raises(RuntimeError, match="rank 1 of 2 died in die with exit code 17"):
         run_processes(2, die)

@@ -44,6 +44,7 @@ def codes(kind: str, times: int) -> list[int]:
     return [run().returncode for _ in range(times)]
 
 
+@pytest.mark.quick
 def test_a_process_ends_with_its_own_code():
     assert codes("ours", 3) == [2] * 3
 

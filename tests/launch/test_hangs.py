@@ -10,7 +10,7 @@ from megatron_ds.extensions.launch.stalls import HANG_CODE
 from tests.harness.limits import HUNG
 from tests.launch.starts import Launcher, all_end
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 SHORT = ["--hang-seconds", "1", "--end-seconds", "1"]
 PROGRAM = str(Path(__file__).with_name("hanging.py"))

@@ -25,7 +25,7 @@ from tests.launch.starts import (
 )
 from tests.launch.test_job import ODD_WORDS
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(3)]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
@@ -52,6 +52,7 @@ def test_words_and_variables_arrive_unchanged(folder):
     assert {found["A_VARIABLE"] for found in printed(text)} == {"$x 'y'"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "action, code, how",
     [

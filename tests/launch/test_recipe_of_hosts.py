@@ -13,7 +13,7 @@ from tests.harness.clusters import free_port
 from tests.harness.limits import HUNG
 from tests.launch.starts import ROOT, environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 JOB = """
 num_layers: 2

@@ -175,6 +175,7 @@ def plan(**actions: str) -> str:
     return json.dumps({name.removeprefix("r"): how for name, how in actions.items()})
 
 
+@pytest.mark.quick
 @pytest.mark.processes
 def test_a_program_is_started_again_until_it_ends_well(tmp_path):
     words = ["--num_gpus", "2", "--max-restarts", "3", PROGRAM]

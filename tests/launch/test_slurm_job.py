@@ -16,7 +16,6 @@ from tests.launch.starts import ROOT, environment
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.one_in(2, together=True),
 ]
 
 STEPS = 40

@@ -30,7 +30,7 @@ from tests.launch.starts import (
 )
 from tests.launch.test_job import ODD_WORDS
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(3)]
+pytestmark = pytest.mark.processes
 
 TRAINING = [
     str(ROOT / "pretrain_gpt.py"),

@@ -37,7 +37,7 @@ from tests.harness.processes import run_processes
 from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 from tests.mpu.test_rows import COUNTS, TABLES, differentiated, rows_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 GLOBAL_BATCH, FEW, HIDDEN = 4, 2, 32
 
@@ -70,6 +70,7 @@ def move_rows(rank, world, size, dtype):
     return results
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "size, dtype", [(3, torch.bfloat16), (2, torch.float32)], ids=str
 )

@@ -76,6 +76,7 @@ def older_package(rank):
         yield
 
 
+@pytest.mark.quick
 def test_two_versions_of_the_package_on_three_ranks(tmp_path):
     results = run_ranks_with(
         [[*MOCK, "--global-batch-size", "3", "--save", tmp_path]] * 3, older_package

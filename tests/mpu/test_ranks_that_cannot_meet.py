@@ -21,7 +21,7 @@ from tests.harness.processes import run_processes, stop_processes
 from tests.harness.warm import warm_python
 from tools.free_port import free_port
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 

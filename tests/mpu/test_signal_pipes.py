@@ -24,7 +24,7 @@ from tests.harness.limits import VAIN
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 
 def sum_both(rank, world):

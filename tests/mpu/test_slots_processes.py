@@ -15,7 +15,7 @@ from megatron_ds.mpu.launch import connect_torch
 from tests.harness.limits import VAIN
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
+pytestmark = pytest.mark.processes
 
 SIZES = (12, 3000, 999_996)  # the last one in several rounds
 
@@ -54,6 +54,7 @@ def move_both(rank, world, axes):
     return move_all(shared), move_all(sent), shared._slots.rounds
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks, axes", [(2, "tp"), (3, "cp")])
 def test_results_of_processes_have_the_bits_of_messages(ranks, axes):
     for shared, sent, rounds in run_processes(ranks, move_both, axes):

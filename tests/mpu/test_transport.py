@@ -22,7 +22,7 @@ from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
+pytestmark = pytest.mark.processes
 
 DTYPES = (
     torch.float32,
@@ -61,6 +61,7 @@ def all_operations(rank, world):
     return results
 
 
+@pytest.mark.quick
 def test_every_operation_is_right_for_every_dtype():
     n = 3
     ranks = run_processes(n, all_operations)

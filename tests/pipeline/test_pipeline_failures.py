@@ -24,7 +24,7 @@ from tests.harness.limits import VAIN
 from tests.harness.pipelines import make_batches, make_executor, make_layers
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 P, M = 3, 5
 

@@ -17,7 +17,7 @@ from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 from tests.harness.limits import HUNG
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 JOB = (
@@ -38,6 +38,7 @@ def said(capsys, *flags: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.quick
 def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(
     capsys, tmp_path, monkeypatch
 ):

@@ -22,6 +22,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick
 def test_a_checkpoint_is_served_until_a_signal(checkpoint):
     words = ["serve", "--load", checkpoint, "--port", "0"]
     command = [warm_python(), "-m", "megatron_ds", *map(str, words)]

@@ -11,7 +11,7 @@ import pytest
 from tests.harness.limits import HUNG
 from tests.harness.pretraining import TINY
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(3, together=True)]
+pytestmark = pytest.mark.processes
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ds"
 WINGS = ("compat", "extensions")

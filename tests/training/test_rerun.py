@@ -30,7 +30,7 @@ from tests.harness.pretraining import (
 from tests.harness.spoilers import poisoned
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2)]
+pytestmark = pytest.mark.processes
 
 LENGTH, STEP = 4, 3
 TRAIN = [*MOCK, "--train-iters", LENGTH]

@@ -69,6 +69,7 @@ def test_another_run_in_the_folder_is_not_loaded(tmp_path):
     assert "other" in ended.err or "Add --load" in ended.err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("on_rank", [0, 1])
 def test_one_rank_that_counts_a_restart_restarts_all(tmp_path, on_rank):
     start(tmp_path, FIRST_HALF)

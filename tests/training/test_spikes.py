@@ -24,7 +24,7 @@ from tests.harness.pretraining import (
     train,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 LENGTH = 10
 FACTOR, QUANTILE, WINDOW = 1.01, 0.5, 3

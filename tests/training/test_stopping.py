@@ -30,13 +30,15 @@ from tests.harness.spoilers import (
 )
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
 EVALUATING = ["--eval-interval", "2", "--eval-iters", "3"]
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_signal_to_any_one_rank_saves_after_the_step_and_exits_well_on_all(

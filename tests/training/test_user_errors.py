@@ -343,6 +343,7 @@ def test_load_of_something_else_is_told(corpora, checkpoint, inside, words):
 
 
 # ---------------------------------------------------------------------- several ranks
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "argv, words",
     [
