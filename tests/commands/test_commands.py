@@ -93,6 +93,7 @@ def test_every_tool_of_the_checkout_is_a_command():
             [name] = re.findall(r'run\("([\w-]+)"\)', path.read_text())
             assert COMMANDS[name].module.rpartition(".")[2] in (
                 path.stem,
+                "check",
                 "find_longest_sequence",
                 "weights_of_zero",
             )
@@ -160,6 +161,7 @@ SCRIPTS = {
     "train": "pretrain_gpt.py",
     "train-bert": "pretrain_bert.py",
     "plan": "pretrain_gpt.py --dry-run",
+    "check": "tools/check_recipe.py",
     "engine-check": "tools/check_recipe.py --for engine",
     "longest-sequence": "tools/longest_sequence.py",
     "zero-to-fp32": "tools/zero_to_fp32.py",
