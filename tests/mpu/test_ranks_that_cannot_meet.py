@@ -157,7 +157,12 @@ for meeting in range(2):
 """
 
 
-def meet_twice(rank, world, port):
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.05)
+
+
+def meet_twice(rank, world, port, folder):
     """The sums of two meetings at one address."""
     environment = {
         "RANK": rank,
@@ -167,22 +172,23 @@ def meet_twice(rank, world, port):
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     found = []
-    for _ in range(2):
+    for meeting in range(2):
         megatron_ds.init_distributed()
         counts = torch.ones(1)
         dist.all_reduce(counts)
         found.append(counts.item())
-        if rank:  # rank 0 has the store
-            megatron_ds.comm.destroy_process_group()
-            time.sleep(1)
-        else:
-            time.sleep(0.5)
-            megatron_ds.comm.destroy_process_group()
+        if rank == 0:  # it has the store, and leaves last
+            wait_for(folder / f"1 has left {meeting}")
+        megatron_ds.comm.destroy_process_group()
+        (folder / f"{rank} has left {meeting}").touch()
+        if rank:
+            wait_for(folder / f"0 has left {meeting}")
     return found
 
 
-def test_the_same_processes_meet_again():
-    assert run_processes(2, meet_twice, free_port(), joined=False) == [[2.0] * 2] * 2
+def test_the_same_processes_meet_again(tmp_path):
+    found = run_processes(2, meet_twice, free_port(), tmp_path, joined=False)
+    assert found == [[2.0] * 2] * 2
 
 
 def test_under_torchrun_ranks_meet_again_in_the_same_store(tmp_path):
