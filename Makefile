@@ -2,7 +2,7 @@
 # make finetune     make a small GPT that continues text answer questions, on this machine's CPU
 # make test         ruff, mypy, and the same tests each time: 8 minutes on two cores. None needs a GPU
 # make test-rest    the costly tests that `make test` leaves out: 30 minutes more
-# make test-all     all tests, with more cases and all steps of the layout grid, and whole products: hours
+# make test-all     all tests, with more cases and all steps of the layout grid, and whole products: much longer
 # make gpu          steps on one GPU beside plain torch, in nine minutes; into $OUT/gpu-headline.json. CALL=truth runs the
 #                   tests, CALL=rest kernels, long sequences and checkers, each in nine minutes more; CALL="headline
 #                   truth rest" all. Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
