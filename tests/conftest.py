@@ -70,8 +70,8 @@ def _is_of_rest(item) -> bool:
 def _divide(config, items) -> None:
     """Mark the cases of `make test-rest` with `rest`, and deselect those of `make test-all` alone."""
     if not ALL:
-        alone = [item for item in items if item.get_closest_marker("all") is not None]
-        config.hook.pytest_deselected(items=alone)
+        alone = {item for item in items if item.get_closest_marker("all") is not None}
+        config.hook.pytest_deselected(items=[*alone])
         items[:] = [item for item in items if item not in alone]
     others = [item for item in items if not _is_of_rest(item)]
     left = set(left_for_rest([_test_and_number(item) for item in others]))
