@@ -127,6 +127,7 @@ def test_a_foreign_pickle_of_a_few_bytes_that_takes_for_ever_is_refused(content)
     assert refusal_in_child(partial(foreign_unpickled, START + content), REFUSED)
 
 
+@pytest.mark.rest
 def test_keys_that_were_chosen_to_have_one_hash_are_refused():
     pairs = one_hash(30_000)
     content = pickle.dumps(dict.fromkeys(pairs[:100]), 4)

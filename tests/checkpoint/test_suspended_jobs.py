@@ -189,6 +189,7 @@ class SuspendedAt:
                     self.saved.append(step)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step again"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_job_that_is_suspended_anywhere_in_a_save_changes_nothing_afterwards(

@@ -171,6 +171,7 @@ def test_the_throughput_timer_counts():
     )
 
 
+@pytest.mark.rest
 @STAGES
 def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(
     stage, tmp_path, monkeypatch

@@ -160,6 +160,7 @@ def test_a_bad_conversation_is_an_error_with_its_line_or_is_left_out(folder, cap
     )
 
 
+@pytest.mark.rest
 def test_rows_of_parquet_are_the_conversations_of_json_lines(folder):
     records = [json.loads(line) for line in (folder / "c.jsonl").open()]
     # A column that is empty in some rows, and one about something else.

@@ -249,7 +249,6 @@ def test_the_bert_recipe_makes_sentences_and_trains_at_two_layouts(tmp_path):
     )
 
 
-@pytest.mark.quick
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
     where = warm_environment(environment()) | {"STEPS": "20"}

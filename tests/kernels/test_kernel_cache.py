@@ -180,6 +180,7 @@ print(found)
 """
 
 
+@pytest.mark.rest
 def test_two_processes_at_once_need_no_lock(tmp_path):
     """Each finds a whole file or none, also while the other writes the same one or deletes it."""
     root = Path(__file__).parents[2]

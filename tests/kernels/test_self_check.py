@@ -106,6 +106,7 @@ WIDTHS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_right_kernels_pass_in_the_widths_of_models(name, dtype):
