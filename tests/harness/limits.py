@@ -14,7 +14,7 @@ SECONDS = 100.0  # of processor time: the load of the machine does not matter
 HUNG = 600
 # Seconds for which ranks of a test wait for a peer that never comes. Between ranks that do come a slow machine must not
 # take as long.
-VAIN = 15.0
+VAIN = 10.0
 
 
 @contextmanager

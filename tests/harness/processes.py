@@ -43,12 +43,18 @@ GRACE_SECONDS = 10  # for the peers of a failed rank to tell their own error
 
 
 def run_processes(
-    size: int, function, *args, timeout: float = HUNG, joined: bool = True
+    size: int,
+    function,
+    *args,
+    timeout: float = HUNG,
+    joined: bool = True,
+    grace: float = GRACE_SECONDS,
 ) -> list:
     """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first
     error.
 
     joined: False leaves it to the function to initialise torch.distributed, as an entry script does.
+    grace: seconds that the peers of a failed rank have left
     """
     ranks = _started(size)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +69,7 @@ def run_processes(
         )
         for i, rank in enumerate(ranks):
             rank.connection.send((i, job))
-        answers, unfinished = _collect(ranks, timeout)
+        answers, unfinished = _collect(ranks, timeout, grace)
         # before the folder goes: a rank that still waits writes into the store
         for i in unfinished:
             ranks[i].kill()
@@ -155,7 +161,7 @@ class _Rank:
 
 
 def _collect(
-    ranks: list[_Rank], timeout: float
+    ranks: list[_Rank], timeout: float, grace: float
 ) -> tuple[dict[int, tuple[bool, bytes]], list[int]]:
     """(answers in order of arrival, till all came, or the time is over, or a while after the first bad one;
     the ranks whose meeting is unfinished)."""
@@ -173,7 +179,7 @@ def _collect(
                 ranks[i].process.wait(HUNG)
                 answers[i] = (False, pickle.dumps((None, "")))
             if not answers[i][0]:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
     return answers, unfinished
 
 

@@ -30,7 +30,7 @@ from tests.harness.layout_comparison import (
     parse_layout,
     train_layout,
 )
-from tests.harness.limits import VAIN
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.moe_runs import watched_experts
 from tests.harness.pretraining import MOCK, STEPS, records, saved_state, train
 from tests.harness.processes import run_processes
@@ -227,7 +227,7 @@ def die_in_an_exchange(rank, world, folder):
 
 def test_when_a_rank_is_killed_in_an_all_to_all_the_others_end_with_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 of 3 died"):
-        run_processes(3, die_in_an_exchange, str(tmp_path))
+        run_processes(3, die_in_an_exchange, str(tmp_path), grace=HUNG)
     for rank in (0, 2):
         story = (tmp_path / str(rank)).read_text()
         assert (

@@ -20,7 +20,7 @@ from megatron_ds.mpu.collectives import (
 )
 from megatron_ds.mpu.group import Group
 from megatron_ds.mpu.launch import connect_torch
-from tests.harness.limits import VAIN
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(
     ends, why, cause, tmp_path
 ):
     try:
-        run_processes(3, sum_with_one_gone, str(tmp_path), ends)
+        run_processes(3, sum_with_one_gone, str(tmp_path), ends, grace=HUNG)
     except Exception:  # noqa: BLE001  the process that ended
         assert ends
     message = (tmp_path / "error").read_text()

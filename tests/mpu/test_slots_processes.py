@@ -12,7 +12,7 @@ import torch
 
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.launch import connect_torch
-from tests.harness.limits import VAIN
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.processes
@@ -95,7 +95,7 @@ def test_a_rank_that_is_gone_is_an_error_with_the_group_and_the_operation(
     ends, why, cause, tmp_path
 ):
     try:
-        run_processes(3, reduce_with_one_gone, str(tmp_path), ends)
+        run_processes(3, reduce_with_one_gone, str(tmp_path), ends, grace=HUNG)
     except Exception:  # noqa: BLE001  the process that ended
         assert ends
     message = (tmp_path / "error").read_text()

@@ -20,7 +20,7 @@ from megatron_ds.mpu.stuck_ranks import register_host
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement
-from tests.harness.limits import VAIN
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.pipelines import make_batches, make_executor, make_layers
 from tests.harness.processes import run_processes
 
@@ -84,7 +84,7 @@ def test_when_a_rank_is_killed_all_others_say_what_they_waited_for(
     tmp_path, name, chunks
 ):
     with pytest.raises(RuntimeError, match="rank 1 of 3 died"):
-        run_processes(P, die_midway, str(tmp_path), name, chunks)
+        run_processes(P, die_midway, str(tmp_path), name, chunks, grace=HUNG)
     for rank in (0, 2):
         story = (tmp_path / str(rank)).read_text()
         assert_it_says_where_it_waited(story, rank)
