@@ -1,11 +1,12 @@
 # make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
 # make finetune     make a small GPT that continues text answer questions, on this machine's CPU
-# make test         ruff and the tests that need no GPU, of costly ones a part: 12 to 25 minutes on two cores
-# make test-all     all parts, with more cases and all steps of the layout grid, and whole products
+# make test         ruff, mypy, and the same tests each time: 8 minutes on two cores. None needs a GPU
+# make test-rest    the costly tests that `make test` leaves out: 30 minutes more
+# make test-all     all tests, with more cases and all steps of the layout grid, and whole products: much longer
 # make gpu          steps on one GPU beside plain torch, in nine minutes; into $OUT/gpu-headline.json. CALL=truth runs the
 #                   tests, CALL=rest kernels, long sequences and checkers, each in nine minutes more; CALL="headline
 #                   truth rest" all. Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
-# make lint         ruff: fixes what it can, and formats
+# make lint         ruff, which fixes what it can and formats, and mypy
 # make docs         regenerate docs/reference/flags.md
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
@@ -16,13 +17,10 @@ VENV   ?= .venv
 CALL   ?= headline
 BIN    := $(VENV)/bin
 
-# The part of the costly tests that `make test` runs: another one each day. `make test PART=331` repeats one.
-PART := $(shell date +%j)
-
 # Tests start many interpreters: what the first one compiles of the installed packages the others read.
-IN_TESTS := PYTHONDONTWRITEBYTECODE=
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: quickstart finetune test test-all gpu lint docs clean
+.PHONY: quickstart finetune test test-rest test-all gpu lint docs clean
 
 quickstart: $(VENV)/.installed
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/gpt_tiny_cpu.sh
@@ -33,10 +31,14 @@ finetune: $(VENV)/.installed-chat
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(IN_TESTS) OMP_NUM_THREADS=1 MEGATRON_DS_TEST_PART=$(PART) $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m mypy
+	$(PYTEST) -m "not rest"
+
+test-rest: $(VENV)/.installed-test
+	$(PYTEST) -m rest
 
 test-all: $(VENV)/.installed-test
-	$(IN_TESTS) OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	MEGATRON_DS_TEST_ALL=1 $(PYTEST)
 
 # Neither network nor installation: the checkout, and a python3 with torch, transformers, pytest and hypothesis.
 gpu:
@@ -45,6 +47,7 @@ gpu:
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
+	$(BIN)/python -m mypy
 
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_flags_doc.py

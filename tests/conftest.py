@@ -10,9 +10,10 @@ import pytest
 from hypothesis import settings
 
 from megatron_ds.ops import kernel_table
-from tests.harness.samples import PART, left_for_other_parts
+from tests.harness.samples import ALL, left_for_rest
 
-settings.register_profile("busy machine", deadline=None)
+# `make test-all` tries other examples each time.
+settings.register_profile("busy machine", deadline=None, derandomize=not ALL)
 settings.load_profile("busy machine")
 
 
@@ -48,29 +49,39 @@ def _place(item) -> tuple[bool, bool]:
     return not has_processes, item.path.parent == Path(__file__).parent
 
 
-def _test_and_parts(item) -> tuple[str, int]:
-    """The test, or the file, that a case belongs to, and into how many parts its cases are divided."""
-    marker = item.get_closest_marker("parts")
+def _test_and_number(item) -> tuple[str, int]:
+    """The test, or the file, that a case belongs to, and of how many of its cases `make test` runs one."""
+    marker = item.get_closest_marker("one_in")
     if marker is None:
         return item.nodeid, 1
     whole = "::" if marker.kwargs.get("together") else "["
     return item.nodeid.partition(whole)[0], marker.args[0]
 
 
-def pytest_report_header() -> str | None:
-    """Which part of the costly tests runs, to run the same part again."""
-    return f"costly tests: part MEGATRON_DS_TEST_PART={PART}" if PART else None
+def _is_of_rest(item) -> bool:
+    """Real processes take seconds each: `make test` has those that are marked as quick."""
+    if item.get_closest_marker("rest") is not None:
+        return True
+    if item.get_closest_marker("quick") is not None:
+        return False
+    return item.get_closest_marker("processes") is not None
 
 
-def _keep_part(config, items) -> None:
-    """Deselect the cases of other parts."""
-    if not PART:
-        return
-    left = set(left_for_other_parts([_test_and_parts(i) for i in items], int(PART)))
-    config.hook.pytest_deselected(items=[items[i] for i in left])
-    items[:] = [item for i, item in enumerate(items) if i not in left]
+def _divide(config, items) -> None:
+    """Mark the cases of `make test-rest` with `rest`, and deselect those of `make test-all` alone."""
+    if not ALL:
+        alone = {item for item in items if item.get_closest_marker("all") is not None}
+        config.hook.pytest_deselected(items=[*alone])
+        items[:] = [item for item in items if item not in alone]
+    others = [item for item in items if not _is_of_rest(item)]
+    left = set(left_for_rest([_test_and_number(item) for item in others]))
+    kept = {item for i, item in enumerate(others) if i not in left}
+    for item in items:
+        if item not in kept:
+            item.add_marker("rest")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
     """Tests with processes, the longest, come first, so that the workers of pytest-xdist end together. Tests of
     the sources, which keep the parsed text of all files, come last.
@@ -81,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
     Raises:
         pytest.UsageError: the name of a case holds the text of a set of two or more members.
     """
-    _keep_part(config, items)
+    _divide(config, items)
     items.sort(key=_place)
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()

@@ -25,10 +25,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from megatron_ds import features
 from megatron_ds.config.run import all_options
+from tests.harness.limits import HUNG
 from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
@@ -134,22 +133,26 @@ def test_every_package_has_its_layer():
     assert packages == set(LAYERS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_strictly_downward(path):
+def upward(path: Path) -> list[str]:
+    """Imports of a file that do not go down."""
     here = module_of(path)[0]
+    below = packages_imported(path)
     if here == "__init__":
-        assert not [name for _, name in packages_imported(path) if name != "version"]
-        return
-    wrong = [
+        return [f"line {line}: {name}" for line, name in below if name != "version"]
+    return [
         f"line {line}: {here} (layer {LAYERS[here]}) imports {package} (layer {LAYERS[package]})"
-        for line, package in packages_imported(path)
+        for line, package in below
         if package != here
         and LAYERS[package] >= LAYERS[here] > 0
         or LAYERS[here] == 0
         and package != here
         and LAYERS[package] > 0
     ]
-    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_go_strictly_downward():
+    found = {str(path.relative_to(PACKAGE)): upward(path) for path in FILES}
+    assert not {name: wrong for name, wrong in found.items() if wrong}
 
 
 def module_graph() -> dict[str, set[str]]:
@@ -247,17 +250,7 @@ def test_nothing_in_the_package_imports_what_stands_above_it():
     }
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        p
-        for p in FILES
-        if module_of(p)[0] not in ("mpu", "checkpoint")
-        and module_of(p)[:2] != ("compat", "deepspeed")
-    ],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
-def test_torch_distributed_is_spelled_only_in_mpu_checkpoint_and_deepspeeds_names(path):
+def lines_with_torch_distributed(path: Path) -> list[int]:
     spelled = [
         node.lineno
         for node in ast.walk(tree_of(path))
@@ -266,9 +259,20 @@ def test_torch_distributed_is_spelled_only_in_mpu_checkpoint_and_deepspeeds_name
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
     ]
-    assert not spelled + [
+    return spelled + [
         line for line, name in imports(path) if name.startswith("torch.distributed")
     ]
+
+
+def test_torch_distributed_is_spelled_only_in_mpu_checkpoint_and_deepspeeds_names():
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in FILES
+        if module_of(path)[0] not in ("mpu", "checkpoint")
+        and module_of(path)[:2] != ("compat", "deepspeed")
+        if (lines := lines_with_torch_distributed(path))
+    }
+    assert not found
 
 
 def modules_after(statement: str) -> set[str]:
@@ -284,19 +288,19 @@ def modules_after(statement: str) -> set[str]:
         text=True,
         cwd=ROOT,
         check=True,
-        timeout=120,
+        timeout=HUNG,
     )
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_what_plans_without_torch_imports_the_standard_library_alone(module):
-    foreign = (
-        modules_after(f"import megatron_ds.{module}")
-        - sys.stdlib_module_names
-        - {"megatron_ds"}
-    )
-    assert not {name for name in foreign if not name.startswith("_")}
+def test_what_plans_without_torch_imports_the_standard_library_alone():
+    for module in WITHOUT_TORCH:
+        foreign = (
+            modules_after(f"import megatron_ds.{module}")
+            - sys.stdlib_module_names
+            - {"megatron_ds"}
+        )
+        assert not {name for name in foreign if not name.startswith("_")}, module
 
 
 def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
@@ -310,7 +314,7 @@ def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
         text=True,
         cwd=ROOT,
         check=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert set(done.stdout.split()) == {"megatron_ds", "megatron_ds.version"}
 

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.harness.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +32,7 @@ PACKAGE = ROOT / "megatron_ds"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # "" is the modules beside the rooms.
-DONE = ("", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+ROOMS = ("", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 
 ANNOTATED, DOCUMENTED = 0.98, 0.95
 MOST_PARAMETERS = 8
@@ -235,24 +233,23 @@ def missing_docstrings(room: str) -> tuple[int, list[str]]:
     return count, missing
 
 
-@pytest.mark.parametrize("room", DONE)
-def test_public_parameters_are_annotated(room):
-    count, missing = missing_annotations(room)
-    assert len(missing) <= (1 - ANNOTATED) * count, "\n".join(missing)
+def test_public_parameters_are_annotated():
+    for room in ROOMS:
+        count, missing = missing_annotations(room)
+        assert len(missing) <= (1 - ANNOTATED) * count, "\n".join(missing)
 
 
-@pytest.mark.parametrize("room", DONE)
-def test_public_names_have_docstrings(room):
-    count, missing = missing_docstrings(room)
-    assert len(missing) <= (1 - DOCUMENTED) * count, "\n".join(missing)
+def test_public_names_have_docstrings():
+    for room in ROOMS:
+        count, missing = missing_docstrings(room)
+        assert len(missing) <= (1 - DOCUMENTED) * count, "\n".join(missing)
 
 
-@pytest.mark.parametrize("room", DONE)
-def test_no_function_has_more_parameters_than_a_reader_can_hold(room):
+def test_no_function_has_more_parameters_than_a_reader_can_hold():
     """More mean that a value is missing."""
     long = {
         f.name: len(f.parameters)
-        for path in files_of(room)
+        for path in FILES
         for f in functions(path)
         if len(f.parameters) > MOST_PARAMETERS
         and not is_of_autograd(f)
@@ -261,11 +258,10 @@ def test_no_function_has_more_parameters_than_a_reader_can_hold(room):
     assert not long
 
 
-@pytest.mark.parametrize("room", DONE)
-def test_docstrings_comments_and_messages_use_plain_words(room):
+def test_docstrings_comments_and_messages_use_plain_words():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {word}: {text}"
-        for path in files_of(room)
+        for path in FILES
         for line, word, text in riddles(path)
     ]
     assert not found, "\n".join(found)

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.parts(2, together=True),
-    pytest.mark.timeout(700),
-]
+pytestmark = pytest.mark.processes
 
 
 def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint_or_the_new_one(
@@ -20,7 +17,7 @@ def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_checkpoint
         [warm_python(), "-m", "tests.checkpoint.crashing_saves", str(tmp_path), "7"],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HUNG,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

@@ -36,7 +36,7 @@ from tests.harness.stored_weights import load_weights
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 LAYOUTS = [
     Layout(),

@@ -65,6 +65,7 @@ def save_and_lose_a_rank(rank, world, folder, layout, step, seed):
     save_step(rank, world, folder, layout, step, seed)
 
 
+@pytest.mark.quick
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint_for_any_layout(
     tmp_path,
 ):

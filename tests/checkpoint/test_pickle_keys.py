@@ -18,7 +18,7 @@ from megatron_ds.compat.conversion.files.torch_file import read_torch_file
 from megatron_ds.errors import CheckpointError
 from tests.harness.limits import bounded, refusal_in_child
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 REFUSED = (pickle.UnpicklingError, ValueError, TypeError)
 START = b"\x80\x04"
@@ -127,6 +127,7 @@ def test_a_foreign_pickle_of_a_few_bytes_that_takes_for_ever_is_refused(content)
     assert refusal_in_child(partial(foreign_unpickled, START + content), REFUSED)
 
 
+@pytest.mark.rest
 def test_keys_that_were_chosen_to_have_one_hash_are_refused():
     pairs = one_hash(30_000)
     content = pickle.dumps(dict.fromkeys(pairs[:100]), 4)

@@ -23,7 +23,7 @@ from tests.harness.pretraining import (
 from tests.harness.spoilers import signal_at_step
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 
 def files_in(folder):
@@ -155,6 +155,7 @@ class second_job:
         trainer.train_step = self.real
 
 
+@pytest.mark.quick
 def test_a_second_live_job_is_refused_naming_the_first_which_goes_on_undisturbed(
     tmp_path,
 ):

@@ -27,11 +27,12 @@ from megatron_ds.errors import CheckpointError
 from megatron_ds.host.direct_file import BLOCK, read_range
 from megatron_ds.mpu.group import solo
 from tests.harness.gcs_server import GCS, gcs_server
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK, losses, train
 from tests.harness.s3_server import S3, in_environment, s3_server
 from tests.harness.states import Layout, pieces_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 KILLS = 200 if os.environ.get("MEGATRON_DS_TEST_ALL") else 2
 
@@ -229,14 +230,14 @@ def test_a_file_that_is_not_complete_is_no_object(bucket):
     assert not path.exists()
 
 
-@pytest.mark.timeout(300 + 100 * KILLS)
+@pytest.mark.timeout(2 * HUNG + 100 * KILLS)
 def test_kills_at_random_moments_lose_nothing(bucket):
     command = "-m tests.checkpoint.killed_store_saves".split()
     ended = subprocess.run(
         [sys.executable, *command, f"{bucket}/killed", str(KILLS), "1"],
         capture_output=True,
         text=True,
-        timeout=250 + 100 * KILLS,
+        timeout=HUNG + 100 * KILLS,
     )
     assert ended.returncode == 0, ended.stderr
     assert f"{KILLS} kills" in ended.stdout

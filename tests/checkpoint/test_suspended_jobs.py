@@ -34,10 +34,11 @@ from megatron_ds.training import trainer
 from megatron_ds.training.pretrain import pretrain
 from tests.harness.deaths import forked, survived
 from tests.harness.engine_runs import config_of, make, on_ranks, train
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK
 from tests.harness.states import Layout, pieces_of, save_step
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 ROOT = Path(__file__).parents[2]
 LATE = 3600.0  # seconds: the beat of a suspended owner does not come
@@ -105,7 +106,7 @@ def test_a_lock_that_is_gone_is_lost_and_not_made_again_and_the_run_is_stopped(
     with locked(tmp_path, solo(), beat=0.02) as lock:
         lock.on_lost = lambda: calls.append("lost")
         (tmp_path / LOCK).unlink()
-        latest = time.monotonic() + 60
+        latest = time.monotonic() + HUNG
         while not calls and time.monotonic() < latest:
             time.sleep(0.01)
         with pytest.raises(
@@ -214,6 +215,7 @@ class SuspendedAt:
                     self.saved.append(step)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step again"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_job_that_is_suspended_anywhere_in_a_save_changes_nothing_afterwards(
@@ -349,7 +351,7 @@ def test_a_process_that_was_stopped_by_sigstop_and_continued_ends_with_code_2(
             save_step(tmp_path, 6, seed=2)
         before = seeds_in(tmp_path), read_tracker(tmp_path)
         holder.send_signal(signal.SIGCONT)
-        _, error = holder.communicate("\n", timeout=120)
+        _, error = holder.communicate("\n", timeout=HUNG)
     finally:
         holder.kill()
         holder.wait()

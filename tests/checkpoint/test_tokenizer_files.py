@@ -116,6 +116,7 @@ def run_of(flags, tokenizer=None):
     return config, json.loads(json.dumps(run | keep_tokenizer_files(config)))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "flags",
     [[*BPE, "tok"], [*BPE, "tok/tokenizer.json"], FILES],

@@ -35,7 +35,7 @@ from tests.harness.layout_comparison import mock_samples, open_loader
 from tests.harness.pretraining import saved_state
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 STEP, BATCH, LAYERS = 7, 4, 2
 FFN = "weight/decoder.layers.{}.mlp.{}linear_fc{}.{}"

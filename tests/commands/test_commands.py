@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.commands import COMMANDS, PRETRAIN, main, overview
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.plan
@@ -92,6 +93,7 @@ def test_every_tool_of_the_checkout_is_a_command():
             [name] = re.findall(r'run\("([\w-]+)"\)', path.read_text())
             assert COMMANDS[name].module.rpartition(".")[2] in (
                 path.stem,
+                "check",
                 "find_longest_sequence",
                 "weights_of_zero",
             )
@@ -114,7 +116,12 @@ def test_python_m_and_the_script_of_the_checkout_are_the_same():
         ]
         outputs.append(
             subprocess.run(
-                words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120
+                words,
+                cwd=ROOT,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=HUNG,
             )
         )
     assert outputs[0].stdout == outputs[1].stdout and "bubble" in outputs[0].stdout
@@ -130,7 +137,7 @@ def test_the_list_is_printed_where_torch_is_not_installed(tmp_path):
         capture_output=True,
         text=True,
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        timeout=120,
+        timeout=HUNG,
     )
     assert done.returncode == 0 and "usage: megatron-ds" in done.stdout
     done = subprocess.run(
@@ -139,7 +146,7 @@ def test_the_list_is_printed_where_torch_is_not_installed(tmp_path):
         text=True,
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert done.returncode == 2 and done.stderr.startswith(
         "error: torch is not installed"
@@ -154,6 +161,7 @@ SCRIPTS = {
     "train": "pretrain_gpt.py",
     "train-bert": "pretrain_bert.py",
     "plan": "pretrain_gpt.py --dry-run",
+    "check": "tools/check_recipe.py",
     "engine-check": "tools/check_recipe.py --for engine",
     "longest-sequence": "tools/longest_sequence.py",
     "zero-to-fp32": "tools/zero_to_fp32.py",

@@ -13,6 +13,7 @@ import pytest
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.launch import env_report
 from tests.harness.documents import ROOT
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
@@ -64,7 +65,7 @@ def test_without_torch_the_report_says_so():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

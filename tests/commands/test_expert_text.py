@@ -20,6 +20,7 @@ SIGMOID = (
 ).split()
 
 
+@pytest.mark.quick
 def test_text_is_generated_with_the_bias_of_each_expert_that_training_saved(tmp_path):
     train(2, [*MOCK, *SIGMOID, "--save", tmp_path])
     flags = saved_flags(tmp_path, STEPS, [], 1)

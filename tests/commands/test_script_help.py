@@ -40,6 +40,7 @@ print(json.dumps(found))
 GOOD = {"exit 0, usage True", "no deepspeed", "no megatron"}
 
 
+@pytest.mark.quick
 def test_each_script_prints_its_help_and_does_nothing(tmp_path):
     command = [warm_python(), "-c", PROGRAM, *map(str, SCRIPTS)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -24,10 +24,10 @@ from megatron_ds.data.tokenizers.file_tokenizers import HuggingFaceTokenizer
 from megatron_ds.data.tokenizers.special_tokens import special_tokens
 from megatron_ds.errors import DataError
 from tests.harness.deaths import forked
+from tests.harness.limits import HUNG
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
-LONGEST = 60  # seconds
 MORE_MEMORY = 1 << 30  # bytes
 MODEL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
@@ -125,7 +125,7 @@ def code_of(folder, command, flag, path):
         pages = int(Path("/proc/self/statm").read_text().split()[5])
         most = pages * resource.getpagesize() + MORE_MEMORY
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        signal.alarm(LONGEST)
+        signal.alarm(HUNG)
         try:
             commands.main([command, *words])
         except SystemExit as end:
@@ -150,7 +150,7 @@ def make_device(path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, make_device])
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_no_flag_waits_for_a_pipe_or_reads_a_device_to_its_end(tmp_path, make):
     wrong = []
     for number, (command, flag) in enumerate(cases()):
@@ -194,7 +194,6 @@ def test_a_configuration_of_many_megabytes_is_refused_at_once(tmp_path):
         ("tokenizer_config.json", special_tokens),
     ],
 )
-@pytest.mark.timeout(LONGEST)
 def test_a_pipe_in_the_folder_of_a_tokenizer_is_refused(tmp_path, name, read):
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=f"{name}.* is not a regular file"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli import GRACEFUL, Stopped, StopRequest, main_guard
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
@@ -86,7 +87,7 @@ def test_entry_scripts_exit_with_code_0_when_signalled_in_their_imports_or_after
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
         env=os.environ
         | {"AT": at, "SIGNAL": str(int(number)), "PYTHONPATH": f"{ROOT}:{tmp_path}"},
     )
@@ -110,7 +111,7 @@ def test_the_entry_scripts_import_nothing_slow_before_they_handle_signals(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )
     assert (ended.returncode, ended.stderr) == (
@@ -142,7 +143,7 @@ def test_a_rank_of_several_that_is_signalled_in_its_imports_goes_on_to_where_ran
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
         env=os.environ | environment,
     )
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "SIGTERM\n")
@@ -161,7 +162,7 @@ def test_without_torch_an_entry_script_says_which_environment_to_activate(tmp_pa
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )
     assert ended.returncode == 2 and ended.stderr.startswith(

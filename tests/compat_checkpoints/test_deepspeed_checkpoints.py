@@ -26,6 +26,7 @@ from tests.harness import deepspeed_checkpoints as harness
 from tests.harness import deepspeed_modules as modules
 from tests.harness import deepspeed_runs as runs
 from tests.harness.layout_comparison import merge, parse_layout, train_layout
+from tests.harness.limits import HUNG
 from tests.harness.threads import run_ranks
 from tests.harness.warm import warm_python
 
@@ -396,7 +397,7 @@ def test_the_commands_of_the_page_run(made, tmp_path, monkeypatch):
                 ],
                 capture_output=True,
                 text=True,
-                timeout=200,
+                timeout=HUNG,
             )
             assert done.returncode == 0, done.stderr[-3000:]
             assert (tmp_path / "runs/a/iter_0000003").is_dir()

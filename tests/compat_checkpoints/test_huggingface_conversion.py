@@ -29,7 +29,7 @@ from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import difference, next_step
 from tests.harness.pretraining import run_file, run_pretrain, train
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 BLOOM_176B = dict(
@@ -207,6 +207,7 @@ def test_rope_settings_of_transformers_4_are_those_of_5(tmp_path):
     assert new["use_rope_scaling"] and new["rotary_base"] == 500000.0
 
 
+@pytest.mark.quick
 def test_the_tool_converts_verifies_and_keeps_the_tokenizer(tmp_path, capsys):
     import transformers
 
@@ -262,6 +263,7 @@ def test_the_tool_converts_verifies_and_keeps_the_tokenizer(tmp_path, capsys):
         run_tool("--load", tmp_path / "ours", "--save", tmp_path / "back")
 
 
+@pytest.mark.quick
 def test_a_run_at_tp_2_and_pp_2_starts_from_a_folder_and_its_checkpoint_goes_back_bit_for_bit(
     tmp_path,
 ):

@@ -25,7 +25,7 @@ from tests.harness.huggingface_models import saved
 from tests.harness.layout_comparison import DOCUMENT_ENDS, random_samples
 from tests.harness.next_step import next_step
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed"

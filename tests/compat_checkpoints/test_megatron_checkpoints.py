@@ -37,7 +37,6 @@ pytestmark = [
     pytest.mark.skipif(
         bool(megatron_core.skip_reason()), reason=megatron_core.skip_reason()
     ),
-    pytest.mark.parts(4),
 ]
 OPTIONS = dict(
     vocab_size=ROWS,

@@ -20,7 +20,7 @@ from megatron_ds.config.parse import parse
 from megatron_ds.errors import ConfigError
 from tests.harness.limits import bounded
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]
 
 MODEL = {
     "pipe-parallel-size": 1,

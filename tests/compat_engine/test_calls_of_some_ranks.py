@@ -5,6 +5,7 @@ import re
 import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,10 @@ from torch import nn
 import megatron_ds
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.mesh import set_mesh
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
-
-SECONDS = 4
-LONGEST = 120  # far below the 30 minutes of torch, on a busy machine, too
+pytestmark = pytest.mark.processes
 
 
 def start(rank, folder):
@@ -28,9 +27,9 @@ def start(rank, folder):
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     # Both ranks are here before the timeout of the group counts.
     store.set(f"rank {rank}", "here")
-    store.wait(["rank 0", "rank 1"], timedelta(seconds=LONGEST))
+    store.wait(["rank 0", "rank 1"], timedelta(seconds=HUNG))
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS)
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=VAIN)
     )
 
 
@@ -81,7 +80,7 @@ CALLS = {
 
 
 def call_on_one_rank(rank, world, folder, calls, stage, shares, chosen=None):
-    """(the error of this rank, seconds until it was raised)"""
+    """The error of this rank."""
     import torch.distributed as dist
 
     if not shares:  # as on two hosts
@@ -89,25 +88,23 @@ def call_on_one_rank(rank, world, folder, calls, stage, shares, chosen=None):
 
         transport.share_pages, kept = lambda *_: None, transport.share_pages
     start(rank, folder)
-    begin = time.monotonic()
     try:
         engine = make_engine(stage)
         if chosen is None:
             train(engine)
-        begin = time.monotonic()
         if chosen is None:
             CALLS[calls[rank]](engine)
             train(engine)
         else:
             train(engine, chosen[rank])
     except CommunicationError as error:
-        return str(error), time.monotonic() - begin
+        return str(error)
     finally:
         if not shares:
             transport.share_pages = kept
         set_mesh(None)
         dist.destroy_process_group()
-    return "", time.monotonic() - begin
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -124,16 +121,13 @@ def test_a_call_that_one_rank_makes_ends_within_the_timeout_and_is_named(
     ended = run_processes(
         2, call_on_one_rank, str(tmp_path), calls, stage, shares, joined=False
     )
-    assert all(seconds < LONGEST for _, seconds in ended)
     for rank, call in enumerate(calls):
         name = (
             "(forward|backward|step)"
             if call in ("step", "gathered_parameters")
             else call
         )
-        named = [
-            re.search(rf"rank {rank} in engine\.{name} ", text) for text, _ in ended
-        ]
+        named = [re.search(rf"rank {rank} in engine\.{name} ", text) for text in ended]
         # The error of a rank whose peer has ended before it names its own call alone.
         assert any(named)
 
@@ -144,13 +138,10 @@ def test_a_call_that_one_rank_makes_ends_within_the_timeout_and_is_named(
 def test_layers_that_ranks_gather_in_different_orders_are_an_error_with_advice(
     chosen, tmp_path
 ):
-    for text, seconds in run_processes(
+    for text in run_processes(
         2, call_on_one_rank, str(tmp_path), (), 3, False, chosen, joined=False
     ):
-        assert (
-            seconds < LONGEST
-            and "megatron_ds.utils.set_z3_leaf_modules(model, [Class])" in text
-        )
+        assert "megatron_ds.utils.set_z3_leaf_modules(model, [Class])" in text
 
 
 def initialize_on_rank_0(rank, world, folder):
@@ -159,10 +150,12 @@ def initialize_on_rank_0(rank, world, folder):
     start(rank, folder)
     try:
         if rank:
-            time.sleep(SECONDS + 4)
+            while not Path(folder, "error").exists():
+                time.sleep(0.05)
         else:
             make_engine(1)
     except CommunicationError as error:
+        Path(folder, "error").touch()
         return str(error)
     finally:
         set_mesh(None)

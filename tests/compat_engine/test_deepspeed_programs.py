@@ -22,9 +22,10 @@ from tests.harness.deepspeed_scripts import (
     differences,
     run_case,
 )
+from tests.harness.limits import HUNG
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3)]
+pytestmark = pytest.mark.processes
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def test_programs_for_deepspeed_have_its_losses(program, dtype, tmp_path):
         if name.startswith(program) and name.endswith(dtype)
     ]
     expected = json.loads(GOLDEN.read_text())["cases"]
-    found = run_processes(RANKS, run_cases, names, str(tmp_path), timeout=300)[0]
+    found = run_processes(RANKS, run_cases, names, str(tmp_path), timeout=HUNG)[0]
     assert len(names) == 4 and not [
         line
         for name in names

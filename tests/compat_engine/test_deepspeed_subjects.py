@@ -17,9 +17,10 @@ import megatron_ds
 from megatron_ds.mpu.mesh import set_mesh
 from tests.deepspeed_scripts.subjects import RANKS
 from tests.harness.deepspeed_subjects import GOLDEN, cases, run_one
+from tests.harness.limits import HUNG
 from tests.harness.processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 EXPECTED = json.loads(GOLDEN.read_text())
 ZERO_GRADS = [name for name, _ in cases() if name.startswith("zero_grad")]
@@ -80,7 +81,7 @@ def run_all(rank, world, folder):
 def found(tmp_path_factory):
     """What rank 0 has, of all programs."""
     return run_processes(
-        RANKS, run_all, str(tmp_path_factory.mktemp("subjects")), timeout=300
+        RANKS, run_all, str(tmp_path_factory.mktemp("subjects")), timeout=HUNG
     )[0]
 
 

@@ -18,6 +18,7 @@ from megatron_ds.compat.deepspeed import advice
 from megatron_ds.compat.deepspeed import modules as deepspeed_modules
 from megatron_ds.compat.deepspeed.names import HERE, SAME
 from megatron_ds.errors import ConfigError
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_environment
 
 pytestmark = pytest.mark.plan
@@ -177,7 +178,7 @@ def run(program: str, warm: bool = True) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=HUNG,
         env=environment,
     )
 

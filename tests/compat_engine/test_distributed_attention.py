@@ -36,6 +36,7 @@ def of_a_rank(rank, world, positions_first):
     return [out.detach(), *gradients]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("positions_first", [True, False])
 def test_two_ranks_equal_one(positions_first):
     tensors = [

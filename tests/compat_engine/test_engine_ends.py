@@ -28,7 +28,7 @@ from tests.harness.engine_runs import (
 )
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -171,6 +171,7 @@ def test_the_throughput_timer_counts():
     )
 
 
+@pytest.mark.rest
 @STAGES
 def test_checkpoints_with_the_names_of_compiled_modules_are_loaded(
     stage, tmp_path, monkeypatch

@@ -24,7 +24,7 @@ from tests.harness.engine_runs import (
 )
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 
 # ------------------------------------------------------------------------------------------ zero_grad

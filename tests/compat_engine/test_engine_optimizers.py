@@ -31,7 +31,7 @@ from tests.harness.engine_runs import (
 from tests.harness.plain_optimizers import PlainLamb, PlainLion
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 PARTS = [(0, 1), (0, 2), (1, 2), (2, 2), (3, 1), (3, 2)]  # stages and ranks
 

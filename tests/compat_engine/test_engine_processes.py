@@ -145,6 +145,7 @@ def test_gradients_are_reduced_over_the_groups_of_an_mpu():
         assert of_layers == [pytest.approx(norms_of_layers, rel=1e-5)] * 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "stage, kind", [(1, "six functions"), (3, "nothing"), (3, "six functions")]
 )

@@ -31,7 +31,7 @@ from tests.harness.engine_runs import (
 )
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -17,6 +17,7 @@ from megatron_ds.compat.deepspeed.program_environment import (
     python_flags,
 )
 from megatron_ds.extensions.launch.command import main
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.processes
 
@@ -56,7 +57,7 @@ def run(folder, *words, **variables):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
     )
 
 

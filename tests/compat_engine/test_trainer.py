@@ -15,6 +15,7 @@ import torch
 
 from tests.harness.documents import blocks_of
 from tests.harness.huggingface_runs import CASES, GOLDEN, looped, run, trained
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_environment
 
 MISSING = [
@@ -23,7 +24,6 @@ MISSING = [
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.parts(6),
 ]
 ADAPTER = "model/adapter_model.safetensors"
 OWN = {"json_options": {"own_optimizer": True}}
@@ -142,7 +142,7 @@ def test_the_program_of_the_page_trains_and_resumes(tmp_path):
             text=True,
             cwd=tmp_path,
             env=environment,
-            timeout=200,
+            timeout=HUNG,
         )
         assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "out/checkpoint-6/global_step6").is_dir()

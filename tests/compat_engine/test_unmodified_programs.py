@@ -17,7 +17,6 @@ MISSING = [
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.parts(5),
 ]
 
 

@@ -13,6 +13,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
 from megatron_ds.extensions.data_efficiency.options import RandomLTDConfig
+from tests.harness.limits import HUNG
 from tools.write_flags_doc import flags_document
 
 pytestmark = pytest.mark.plan
@@ -106,7 +107,7 @@ def test_the_configuration_needs_neither_torch_nor_yaml_and_ends_a_command_with_
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
     )
     assert (done.returncode, done.stdout, done.stderr) == (
         2,

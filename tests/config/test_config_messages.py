@@ -1,10 +1,12 @@
-"""What a user reads when the configuration is wrong, word for word: tests/golden/config_messages.txt.
+"""What a user reads when the configuration is wrong.
 
-After changing a message, run `python -m tests.config.test_config_messages` and read the difference as a user
-would.
+tests/golden/config_messages.txt is a page of messages, one of each kind, word for word. config_refusals.txt has for
+every wrong command the first two flags, keys or files that each of its problems names. After a change run
+`python -m tests.config.test_config_messages`, and read the difference as a user would.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from megatron_ds.errors import ConfigError
 
 pytestmark = pytest.mark.plan
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "config_messages.txt"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 MODEL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257"
 RUN = "--micro-batch-size 2 --lr 6e-4"
@@ -432,18 +434,68 @@ def message(ranks: int, words: str) -> str:
     return "(accepted)"
 
 
-def transcript() -> str:
-    """All cases as a session: `$ ranks: flags`, then the message. The good flags are written as an
-    ellipsis."""
+# Whose messages are on the page.
+SHOWN = (
+    "",
+    "… --num_lyers 12 --lr fast --bf16 true --seed",
+    "… --use-flash-attn --data-impl lazy --exit-signal SIGHUP --num-experts 8 --moe-router-topk 2",
+    "… --lr fast --num_lyers 3 --fp16 --bf16 --config synonyms.yaml --deepspeed_config off.json",
+    "… --swiglu --squared-relu",
+    "… --activation gulu --hidden-dropout 1 --normalization batchnorm",
+    "… --tensor-model-parallel-size 3",
+    "… --tensor-model-parallel-size 2 --num-query-groups 1 --sequence-parallel --seq-length 1023",
+    "… --num-attention-heads 11",
+    "… --group-query-attention",
+    "… --max-position-embeddings 512",
+    "… --train-samples 1000 --lr-warmup-samples 10",
+    "… --lr-decay-style WSD",
+    "… --lr-wsd-decay-iters 10",
+    "… --fp16 --bf16 --loss-scale 1024",
+    "… --config gpt.yaml",
+    "… --config nowhere.yaml",
+    "… --config broken.yaml",
+    "… --deepspeed_config ds.json",
+    "… --deepspeed_config broken.json",
+    "MODEL RUN --train-samples 100 --mock-data --deepspeed_config lr.json",
+    "MODEL RUN --mock-data --train-samples 1000 --global-batch-size 64 --rampup-batch-size 16 9 1000",
+    "… --window-size -1,0",
+    "… --num-experts 8 --expert-model-parallel-size 8",
+    "… --num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2",
+    "… --num-experts 8 --moe-router-load-balancing-type balanced",
+)
+NAMED = re.compile(r"""--[\w-]+|[\w.]+\.(?:yaml|json)(?::\d+)?|"[\w.]+"|'[^' ]+'""")
+
+
+def short(words: str) -> str:
+    """A command in which the good flags are an ellipsis."""
+    return " ".join(
+        words.replace(GOOD, "…").replace(MODEL, "MODEL").replace(RUN, "RUN").split()
+    )
+
+
+def page() -> str:
+    """Some cases as a session: `$ ranks: flags`, then the message."""
     blocks = [f"[{name}]\n{text.rstrip()}\n" for name, text in FILES.items()]
+    blocks += [
+        f"$ {ranks} rank{'s' * (ranks > 1)}: {short(words)}\n{message(ranks, words)}\n"
+        for ranks, words in CASES
+        if short(words) in SHOWN
+    ]
+    return "\n".join(blocks).replace(os.getcwd(), "DIRECTORY")
+
+
+def refusals() -> str:
+    """All cases, a line each: the first names in each of their problems."""
+    lines = []
     for ranks, words in CASES:
-        short = " ".join(
-            words.replace(GOOD, "…").replace(MODEL, "MODEL").replace(RUN, "RUN").split()
-        )
-        blocks.append(
-            f"$ {ranks} rank{'s' * (ranks > 1)}: {short}\n{message(ranks, words)}\n"
-        )
-    return "\n".join(blocks)
+        found = re.split(r"^ +\d+\. ", message(ranks, words), flags=re.MULTILINE)
+        problems = found[1:] or found
+        named = [" ".join([*dict.fromkeys(NAMED.findall(p))][:2]) for p in problems]
+        lines.append(f"{ranks}: {short(words)} → {', '.join(named)}\n")
+    return "".join(lines)
+
+
+GOLDEN_FILES = {"config_messages.txt": page, "config_refusals.txt": refusals}
 
 
 @pytest.fixture
@@ -454,10 +506,13 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_message_reads_as_agreed(files):
-    assert transcript().replace(str(files), "DIRECTORY") == GOLDEN.read_text(
-        encoding="utf-8"
-    )
+def test_messages_read_as_agreed(files):
+    assert {*SHOWN} <= {short(words) for _, words in CASES}
+    assert page() == (GOLDEN / "config_messages.txt").read_text(encoding="utf-8")
+
+
+def test_each_problem_is_refused_for_what_is_wrong(files):
+    assert refusals() == (GOLDEN / "config_refusals.txt").read_text(encoding="utf-8")
 
 
 def test_no_bad_input_is_accepted(files):
@@ -477,9 +532,8 @@ def _write_golden() -> None:
         os.chdir(folder)
         for name, text in FILES.items():
             Path(name).write_text(text)
-        GOLDEN.write_text(
-            transcript().replace(os.getcwd(), "DIRECTORY"), encoding="utf-8"
-        )
+        for name, text in GOLDEN_FILES.items():
+            (GOLDEN / name).write_text(text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

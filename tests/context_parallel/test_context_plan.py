@@ -1,8 +1,6 @@
 """Context parallelism in plans: bytes against real ranks and against closed forms, memory and FLOPs against
 those of one rank, and what a dry run says of them."""
 
-import os
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,9 +25,8 @@ from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import VOCAB
 from tests.planning.test_rank_plan import run
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
-ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
 S = 32
 B = 2
 N = 8
@@ -80,7 +77,7 @@ def closed_form(kind: str, c: int, g: int, e: int) -> int:
 @pytest.mark.parametrize(
     "groups, dtype, itemsize", [(N, [], 4), (2, ["--bf16"], 2)], ids=["all", "grouped"]
 )
-@pytest.mark.parametrize("ranks", [2, 4, 8] if ALL else [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.all)])
 def test_ring_gather_and_ulysses_send_what_the_closed_forms_and_the_plan_say(
     ranks, groups, dtype, itemsize
 ):
@@ -152,8 +149,14 @@ ONE_LAYER = ["--recompute-granularity", "full", "--recompute-num-layers", 1]
 
 @pytest.mark.parametrize(
     "channels, flags",
-    [(D, []), (32, []), (D, SELECTIVE), (32, ONE_LAYER)]
-    + [(32, SELECTIVE), (D, ONE_LAYER)] * ALL,
+    [
+        (D, []),
+        (32, []),
+        (D, SELECTIVE),
+        (32, ONE_LAYER),
+        pytest.param(32, SELECTIVE, marks=pytest.mark.all),
+        pytest.param(D, ONE_LAYER, marks=pytest.mark.all),
+    ],
     ids=str,
 )
 def test_what_attention_is_said_to_send_is_what_is_planned_between_context_ranks(
@@ -213,7 +216,9 @@ def test_a_dry_run_says_which_way_is_cheaper_and_which_are_not_possible():
     assert " less than the chosen types, " in layers[2]
 
 
-@pytest.mark.parametrize("inner, outer", [(2, 2), *[(4, 2)] * ALL])
+@pytest.mark.parametrize(
+    "inner, outer", [(2, 2), pytest.param(4, 2, marks=pytest.mark.all)]
+)
 def test_the_alternative_of_two_levels_sends_what_a_run_with_it_sends(inner, outer):
     """Chosen, it is compared with the others: its division is of no use to them."""
     c = inner * outer

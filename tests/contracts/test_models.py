@@ -29,7 +29,7 @@ from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import TOLERANCE
 from tests.planning.test_activations import kept
 
-pytestmark = pytest.mark.parts(2)
+pytestmark = pytest.mark.one_in(2)
 
 JOB = (
     "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 61 "

@@ -11,7 +11,7 @@ from megatron_ds.pipeline.passes import add_transfers, forward_only, lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement
 from megatron_ds.pipeline.simulate import check, simulate
 
-pytestmark = pytest.mark.parts(2)
+pytestmark = pytest.mark.one_in(2)
 
 SIZES, MICROBATCHES, CHUNKS = (
     range(1, 9),

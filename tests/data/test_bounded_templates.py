@@ -79,6 +79,7 @@ def test_other_threads_go_on_while_a_template_is_rendered():
     assert len(found) == 1 and SECONDS in found[0]
 
 
+@pytest.mark.rest
 def test_a_process_that_was_killed_is_replaced():
     template = ChatTemplate("{{ messages | length }}")
     assert template.render(HI) == "1"

@@ -1,7 +1,6 @@
 """From JSON lines of conversations to a corpus with masks: made, cut into shards, merged, inspected, read."""
 
 import json
-import os
 import random
 import resource
 
@@ -104,9 +103,7 @@ def test_shards_merged_are_the_bytes_of_one_run_and_a_shard_without_masks_is_mad
     assert not mask_path(output).exists()
 
 
-@pytest.mark.skipif(
-    "MEGATRON_DS_TEST_ALL" not in os.environ, reason="two processes start anew"
-)
+@pytest.mark.rest  # two processes start anew
 def test_the_output_does_not_depend_on_the_workers(folder):
     assert preprocess(flags(folder, "two", "--workers", "2")) == 0
     assert bytes_of(folder / "two_chat_document") == bytes_of(
@@ -163,6 +160,7 @@ def test_a_bad_conversation_is_an_error_with_its_line_or_is_left_out(folder, cap
     )
 
 
+@pytest.mark.rest
 def test_rows_of_parquet_are_the_conversations_of_json_lines(folder):
     records = [json.loads(line) for line in (folder / "c.jsonl").open()]
     # A column that is empty in some rows, and one about something else.

@@ -13,6 +13,7 @@ from megatron_ds.data.samples import gpt_data
 from megatron_ds.data.samples.gpt_data import open_gpt_dataset
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
@@ -136,7 +137,7 @@ def test_of_many_processes_one_builds(tmp_path):
     ]
     for p in processes:
         p.start()
-    results = [queue.get(timeout=60) for _ in processes]
+    results = [queue.get(timeout=HUNG) for _ in processes]
     for p in processes:
         p.join()
     assert (

@@ -95,6 +95,7 @@ def test_shuffle_is_numpys_and_so_is_what_comes_after(dtype):
         assert one.randint(10**9) == two.randint(10**9) and one.normal() == two.normal()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["random", "equal", "few values", "wide", "one large"])
 def test_blends_equal_the_plain_ones(kind):
     rng = np.random.default_rng(len(kind))

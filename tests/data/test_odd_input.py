@@ -11,7 +11,7 @@ from tests.harness.pretraining import (
     train,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3)]
+pytestmark = pytest.mark.processes
 
 TP2, PP2, PP4 = (
     ["--tensor-model-parallel-size", "2"],

@@ -18,9 +18,10 @@ from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora import preprocess as preprocessing
 from megatron_ds.extensions.corpora.preprocess import PreprocessOptions, preprocess
 from megatron_ds.extensions.corpora.text_files import read_blocks
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NULL = partial(make_tokenizer, "NullTokenizer", vocab_size=100)
@@ -73,6 +74,7 @@ def test_each_line_becomes_a_document_with_its_end(tmp_path):
     assert documents_of(tmp_path / "out_text_document") == [[1, 2, 3], [], [4]]
 
 
+@pytest.mark.quick
 def test_the_output_is_the_golden_one(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "1 2"}, {"text": "3"}])
     preprocess([path], str(tmp_path / "out"), NULL)
@@ -240,7 +242,7 @@ def test_the_three_tools_lead_from_pythons_documentation_to_a_corpus(tmp_path):
             [warm_python(), TOOLS / f"{name}.py", *map(str, argv)],
             cwd=tmp_path,
             text=True,
-            timeout=120,
+            timeout=HUNG,
             capture_output=True,
             check=True,
             env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},

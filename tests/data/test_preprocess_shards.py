@@ -30,6 +30,7 @@ from megatron_ds.extensions.corpora.plain_text import TextCut
 from megatron_ds.extensions.corpora.preprocess import PreprocessOptions, preprocess
 from megatron_ds.extensions.corpora.sentences import learn_splitter
 from megatron_ds.extensions.corpora.text_files import files_of, read_blocks
+from tests.harness.limits import HUNG
 
 from .test_preprocess import NULL, run_tool, write_lines
 
@@ -147,6 +148,7 @@ def test_the_shard_is_told_by_a_flag_or_by_the_scheduler(
     assert code == 2 and "1 are missing: 1." in told
 
 
+@pytest.mark.quick
 def test_partitions_write_the_bytes_of_one_run_and_clear_up(tmp_path, capsys, caplog):
     caplog.set_level(logging.INFO)
     path = write_lines(tmp_path / "a.jsonl", corpus_lines())
@@ -328,11 +330,11 @@ def test_killed_with_kill_9_the_command_goes_on_and_ends_with_the_same_bytes(
         if moment and process.poll() is None:
             (os.killpg if kills else os.kill)(process.pid, signal.SIGKILL)
             kills += 1
-            gone_within(process, seconds=20)
+            is_gone(process)
             assert not (
                 tmp_path / "c_text_document.idx"
             ).exists()  # nothing that can be seen is half
-    said = process.communicate(timeout=120)[1].decode()
+    said = process.communicate(timeout=HUNG)[1].decode()
     assert process.returncode == 0 and kills, said
     assert bytes_of(tmp_path / "c_text_document") == bytes_of(
         tmp_path / "want_text_document"
@@ -341,10 +343,10 @@ def test_killed_with_kill_9_the_command_goes_on_and_ends_with_the_same_bytes(
     assert not list(tmp_path.glob("c_*_of_*.idx"))
 
 
-def gone_within(process, seconds):
+def is_gone(process):
     """Every process of the killed command's session is gone."""
-    process.communicate(timeout=seconds)
-    deadline = time.monotonic() + seconds
+    process.communicate(timeout=HUNG)
+    deadline = time.monotonic() + HUNG
     while time.monotonic() < deadline:
         try:
             os.killpg(process.pid, 0)

@@ -35,6 +35,7 @@ def logged(path):
     return steps
 
 
+@pytest.mark.quick
 def test_a_run_killed_twice_and_resumed_with_other_ranks_sees_each_sample_once(
     tmp_path, corpus
 ):

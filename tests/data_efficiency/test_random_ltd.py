@@ -15,7 +15,7 @@ from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import STYLES, logical_weights
 from tests.models.test_gpt_layouts import LAYOUTS, MIXTURES, assert_equal_runs, oracle
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 SEED, LENGTH, KEPT, DROPS = (
     11,

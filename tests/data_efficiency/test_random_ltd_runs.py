@@ -26,6 +26,7 @@ SHORT_FIRST = (
 ).split()
 
 
+@pytest.mark.quick
 def test_a_run_goes_on_with_the_tokens_that_it_would_have_kept(tmp_path):
     job = [*MOCK, *LTD, *SHORT_FIRST]
     sp = "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1".split()

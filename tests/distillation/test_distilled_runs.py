@@ -141,6 +141,7 @@ def test_a_run_that_continues_with_another_teacher_says_so(folder, tmp_path):
     assert f"goes on with {folder / 'student'}" in text
 
 
+@pytest.mark.quick
 def test_without_a_teacher_a_run_learns_otherwise(folder, tmp_path):
     argv = job(folder, "teacher")
     at = argv.index("--distill-from")
@@ -160,6 +161,7 @@ def test_a_teacher_that_is_broken_is_named(folder, tmp_path):
     assert "loss is nan, divergence nan at iteration 1" in ended.err, ended.err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "words, problem",
     [

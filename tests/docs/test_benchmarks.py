@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +32,11 @@ NEIGHBOURS = [
 OWN = {"megatron_ds", "benchmarks", "tests"} | {
     path.stem for folder in NEIGHBOURS for path in folder.glob("*.py")
 }
-SECONDS = 200
 MISSING = object()
 
 
 @pytest.mark.processes
-@pytest.mark.parts(2, together=True)
+@pytest.mark.one_in(2, together=True)
 def test_every_benchmark_starts():
     """Each is started as a program with --help: it imports what it needs, and its flags are declared."""
     python = warm_python()
@@ -48,7 +48,7 @@ def test_every_benchmark_starts():
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=HUNG,
         )
         is_help = done.returncode == 0 and "usage:" in done.stdout
         return "" if is_help else f"{path.name}: {done.returncode}\n{done.stderr}"
@@ -60,7 +60,7 @@ def test_every_benchmark_starts():
 
 
 @pytest.mark.processes
-@pytest.mark.parts(2, together=True)
+@pytest.mark.one_in(2, together=True)
 def test_text_becomes_tokens_in_the_benchmark_of_preprocessing(tmp_path):
     """The smallest run: its own functions read this Python's documentation, and tools run."""
     words = "--megabytes 0.2 --vocab-size 400 --rounds 1 --peer-documents 5".split()
@@ -70,7 +70,7 @@ def test_text_becomes_tokens_in_the_benchmark_of_preprocessing(tmp_path):
         [sys.executable, str(ROOT / "benchmarks/preprocess.py"), *words],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stderr
     assert "MB/s on one core" in done.stdout

@@ -21,9 +21,10 @@ from megatron_ds.models.identity import model_identity, with_positions_of
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3, together=True)]
+pytestmark = pytest.mark.processes
 
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")
@@ -149,7 +150,7 @@ if "--metrics-path" in sys.argv:
         cwd=tmp_path,
         check=True,
         env=environment() | env | {"PYTHON": str(python)},
-        timeout=60,
+        timeout=HUNG,
         stdout=subprocess.DEVNULL,
     )
     commands = [
@@ -256,7 +257,7 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
     where = warm_environment(environment()) | {"STEPS": "20"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=240
+        command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=HUNG
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = [
@@ -294,7 +295,7 @@ def test_the_recipe_with_experts_in_small_continues_with_other_sizes_and_ends_wi
     command = ["bash", str(MOE), "out"]
     where = warm_environment(environment()) | {"STEPS": "9"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=240
+        command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=HUNG
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = done.stdout.split("== 3. continue")
@@ -342,7 +343,7 @@ def test_the_recipe_of_long_sequences_in_small_continues_on_one_rank(tmp_path):
         | {"STEPS": "4", "LENGTH": "512", "COMM": "p2p"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     planned, first, second = re.split("== [34]. .*", done.stdout)
@@ -389,7 +390,7 @@ def test_the_recipe_of_conversations_trains_on_answers_and_asks_both_models(tmp_
         env=warm_environment(environment()) | {"BASE_STEPS": "2", "STEPS": "2"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"Question: .*\nAnswer:\s*⟦.*<\|endoftext\|>⟧", done.stdout)
@@ -413,7 +414,7 @@ def test_the_recipe_of_llama_fine_tunes_a_folder_of_hugging_face_and_writes_one(
         | {"STEPS": "2", "VERIFY": "", "CORPUS": "texts.jsonl"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "loaded out/llama, a folder of Hugging Face, weights only" in done.stdout
@@ -432,7 +433,7 @@ def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
         env=warm_environment(environment()),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     h = 7168
@@ -485,7 +486,7 @@ def run_in_a_new_shell(commands, folder):
         env=plain,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert done.returncode == 0 and "The value" in done.stdout, (
         done.stdout + done.stderr

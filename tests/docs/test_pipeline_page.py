@@ -9,8 +9,9 @@ import pytest
 from megatron_ds.pipeline.schedules import SCHEDULES
 from tests.contracts import test_schedules_contract as contract
 from tests.harness.documents import ROOT, blocks_of, environment
+from tests.harness.limits import HUNG
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 PAGE = "docs/design/pipeline.md"
 BLOCKS = list(blocks_of(PAGE))
@@ -25,7 +26,7 @@ def test_the_pictures_of_the_page_are_those_that_its_commands_make(tmp_path):
             cwd=tmp_path,
             env=environment(),
             check=True,
-            timeout=120,
+            timeout=HUNG,
             stdout=subprocess.DEVNULL,
         )
     drawn, kept = (

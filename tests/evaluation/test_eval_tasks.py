@@ -60,6 +60,7 @@ def test_tasks_change_no_bit_of_a_training_and_an_evaluation_repeats_them(
     )
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
 def test_tasks_without_their_package_are_an_error_before_training(words):
     (ended,) = run_pretrain(
@@ -68,6 +69,7 @@ def test_tasks_without_their_package_are_an_error_before_training(words):
     assert ended.code == 2 and "pip install megatron_ds[eval]" in ended.err
 
 
+@pytest.mark.quick
 def test_options_of_tasks_need_tasks(words):
     (ended,) = run_pretrain(1, [*FLAGS[:-2], *words, "--eval-tasks-interval", 2])
     assert ended.code == 2 and "no effect without --eval-tasks" in ended.err

@@ -24,7 +24,7 @@ from tests.harness.huggingface_models import saved
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(10)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(10)]
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed"

@@ -11,6 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.harness.documents import ROOT
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +31,7 @@ def run(python, words, folder):
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=280,
+        timeout=HUNG,
     )
 
 
@@ -97,6 +98,7 @@ def commands(folder):
 COMMANDS = ("train", "plan", "generate", "evaluate", "convert", "loud-count")
 
 
+@pytest.mark.quick
 def test_a_run_has_the_option_the_model_the_objective_the_sink_and_the_observer(
     trained,
 ):
@@ -144,11 +146,11 @@ def test_a_server_knows_it(installed, trained):
             for line in server.stdout
             if (found := re.findall(r"http://127\.0\.0\.1:\d+", line))
         )
-        with urlopen(f"{address}/v1/models", timeout=60) as reply:
+        with urlopen(f"{address}/v1/models", timeout=HUNG) as reply:
             assert json.load(reply)["data"]
     finally:
         server.terminate()
-        server.communicate(timeout=60)
+        server.communicate(timeout=HUNG)
 
 
 def test_the_flag_stands_for_the_installation(trained):

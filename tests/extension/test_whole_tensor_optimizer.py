@@ -22,7 +22,7 @@ from tests.harness.engines import config_of as config_of_job
 from tests.harness.engines import on_engines as run
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = pytest.mark.parts(2)
+pytestmark = pytest.mark.one_in(2)
 
 
 # ------------------------------------------------------------------------------------ the optimizer

@@ -23,7 +23,7 @@ from tests.evaluation.test_evaluation_harness import at_layout, theirs
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(4)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(4)]
 
 VOCAB, POSITIONS = 61, 32
 JOB = (

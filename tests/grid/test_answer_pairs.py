@@ -26,7 +26,7 @@ from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 from tests.planning.test_rank_plan import check
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(4)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(4)]
 
 PAIRS = 10
 SIZE = 4

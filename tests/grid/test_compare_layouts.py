@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ds.errors import ConfigError
 from tests.harness.layout_comparison import parse_layout
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 from tools import compare_layouts
 
@@ -29,7 +30,7 @@ def run(*words: str) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=HUNG,
     )
 
 

@@ -20,7 +20,7 @@ from tests.harness.layout_comparison import (
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(4)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(4)]
 
 SIZE = 4
 STEPS = 2

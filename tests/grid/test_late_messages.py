@@ -17,7 +17,7 @@ from tests.harness.moe_runs import job_of
 from tests.harness.threads import ThreadTransport
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 STEPS = 2
 CASES = layouts.cases(0)

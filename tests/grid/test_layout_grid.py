@@ -3,7 +3,8 @@
 Whatever a run may combine is an axis (axes/). A few cases hold every pair of values of any two axes, all of
 them in fp32, whose tolerance is that of rounding. Each trains the first steps of a small job, with masked
 labels, warm-up, weight decay and clipping in force, on up to eight threaded ranks, is compared with one
-process, and shows that its values are in force. `make test-all` takes more such sets of cases, and all steps.
+process, and shows that its values are in force. `make test` takes cases that hold each value, `make test-rest` the
+others, `make test-all` more such sets, and all steps.
 """
 
 import os
@@ -16,7 +17,13 @@ from tests.grid.axes import AXES, experts, models, optimizers, samples
 from tests.grid.axes.axis import Shown, layers, ranks
 from tests.grid.axes.optimizers import tolerance
 from tests.grid.axes.ranks import at_most
-from tests.harness.covering import Case, cover_pairs, is_legal, plain_case
+from tests.harness.covering import (
+    Case,
+    cover_pairs,
+    is_legal,
+    plain_case,
+    with_each_value,
+)
 from tests.harness.layout_comparison import difference, parse_layout
 from tests.harness.layout_runs import (
     GLOBAL_BATCH,
@@ -27,7 +34,7 @@ from tests.harness.layout_runs import (
 from tests.harness.moe_runs import MARGIN, ExpertsSeen, watched_experts
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = pytest.mark.threads
 
 OPTIONS = {axis.name: tuple(axis.values) for axis in AXES}
 RULES = tuple(rule for axis in AXES for rule in axis.needs)
@@ -122,9 +129,15 @@ def with_clear_choices(job: list[str], layout: str):
     raise AssertionError(f"each of the seeds {SEEDS} has two scores that are too near")
 
 
-@pytest.mark.parametrize(
-    "case", [case for seed in range(SETS) for case in cases(seed)], ids=name_of
-)
+QUICK = with_each_value(cases(0), cost)
+CASES = [
+    pytest.param(case, id=name_of(case), marks=[pytest.mark.rest] * (case not in QUICK))
+    for seed in range(SETS)
+    for case in cases(seed)
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_layout_trains_like_one_process(case):
     job, layout = job_of(case), layout_of(case)
     job, reference, of_one = with_clear_choices(job, layout)
@@ -159,6 +172,7 @@ CHANGING = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "name, value",
     [(name, value) for name, axis in CHANGING.items() for value in [*axis.values][1:]],

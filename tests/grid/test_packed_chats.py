@@ -15,7 +15,7 @@ from tests.harness.layout_comparison import merge, parse_layout, train_layout
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 # Tokens of the conversations of each row; some rows have room left.
 ROWS = ((9, 8, 8), (25,), (3, 11, 4, 6), (13, 7))

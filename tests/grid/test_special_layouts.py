@@ -17,7 +17,7 @@ from tests.harness.layout_runs import (
 )
 from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
 STEPS, FP16_STEPS = 4, 10
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.harness.limits import HUNG
+
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 30
 
 
 def missing(*programs: str) -> str:
@@ -62,7 +63,7 @@ def daemon(words: list[str], log: Path, **variables: str) -> Iterator[subprocess
             process.wait()
 
 
-def wait_until(is_so, what: str, seconds: float = START_SECONDS) -> None:
+def wait_until(is_so, what: str, seconds: float = HUNG) -> None:
     """Wait until a function returns something true."""
     end = time.monotonic() + seconds
     while not is_so():
@@ -235,7 +236,7 @@ def no_networks() -> str:
 
 def _ip(words: str) -> None:
     command = [which("ip"), *words.split()]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=HUNG)
 
 
 # ----------------------------------------------------------------------------------------------------- Slurm
@@ -267,7 +268,7 @@ class Slurm:
         """Run a command of Slurm; its text."""
         environ = {**os.environ, **self.variables}
         return subprocess.run(
-            words, env=environ, text=True, capture_output=True, timeout=200, **options
+            words, env=environ, text=True, capture_output=True, timeout=HUNG, **options
         )
 
     def start_node(self, node: str) -> None:

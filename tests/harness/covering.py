@@ -54,6 +54,21 @@ def cover_pairs(
     return result
 
 
+def with_each_value(
+    cases: Sequence[Case], cost: Callable[[Case], float] = lambda case: 0
+) -> list[Case]:
+    """Return few of the cases, which together hold every value that any of them holds."""
+    missing = {item for case in cases for item in case.items()}
+    result = []
+    while missing:
+        best = max(
+            cases, key=lambda case: (len(missing & {*case.items()}), -cost(case))
+        )
+        missing -= {*best.items()}
+        result.append(best)
+    return result
+
+
 def plain_case(
     options: Options,
     rules: Sequence[Rule],

@@ -19,6 +19,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness import deepspeed_modules as modules
 from tests.harness import deepspeed_runs as runs
+from tests.harness.limits import HUNG
 from tests.harness.threads import run_ranks
 from tests.harness.warm import warm_python
 
@@ -48,7 +49,7 @@ def run_deepspeed(*words: str) -> None:
     done = subprocess.run(
         [warm_python(), "-m", "tests.harness.deepspeed_runs", port, *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        timeout=280,
+        timeout=HUNG,
         capture_output=True,
         text=True,
     )

@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.harness.limits import HUNG
+
 from .warm import warm_environment
 
 PROGRAM = Path(__file__).parents[1] / "deepspeed_scripts" / "huggingface.py"
@@ -82,7 +84,7 @@ def run(
 def write() -> None:
     """Write DeepSpeed's losses."""
     with tempfile.TemporaryDirectory() as folder:
-        losses = run("deepspeed", CASES, Path(folder), timeout=3000)
+        losses = run("deepspeed", CASES, Path(folder), timeout=10 * HUNG)
     packages = ("deepspeed", "torch", "transformers", "accelerate", "peft")
     about = {
         "command": "DS_ACCELERATOR=cpu python -m tests.harness.huggingface_runs",

@@ -20,6 +20,7 @@ from megatron_ds.config import RunConfig, parse
 from megatron_ds.planning.run_plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.documents import ROOT, environment
+from tests.harness.limits import HUNG
 
 SCRIPTS = {
     "pretrain_gpt.py": {},
@@ -80,7 +81,7 @@ def started_by(
         env=whole,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG,
     )
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     return (

@@ -1,4 +1,5 @@
-"""Limits for a part of a test: memory and processor time that a hostile input must not exceed."""
+"""Limits for a part of a test: memory and processor time that a hostile input must not exceed, and the end of what
+hangs."""
 
 import multiprocessing
 import resource
@@ -8,7 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 GIGABYTE = 10**9
-SECONDS = 20.0  # of processor time: the load of the machine does not matter
+SECONDS = 100.0  # of processor time: the load of the machine does not matter
+# Seconds after which a test takes a process, a thread or a connection to hang. No test measures by it.
+HUNG = 600
+# Seconds for which ranks of a test wait for a peer that never comes. Between ranks that do come a slow machine must not
+# take as long.
+VAIN = 10.0
 
 
 @contextmanager
@@ -29,7 +35,7 @@ def bounded(more_bytes: int = GIGABYTE, seconds: float = SECONDS) -> Iterator[No
 
 
 def refusal_in_child(
-    call: Callable[[], object], kinds: type | tuple[type, ...], seconds: float = 60
+    call: Callable[[], object], kinds: type | tuple[type, ...], seconds: float = HUNG
 ) -> str:
     """The text of the exception that `call()` raises in a child, which may hang or crash."""
     context = multiprocessing.get_context("fork")

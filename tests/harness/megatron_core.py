@@ -12,6 +12,7 @@ import torch
 
 from megatron_ds.extensions.bert.data import BertOptions, MockBertDataset
 from megatron_ds.extensions.bert.masking import Masking
+from tests.harness.limits import HUNG
 
 SEQUENCE, ROWS = 16, 128
 LLAMA = dict(
@@ -154,7 +155,7 @@ class MegatronCore:
             "eps": EPS,
             "batches": str(self.folder / batches),
             "after": str(after),
-            "timeout": 300,
+            "timeout": HUNG,
             "store": str(self.folder / f"store{self._count}"),
         }
         self._process.stdin.write(json.dumps(job) + "\n")

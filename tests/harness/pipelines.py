@@ -16,6 +16,7 @@ from megatron_ds.pipeline.executor import Executor
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.stage import Stage
+from tests.harness.limits import HUNG
 from tests.harness.threads import run_ranks
 
 VOCABULARY, HIDDEN, SEQUENCE = 11, 6, 5
@@ -220,7 +221,7 @@ class PostOffice:
 class RendezvousChannels:
     """The strictest legal transport: a send blocks until the peer has posted its receive."""
 
-    def __init__(self, office: PostOffice, rank: int, world, timeout: float = 20):
+    def __init__(self, office: PostOffice, rank: int, world, timeout: float = HUNG):
         self.office, self.rank, self.baton, self.timeout = (
             office,
             rank,

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.processes import TIMEOUT_SECONDS, run_processes
+from tests.harness.limits import HUNG
+from tests.harness.processes import run_processes
 from tools.free_port import free_port
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
@@ -28,7 +29,7 @@ TINY = (
     "--make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer --micro-batch-size 1 "
     f"--global-batch-size {GLOBAL_BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--lr-warmup-iters 2 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 0 "
-    "--log-interval 1 --distributed-timeout-minutes 3"
+    "--log-interval 1 --distributed-timeout-minutes 8"
 ).split()
 MOCK = [*TINY, "--mock-data", "--train-iters", str(STEPS)]
 
@@ -47,7 +48,7 @@ def run_pretrain(
     argv: Sequence[str],
     *,
     spoil=None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float = HUNG,
     command: str = "train",
 ) -> list[Ended]:
     """Every rank's end, in rank order. A rank that dies or raises fails the call."""

@@ -30,6 +30,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 MEETING = "rendezvous"  # name of the thread in megatron_ds/mpu/rendezvous.py
@@ -38,18 +39,22 @@ MEETING = "rendezvous"  # name of the thread in megatron_ds/mpu/rendezvous.py
 # on after the error. It would join whichever store listens next at its port, as a rank of that job, and all
 # ranks there would wait for it. So a process with such a thread is not used again.
 
-TIMEOUT_SECONDS = 150
-START_SECONDS = 200  # to import torch, on a busy machine
-GRACE_SECONDS = 1  # for the peers of a failed rank to tell their own error
+GRACE_SECONDS = 10  # for the peers of a failed rank to tell their own error
 
 
 def run_processes(
-    size: int, function, *args, timeout: float = TIMEOUT_SECONDS, joined: bool = True
+    size: int,
+    function,
+    *args,
+    timeout: float = HUNG,
+    joined: bool = True,
+    grace: float = GRACE_SECONDS,
 ) -> list:
     """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first
     error.
 
     joined: False leaves it to the function to initialise torch.distributed, as an entry script does.
+    grace: seconds that the peers of a failed rank have left
     """
     ranks = _started(size)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +69,7 @@ def run_processes(
         )
         for i, rank in enumerate(ranks):
             rank.connection.send((i, job))
-        answers, unfinished = _collect(ranks, timeout)
+        answers, unfinished = _collect(ranks, timeout, grace)
         # before the folder goes: a rank that still waits writes into the store
         for i in unfinished:
             ranks[i].kill()
@@ -91,7 +96,7 @@ def _started(size: int) -> list["_Rank"]:
     for rank in new:
         if not rank.is_ready():
             raise RuntimeError(
-                f"a rank did not start within {START_SECONDS} s: {rank.last_words()}"
+                f"a rank did not start within {HUNG} s: {rank.last_words()}"
             )
     _POOL.extend(new)
     return _POOL[:size]
@@ -125,10 +130,7 @@ class _Rank:
 
     def is_ready(self) -> bool:
         try:
-            return (
-                self.connection.poll(START_SECONDS)
-                and self.connection.recv() == "ready"
-            )
+            return self.connection.poll(HUNG) and self.connection.recv() == "ready"
         except EOFError:
             return False
 
@@ -136,9 +138,17 @@ class _Rank:
         """The Python stack of a rank that does not answer."""
         if self.process.poll() is not None:
             return self.last_words()
+        before = words = self.last_words()
         self.process.send_signal(signal.SIGUSR2)
-        time.sleep(0.3)
-        return self.last_words()
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            time.sleep(0.3)
+            text = self.last_words()
+            # It has written something, and nothing since the last look.
+            if before != text == words:
+                break
+            words = text
+        return words
 
     def last_words(self) -> str:
         return Path(self.errors.name).read_text(errors="replace")[-3000:]
@@ -151,7 +161,7 @@ class _Rank:
 
 
 def _collect(
-    ranks: list[_Rank], timeout: float
+    ranks: list[_Rank], timeout: float, grace: float
 ) -> tuple[dict[int, tuple[bool, bytes]], list[int]]:
     """(answers in order of arrival, till all came, or the time is over, or a while after the first bad one;
     the ranks whose meeting is unfinished)."""
@@ -166,10 +176,10 @@ def _collect(
                 answers[i] = tuple(answer)
                 unfinished += [i] * is_unfinished
             except EOFError:
-                ranks[i].process.wait(5)
+                ranks[i].process.wait(HUNG)
                 answers[i] = (False, pickle.dumps((None, "")))
             if not answers[i][0]:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
     return answers, unfinished
 
 

@@ -9,6 +9,8 @@ import socket
 import sys
 from collections import Counter
 
+from tests.harness.limits import HUNG
+
 PATHS = (
     ("POST", "/v1/completions", "prompt"),
     ("POST", "/v1/chat/completions", "messages"),
@@ -138,7 +140,9 @@ def request_of(draw: random.Random) -> tuple[bytes, bool]:
     return whole, True
 
 
-def outcome(address: tuple[str, int], draw: random.Random, seconds: float = 60) -> str:
+def outcome(
+    address: tuple[str, int], draw: random.Random, seconds: float = HUNG
+) -> str:
     """The status of one request on a connection of its own: a number, "left", "closed" or "stuck"."""
     with socket.create_connection(address, timeout=seconds) as client:
         try:

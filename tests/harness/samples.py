@@ -1,7 +1,6 @@
-"""Few cases of a product of options, where the options do not depend on each other.
+"""Few cases of a product of options, where the options do not depend on each other, and the sets of tests.
 
-Where they do, `covering.py` finds the cases in which every pair of values appears. Of costly tests with many
-cases, marked `parts(n)`, `make test` runs an n-th, another one each day.
+Where options do depend on each other, `covering.py` finds the cases in which every pair of values appears.
 """
 
 import itertools
@@ -9,7 +8,6 @@ import os
 from collections.abc import Sequence
 
 ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
-PART = os.environ.get("MEGATRON_DS_TEST_PART", "")
 
 
 def in_turns(*axes: Sequence) -> list[tuple]:
@@ -21,18 +19,18 @@ def in_turns(*axes: Sequence) -> list[tuple]:
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(most)]
 
 
-def left_for_other_parts(tests: Sequence[tuple[str, int]], part: int) -> list[int]:
-    """Positions of the cases that this part leaves out.
+def left_for_rest(tests: Sequence[tuple[str, int]]) -> list[int]:
+    """Return the positions of the cases that `make test` leaves to `make test-rest`.
 
-    tests: for each case, the name of its test and the n of its marker `parts(n)`, 1 without one; with
-    `parts(n, together=True)` the name of its file. Part p has every n-th case of a name, so each name has a case in
-    every part, and n parts in a row have all cases.
+    tests: for each case, the name of its test and the n of its marker `one_in(n)`, 1 without one; with
+    `one_in(n, together=True)` the name of its file. Of n cases in a row one is kept: of the first n the first, of the
+    next n the second and so on, so that an axis of n values has each of them in turn.
     """
     cases: dict[str, list[int]] = {}
     for position, (name, _) in enumerate(tests):
         cases.setdefault(name, []).append(position)
     left = []
     for positions in cases.values():
-        parts = min(tests[positions[0]][1], len(positions))
-        left += [p for i, p in enumerate(positions) if i % parts != part % parts]
+        n = tests[positions[0]][1]
+        left += [p for i, p in enumerate(positions) if i % n != i // n % n]
     return left

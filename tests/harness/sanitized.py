@@ -29,13 +29,13 @@ import torch
 
 from megatron_ds.extensions.kernels.gpu.gpu_kernel import FORMATS, GpuKernel
 from tests.harness.emulated import SOURCES, built, compile_together, emulated_gpu
+from tests.harness.limits import HUNG
 
 FLAGS = {
     "thread": ("-fsanitize=thread", "-g1"),
     "address": ("-fsanitize=address,undefined", "-g1"),
 }
 OPTIONS = {"TSAN_OPTIONS": "history_size=2", "UBSAN_OPTIONS": "print_stacktrace=1"}
-SECONDS = 120
 SEED = 3
 
 
@@ -118,7 +118,7 @@ def _report(kind: str, file: Path, launches: list[Launch]) -> str:
             [*words, program, data.name],
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=HUNG,
             env=dict(os.environ, **OPTIONS),
         )
     return done.stderr or (

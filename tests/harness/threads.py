@@ -17,8 +17,8 @@ import torch
 
 from megatron_ds.host.memory_maps import share_pages
 from megatron_ds.mpu.group import DONE, AllOf, Group, Traffic
+from tests.harness.limits import HUNG
 
-TIMEOUT_SECONDS = 200  # for a rank that waits for ranks of a busy machine
 _ABORTED = object()
 
 
@@ -95,9 +95,7 @@ class _Room:
         return self._mail.get(key) or self._mail.setdefault(key, queue.SimpleQueue())
 
     def take(self, mailbox: queue.SimpleQueue):
-        message = (
-            _ABORTED if self.is_aborted else self.baton.take(mailbox, TIMEOUT_SECONDS)
-        )
+        message = _ABORTED if self.is_aborted else self.baton.take(mailbox, HUNG)
         if message is _ABORTED:
             raise threading.BrokenBarrierError
         return message
@@ -109,7 +107,7 @@ class ThreadTransport:
 
     def __init__(self, room: _Room, rank: int):
         self.room, self.rank, self.size = room, rank, room.size
-        self.wait_seconds = TIMEOUT_SECONDS
+        self.wait_seconds = HUNG
         others = [r for r in range(room.size) if r != rank]
         self._to = [room.mailbox(rank, other, "exchange") for other in others]
         self._from = {other: room.mailbox(other, rank, "exchange") for other in others}
@@ -263,7 +261,7 @@ def run_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_SECONDS * 2)
+        thread.join(HUNG * 2)
     if errors:
         raise min(errors, key=lambda e: (e[0], e[1]))[2]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"

@@ -20,6 +20,7 @@ from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.http_service import HttpService
 from megatron_ds.extensions.serving.routes import Serving
 from megatron_ds.extensions.serving.served_model import ServedModel
+from tests.harness.limits import HUNG
 
 BEGIN, END = 256, 257
 
@@ -163,7 +164,7 @@ class Served:
 
     def ask(self, method, path, body=None, headers=()):
         """(status, JSON or text, headers) of a request on a connection of its own."""
-        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        connection = http.client.HTTPConnection(*self.address, timeout=HUNG)
         data = json.dumps(body) if isinstance(body, dict | list) else body
         connection.request(method, path, data, dict(headers))
         answer = connection.getresponse()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_ds.compat.deepspeed.program_environment import environment_with_name
+from tests.harness.limits import HUNG
 
 from .clusters import free_port
 
@@ -148,7 +149,7 @@ def losses(folder: Path, program: str, way: str, stage: int = 0) -> list[float]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     state = folder / f"{program}-{way}-{stage}" / "checkpoint-3" / "trainer_state.json"

@@ -37,7 +37,7 @@ PRELOADED = (
     "megatron_ds.training.pretrain",
     "tests.harness.processes",
 )
-START_SECONDS = 200
+START_SECONDS = 600
 
 # Name of a command → the words before its arguments.
 CLIENTS = {

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.harness.covering import cover_pairs
+from tests.harness.covering import cover_pairs, with_each_value
 
 pytestmark = pytest.mark.plan
 
@@ -56,3 +56,12 @@ def test_chosen_cases_count_and_cheap_ones_are_preferred():
     found = cover_pairs(OPTIONS, RULES, chosen=chosen)
     assert found[: len(chosen)] == chosen
     assert len(found) - len(chosen) < len(cover_pairs(OPTIONS, RULES))
+
+
+def test_few_cases_hold_each_value():
+    cases = cover_pairs(OPTIONS, RULES)
+    few = with_each_value(cases)
+    assert len(few) < len(cases)
+    assert {*itertools.chain(*(case.items() for case in few))} == {
+        (name, value) for name, values in OPTIONS.items() for value in values
+    }

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu import collectives
 from megatron_ds.mpu.rendezvous import Place, meet
+from tests.harness import processes
 from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.processes
@@ -35,10 +37,15 @@ def die(rank, world):
     collectives.barrier(world.group("tp", range(world.size), rank))
 
 
-def linger(rank, world):
-    time.sleep(60 if rank == 0 else 0)
+def linger(rank, world, folder):
+    if rank == 0:
+        (folder / "lingers").touch()
+        time.sleep(3600)
+    while not (folder / "lingers").exists():
+        time.sleep(0.05)
 
 
+@pytest.mark.quick
 def test_processes_are_used_again_by_the_next_call():
     first = run_processes(2, summed, 2.0)
     second = run_processes(2, summed, 3.0)
@@ -49,21 +56,33 @@ def test_processes_are_used_again_by_the_next_call():
 
 def test_the_error_of_a_rank_is_raised_in_the_test_with_the_rank_named():
     with pytest.raises(LayoutError, match="seven does not divide") as caught:
-        run_processes(2, refuse)
+        run_processes(2, refuse, grace=1)
     assert "on rank 1 of 2" in caught.value.__notes__[0]
 
 
+@pytest.mark.quick
 def test_a_rank_that_dies_is_named_with_its_exit_code():
     with pytest.raises(RuntimeError, match="rank 1 of 2 died in die with exit code 17"):
-        run_processes(2, die)
+        run_processes(2, die, grace=1)
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack():
+def test_a_rank_that_hangs_is_named_with_its_stack(monkeypatch, tmp_path):
+    """The time is over when all others have answered."""
+    now, wait = [0.0], processes.wait
+
+    def wait_for_others(connections, seconds):
+        if len(connections) > 1:
+            return wait(connections)
+        now[0] += seconds
+        return []
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(processes, "wait", wait_for_others)
     with pytest.raises(
         TimeoutError, match=r"ranks \[0\] of 2 did not end within 5 s[\s\S]*in linger"
     ):
-        # the 5 s hold no joining, which takes long on a busy machine
-        run_processes(2, linger, timeout=5, joined=False)
+        run_processes(2, linger, tmp_path, timeout=5, joined=False)
 
 
 def process_after_a_meeting(rank, world, port):

@@ -6,6 +6,7 @@ import sys
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from tests.harness.limits import HUNG
 from tests.harness.warm import cheapen_torchrun, warm_python
 
 pytestmark = pytest.mark.processes
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.processes
 def ended(python: str, text: str) -> tuple[int, str, str]:
     """Exit code, output, and the last line of the errors."""
     done = subprocess.run(
-        [python, "-c", text], capture_output=True, text=True, timeout=60
+        [python, "-c", text], capture_output=True, text=True, timeout=HUNG
     )
     return done.returncode, done.stdout, (done.stderr.splitlines() or [""])[-1]
 

@@ -14,7 +14,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.launch import Launch
 from megatron_ds.training import distributed
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]
 
 JOB = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 "

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HUNG
+
 pytestmark = pytest.mark.processes
 
 # Threads that are in torch's C++ code nearly all the time, until they are stopped.
@@ -38,10 +40,11 @@ def codes(kind: str, times: int) -> list[int]:
     """Exit codes of programs with such threads."""
     words = [sys.executable, "-c", PROGRAM, kind]
     folder = Path(__file__).parents[2]
-    run = lambda: subprocess.run(words, cwd=folder, capture_output=True, timeout=200)
+    run = lambda: subprocess.run(words, cwd=folder, capture_output=True, timeout=HUNG)
     return [run().returncode for _ in range(times)]
 
 
+@pytest.mark.quick
 def test_a_process_ends_with_its_own_code():
     assert codes("ours", 3) == [2] * 3
 
@@ -72,6 +75,6 @@ def test_a_command_that_fails_ends_with_its_code_though_threads_of_pools_wait_fo
         "pool = ThreadPoolExecutor(2); pool.submit(int).result(); print('printed'); cli._end_process(2)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HUNG
     )
     assert (done.returncode, done.stdout) == (2, "printed\n")

@@ -24,6 +24,7 @@ from megatron_ds.extensions.kernels.gpu.gpu_kernel import (
     launches_recorded,
     processors,
 )
+from tests.harness.limits import HUNG
 from tests.harness.stand_in_gpu import stand_in_gpu
 
 # Writes each of its arguments to its own place, so that a wrong size or place of one shows.
@@ -190,7 +191,7 @@ def test_threads_launch_one_kernel_at_the_same_time(monkeypatch):
     kernel, seen, everyone = (
         GpuKernel("any.cu", "any", "ptr i32"),
         [],
-        threading.Barrier(3, timeout=60),
+        threading.Barrier(3, timeout=HUNG),
     )
     threads = [
         threading.Thread(target=kernel, args=((), 1, 1, torch.zeros(1), n))

@@ -3,18 +3,20 @@
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_day
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
 
 def test_a_part_that_fails_or_hangs_costs_its_own_results_only(tmp_path):
     parts = (
-        gpu_day.Part("fails", "PYTHON -c raise(SystemExit(3))", 20),
-        gpu_day.Part("hangs", "PYTHON -c __import__('time').sleep(9)", 1),
+        gpu_day.Part("fails", "PYTHON -c raise(SystemExit(3))", HUNG),
+        gpu_day.Part("hangs", f"PYTHON -c __import__('time').sleep({2 * HUNG})", 1),
         gpu_day.Part("missing", "no-such-tool", 5, tool="no-such-tool"),
     )
     fails, hangs, missing = (gpu_day.run(part, tmp_path) for part in parts)
@@ -39,7 +41,7 @@ def limit_when_ready(tmp_path, monkeypatch):
                 raise subprocess.TimeoutExpired(self.args, timeout)
             if self.waits == 2 and not self.notices:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            return super().wait(None if timeout is None else 60)
+            return super().wait(None if timeout is None else HUNG)
 
     monkeypatch.setattr(gpu_day.subprocess, "Popen", Process)
     # As in `main`: parts inherit an interrupt that is ignored, as in the background of a shell.
@@ -60,7 +62,7 @@ def test_a_part_that_is_stopped_says_where_it_was(tmp_path, limit_when_ready, no
 import time
 def stands_here():
     open({str(ready)!r}, "w").close()
-    time.sleep(60)
+    time.sleep({HUNG})
 stands_here()
 """
     )
@@ -82,7 +84,7 @@ def test_fails():
     assert 1 == 2
 def test_hangs():
     open({str(ready)!r}, "w").close()
-    time.sleep(60)
+    time.sleep({HUNG})
 """
     )
     command = f"PYTHON -m pytest -vv --tb=short -p no:cacheprovider --rootdir {tmp_path} {program}"
@@ -110,30 +112,47 @@ def test_a_part_may_take_what_those_before_it_have_left(tmp_path, monkeypatch):
 def test_figures_that_a_part_has_half_written_cost_nothing_else(tmp_path):
     code = "open(__import__('sys').argv[1],'w').write('[1,')"
     entry = gpu_day.run(
-        gpu_day.Part("half", f"PYTHON -c {code} FILE", 20, figures=True), tmp_path
+        gpu_day.Part("half", f"PYTHON -c {code} FILE", HUNG, figures=True), tmp_path
     )
     assert entry["code"] == 0 and "figures" not in entry
 
 
 def test_a_part_has_its_environment(tmp_path):
     code = "print(__import__('os').environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
-    part = gpu_day.Part("one", f"PYTHON -c {code}", 20, environment=gpu_day.NO_CACHE)
+    part = gpu_day.Part("one", f"PYTHON -c {code}", HUNG, environment=gpu_day.NO_CACHE)
     assert gpu_day.run(part, tmp_path)["output"] == ["1"]
     parts = gpu_day.PARTS["rest"]
     [checked] = [part for part in parts if part.name == "memcheck"]
     assert checked.environment == gpu_day.NO_CACHE
 
 
-def test_what_a_part_has_started_ends_with_it(tmp_path):
+CHILD = """import subprocess, sys, time
+print(subprocess.Popen(["sleep", "3600"]).pid, flush=True)
+open(sys.argv[1], "w").close()
+time.sleep(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("seconds, code", [(0, 0), (3600, "stopped after 2 s")])
+def test_what_a_part_has_started_ends_with_it(
+    seconds, code, tmp_path, limit_when_ready
+):
     """A child that keeps the output open, as a compiler of torch.compile does, is not waited for."""
-    code = "import_=__import__;import_('subprocess').Popen(['sleep','30']);print('seen',flush=True);%s"
-    for rest, seconds, expected in (
-        ("0", 20, 0),
-        ("import_('time').sleep(30)", 2, "stopped after 2 s"),
-    ):
-        start = time.monotonic()
-        entry = gpu_day.run(
-            gpu_day.Part("one", f"PYTHON -c {code % rest}", seconds), tmp_path
-        )
-        assert entry["code"] == expected and entry["output"][0] == "seen"
-        assert time.monotonic() - start < 15
+    ready, process = limit_when_ready
+    process.waits = 0 if seconds else 1
+    program = tmp_path / "starts.py"
+    program.write_text(CHILD)
+    part = gpu_day.Part("one", f"PYTHON {program} {ready} {seconds}", 2)
+    entry = gpu_day.run(part, tmp_path)
+    assert entry["code"] == code
+    while not is_over(int(entry["output"][0])):
+        time.sleep(0.01)
+
+
+def is_over(pid: int) -> bool:
+    """Whether a process has ended, also one for whose end its parent has not asked."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return text.rpartition(")")[2].split()[0] in "ZX"

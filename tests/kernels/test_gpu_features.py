@@ -15,7 +15,7 @@ from tests.harness.gpu_features import (
     trained_on_pairs,
 )
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 CPU = torch.device("cpu")
 BY_TORCH = ("--kernels", "torch")

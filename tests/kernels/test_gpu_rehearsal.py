@@ -12,7 +12,7 @@ from tests.harness.device_ranks import train_on_one_gpu
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.harness.gpu_equality import CASES, check, train
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.rest]
 
 CPU = torch.device("cpu")
 # Values on the fake GPU are the CPU's, so one case of each path is enough.

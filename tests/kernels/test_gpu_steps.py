@@ -52,7 +52,7 @@ from tests.harness.stream_order import HOST, place
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
 STEPS = 2
 LAYERS = 3

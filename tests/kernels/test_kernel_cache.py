@@ -18,6 +18,7 @@ from megatron_ds.extensions.kernels.gpu.kernel_cache import (
     cache_key,
 )
 from megatron_ds.extensions.kernels.gpu.kernel_sources import KernelSource
+from tests.harness.limits import HUNG
 from tests.harness.stand_in_gpu import stand_in_gpu
 
 KERNEL = CompiledKernel("_Z6kernelv", b"\x7fELF\0\0code\0with zeros" * 99)
@@ -179,6 +180,7 @@ print(found)
 """
 
 
+@pytest.mark.rest
 def test_two_processes_at_once_need_no_lock(tmp_path):
     """Each finds a whole file or none, also while the other writes the same one or deletes it."""
     root = Path(__file__).parents[2]
@@ -197,7 +199,7 @@ def test_two_processes_at_once_need_no_lock(tmp_path):
     for process in both:
         process.stdin.write("go\n")
         process.stdin.flush()
-    results = [process.communicate(timeout=120) for process in both]
+    results = [process.communicate(timeout=HUNG) for process in both]
     assert [process.returncode for process in both] == [0, 0] and not any(
         e for _, e in results
     ), results

@@ -114,7 +114,7 @@ def test_every_source_has_a_wrapper_and_every_kernel_examples_and_a_bound_of_reg
     "file, target",
     [(file, "sm_90") for file in sorted(KERNELS)] + OF_OTHERS,
 )
-@pytest.mark.parts(3)
+@pytest.mark.one_in(3)
 def test_machine_code_spills_nothing_and_keeps_its_bound_of_registers(file, target):
     program = program_of(file, target)
     found = {

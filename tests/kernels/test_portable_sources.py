@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.plan, pytest.mark.rest]
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 WITH_VECTORS = sorted(

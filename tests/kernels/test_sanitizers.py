@@ -40,7 +40,7 @@ def test_every_kernel_has_a_small_launch(file):
 
 @pytest.mark.parametrize("kind", FLAGS)
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parts(5)
+@pytest.mark.rest
 def test_sanitizers_find_nothing(file, kind):
     skip_if_missing(kind)
     torch.manual_seed(0)
@@ -52,6 +52,7 @@ def launch_planted(*names):
         GpuKernel(PLANTED.name, name, "ptr")((), 2, 64, torch.zeros(64))
 
 
+@pytest.mark.rest
 def test_thread_sanitizer_reports_races_within_a_block_and_between_blocks():
     skip_if_missing("thread")
     report = sanitize(
@@ -63,6 +64,7 @@ def test_thread_sanitizer_reports_races_within_a_block_and_between_blocks():
         assert f"planted.cu:{LINES[line]} " in report, line
 
 
+@pytest.mark.rest
 def test_address_sanitizer_reports_bounds_and_alignment():
     skip_if_missing("address")
     report = sanitize(
@@ -81,6 +83,7 @@ def test_address_sanitizer_reports_bounds_and_alignment():
         assert re.search(finding, report), finding
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("removed", [0, 1])
 def test_thread_sanitizer_reports_each_removed_barrier_of_over_block(tmp_path, removed):
     """The first keeps a warp from writing results that another still reads from the call before; the second

@@ -21,10 +21,11 @@ from megatron_ds.ops.kernel_table import (
     random_tensors,
 )
 from tests.harness.emulated import compile_together, emulated_gpu
+from tests.harness.limits import HUNG
 from tests.harness.stand_in_gpu import stand_in_gpu
 from tests.kernels import test_contract
 
-pytestmark = pytest.mark.parts(2, together=True)
+pytestmark = pytest.mark.one_in(2, together=True)
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,7 @@ WIDTHS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_right_kernels_pass_in_the_widths_of_models(name, dtype):
@@ -293,4 +295,4 @@ def test_the_check_is_registered_whichever_operation_is_imported_first():
         "import megatron_ds.ops.product; from megatron_ds.ops.kernel_table import CHECKS_BEFORE_USE, load_kernels; "
         "load_kernels(); assert 'cuda' in CHECKS_BEFORE_USE"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG)

@@ -7,13 +7,18 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from megatron_ds.host import places
 
-PAUSE = 4  # seconds
 rank = int(os.environ["RANK"])
 places.open_places(os.environ, rank)
 writer = places.writer()
+Path(f".at-work-{rank}").touch()
+while not all(
+    Path(f".at-work-{r}").exists() for r in range(int(os.environ["WORLD_SIZE"]))
+):
+    time.sleep(0.05)
 for step in range(1, 4):
     writer.instruction("F", 0, 0)
     time.sleep(0.05)
@@ -24,13 +29,15 @@ if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     while sys.argv[-1] == "loop":
         pass
-    # It was slow only, and goes on until the others have ended.
-    time.sleep(PAUSE)
-    for _ in range(20 * PAUSE):
+    # It is slow only: it goes on when it has been named, until that has been noticed.
+    while not Path("is-named").exists():
+        time.sleep(0.05)
+    while not Path("moves").exists():
         writer.instruction("F", 0, 3)
         time.sleep(0.05)
     sys.exit()
 writer.instruction("B", 0, 2)
 writer.collective("all_reduce", "dp")
 with places.WAITING:
-    time.sleep(1.5 * PAUSE if sys.argv[-1] == "pause" else 600)
+    while not Path("moves").exists():
+        time.sleep(0.05)

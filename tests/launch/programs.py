@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 NAMES = (
     "LOCAL_RANK",
@@ -18,6 +19,19 @@ NAMES = (
     "MEGATRON_DS_RESTARTS",
     "MEGATRON_DS_RUN",
 )
+
+
+def be_at_work() -> None:
+    """Show the others that this rank has begun."""
+    print(f"rank {RANK} waits", flush=True)
+    Path(f".at-work-{RANK}").touch()
+
+
+def wait_for_others() -> None:
+    """Wait until all others have begun."""
+    ranks = {str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))} - {RANK}
+    while not all(Path(f".at-work-{rank}").exists() for rank in ranks):
+        time.sleep(0.05)
 
 
 def wait(*caught: int) -> None:
@@ -31,7 +45,7 @@ def wait(*caught: int) -> None:
 
     for number in caught:
         signal.signal(number, stop)
-    print(f"rank {RANK} waits", flush=True)
+    be_at_work()
     while True:
         time.sleep(0.05)
 
@@ -39,7 +53,7 @@ def wait(*caught: int) -> None:
 def ignore() -> None:
     """Go on for ever, whatever asks this rank to end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(f"rank {RANK} waits", flush=True)
+    be_at_work()
     while True:
         time.sleep(0.05)
 
@@ -48,25 +62,26 @@ def print_all() -> None:
     """Print the arguments and some variables in one line."""
     found = {name: os.environ.get(name) for name in NAMES}
     print(json.dumps({"rank": int(RANK), "words": sys.argv[1:], **found}), flush=True)
+    Path(f".at-work-{RANK}").touch()
 
 
 def fail() -> None:
-    time.sleep(0.5)  # the others are at work
+    wait_for_others()
     raise RuntimeError(f"a mistake on rank {RANK}")
 
 
 def kill_in_start(start: str) -> None:
     """Die by SIGKILL in this start; in others, print all."""
     if os.environ["MEGATRON_DS_RESTARTS"] == start:
-        time.sleep(0.5)
+        wait_for_others()
         os.kill(os.getpid(), signal.SIGKILL)
     print_all()
 
 
 def fail_on_signal() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    print(f"rank {RANK} waits", flush=True)
-    time.sleep(60)
+    be_at_work()
+    time.sleep(3600)
 
 
 ACTIONS = {
@@ -77,8 +92,8 @@ ACTIONS = {
     "exit 2": lambda: sys.exit(2),
     "kill in start 0": lambda: kill_in_start("0"),
     "fail on SIGTERM": fail_on_signal,
-    "exit 7": lambda: (time.sleep(0.5), sys.exit(7)),
-    "kill": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),
+    "exit 7": lambda: (wait_for_others(), sys.exit(7)),
+    "kill": lambda: (wait_for_others(), os.kill(os.getpid(), signal.SIGKILL)),
     "bar": lambda: (
         print("50 %", end="\r", flush=True),
         time.sleep(0.5),

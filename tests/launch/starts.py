@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.harness.limits import HUNG
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("programs.py"))
-SECONDS = 200  # of patience with a busy machine
 LEAST = 1.0  # grace period of ranks that do not end
 
 
@@ -38,7 +39,7 @@ class Launcher:
 
     def wait_for(self, *texts: str) -> None:
         """Wait until all texts have been printed."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + HUNG
         while not all(text in self.text for text in texts):
             assert time.monotonic() < end, f"no {texts} in {self.text}"
             time.sleep(0.02)
@@ -49,11 +50,11 @@ class Launcher:
     def end(self) -> int:
         """Wait for its end; its exit code."""
         try:
-            code = self.process.wait(timeout=SECONDS)
+            code = self.process.wait(timeout=HUNG)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"still runs: {self.text}") from None
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=60)
         return code
 
     def _read(self) -> None:
@@ -103,7 +104,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def all_end(folder: Path, seconds: float = 100) -> bool:
+def all_end(folder: Path, seconds: float = HUNG) -> bool:
     """Whether the processes that work in a folder end in time."""
     end = time.monotonic() + seconds
     while processes_of(folder):

@@ -13,7 +13,7 @@ from megatron_ds.mpu.fake_group import FakeTransport
 from megatron_ds.mpu.group import Group
 from tests.launch.starts import launch
 
-pytestmark = pytest.mark.parts(2, together=True)
+pytestmark = pytest.mark.one_in(2, together=True)
 
 PROGRAM = Path(__file__).with_name("check_program.py")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
 from tests.harness.samples import ALL
 from tests.harness.warm import warm_python
 from tests.launch.early_deaths import WAYS, points_of
 from tests.launch.starts import ROOT, Launcher, environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3600)]
 
 SPOILED = str(Path(__file__).with_name("spoiled_training.py"))
 STEPS = 6
@@ -28,7 +29,7 @@ WITH_AND_WITHOUT = ("no", "pretrained")
 CASES = [(way, base) for way in WAYS for base in WITH_AND_WITHOUT]
 
 
-@pytest.mark.parts(4)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way, base", CASES)
 def test_the_same_command_begins_again(tmp_path, way, base):
     """The points of a death take turns over the ways to start; `make test-all` has the product."""
@@ -47,7 +48,7 @@ def test_the_same_command_begins_again(tmp_path, way, base):
         ],
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=2 * HUNG,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
@@ -66,12 +67,12 @@ def run(words: list[str], folder: Path, ranks: int) -> tuple[int, str]:
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=HUNG,
     )
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parts(2)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["--max-restarts", "the same command"])
 def test_two_ranks_begin_again(tmp_path, how):
     """Rank 1 is killed behind the third step. Without restarts the command names weights to start from."""

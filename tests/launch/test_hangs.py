@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.extensions.launch.stalls import HANG_CODE
-from tests.harness.samples import ALL
+from tests.harness.limits import HUNG
 from tests.launch.starts import Launcher, all_end
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 SHORT = ["--hang-seconds", "1", "--end-seconds", "1"]
 PROGRAM = str(Path(__file__).with_name("hanging.py"))
 
 
-@pytest.mark.parametrize("how", ["stop", "loop"] if ALL else ["stop"])
+@pytest.mark.parametrize("how", ["stop", pytest.param("loop", marks=pytest.mark.all)])
 def test_a_rank_that_does_not_go_on_is_named(tmp_path, how):
     words = ["--num_gpus", "3", *SHORT, "--log-dir", "logs"]
     started = Launcher([*words, PROGRAM, how], tmp_path)
@@ -39,15 +39,22 @@ def test_a_rank_that_does_not_go_on_is_named(tmp_path, how):
 
 
 def test_a_rank_that_is_only_slow_is_named_and_the_run_is_complete(tmp_path):
-    words = ["--num_gpus", "2", "--hang-seconds", "1", PROGRAM, "pause"]
+    words = ["--num_gpus", "2", "--hang-seconds", "1", "--end-seconds", str(HUNG)]
+    words += [PROGRAM, "pause"]
     started = Launcher(words, tmp_path)
+    for words, file in (
+        ("rank 1 on localhost is behind", "is-named"),
+        ("the ranks move again", "moves"),
+    ):
+        started.wait_for(words)
+        (tmp_path / file).touch()
     assert started.end() == 0, started.text
     named = started.text.index("rank 1 on localhost is behind")
     assert named < started.text.index("the ranks move again")
-    assert "ends if it does not move for 60 s more" in started.text
+    assert f"ends if it does not move for {HUNG} s more" in started.text
 
 
-@pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)")
+@pytest.mark.all
 def test_ranks_that_are_not_watched_wait(tmp_path):
     words = ["--num_gpus", "2", "--hang-seconds", "0", PROGRAM, "loop"]
     started = Launcher(words, tmp_path)

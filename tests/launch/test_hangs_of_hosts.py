@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port, wait_until
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
-from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, all_end, environment
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)"),
+    pytest.mark.all,
 ]
 
 STEPS = 12
 EVERY = 4  # steps between checkpoints
 STOPPED = 3  # a rank of n2
 AT = 6  # the iteration in which it stops
-PATIENCE = 900
+PATIENCE = 2 * HUNG
 SPOILED = str(Path(__file__).with_name("spoiled_training.py"))
 WORDS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.program_check import reason_against
+from tests.harness.limits import HUNG
 from tests.launch.starts import (
     LEAST,
     PROGRAM,
@@ -24,7 +25,7 @@ from tests.launch.starts import (
 )
 from tests.launch.test_job import ODD_WORDS
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3)]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def test_words_and_variables_arrive_unchanged(folder):
     assert {found["A_VARIABLE"] for found in printed(text)} == {"$x 'y'"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "action, code, how",
     [
@@ -268,7 +270,7 @@ def test_what_a_rank_wrote_last_is_printed_also_where_its_reader_is_late(folder)
         [sys.executable, "-c", SLOW_AGENT, job.encoded()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert "the last words" in agent.stdout, agent.stderr
 

@@ -2,12 +2,12 @@
 
 import math
 import os
-import time
 from dataclasses import replace
 
 import pytest
 
 from megatron_ds.extensions.launch import stalls as stalls_module
+from megatron_ds.extensions.launch import watch as watch_module
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.rank_places import (
     STOPPED,
@@ -262,7 +262,24 @@ class Process:
         return self._code
 
 
+class Clock:
+    """The seconds of a test, in which nothing takes any time by itself."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
 class TestWatch:
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        clock = Clock()
+        for module in (watch_module, places):
+            monkeypatch.setattr(module, "time", clock)
+        return clock
+
     @pytest.fixture
     def job(self):
         program = RankProgram(("train.py",), "")
@@ -282,51 +299,53 @@ class TestWatch:
         writer.step(1)  # the time of a step is not known
         assert self.limit(job, tmp_path / "p") == job.patience_seconds
 
-    def test_two_median_steps_are_allowed(self, job, tmp_path):
+    def test_two_median_steps_are_allowed(self, job, clock, tmp_path):
         writer = PlaceWriter(tmp_path / "p", {})
         watch = Watch(job, "n1", [Process(tmp_path / "p")])
         for step in range(1, 5):
             writer.instruction("F", 0, 0)
-            time.sleep(0.1)
+            clock.now += 0.1
             writer.step(step)
             watch.look()
         [found] = watch.look(is_last=True).ranks
-        assert 0.2 < found.limit_seconds - job.hang_seconds < 100
+        assert found.limit_seconds - job.hang_seconds == pytest.approx(0.2)
 
-    def test_ranks_that_move_are_not_listed(self, job, tmp_path):
+    def test_ranks_that_move_are_not_listed(self, job, clock, tmp_path):
         writer = PlaceWriter(tmp_path / "p", {})
         watch = Watch(job, "n1", [Process(tmp_path / "p")])
         assert watch.look().ranks == ()
-        time.sleep(0.1)
-        assert watch.look().ranks[0].idle_seconds > 0.1
+        clock.now += 0.1
+        assert watch.look().ranks[0].idle_seconds == pytest.approx(0.1)
         writer.step(1)
         assert watch.look().ranks == ()
 
-    def test_a_device_that_moves_is_no_hang_while_its_host_waits(self, job, tmp_path):
+    def test_a_device_that_moves_is_no_hang_while_its_host_waits(
+        self, job, clock, tmp_path
+    ):
         """A long step, as of a later stage of a curriculum: the host launched all of it long ago."""
         writer = PlaceWriter(tmp_path / "p", {})
         watch = Watch(job, "n1", [Process(tmp_path / "p")])
         writer.step(5)
         writer.wait(places.FOR_DEVICE)
         for done in range(4):
-            time.sleep(0.1)
-            now = time.monotonic_ns()
+            clock.now += 0.1
+            now = clock.monotonic_ns()
             writer.device(DeviceEntry(now, now, 5, done, 9, done, "F", 0, NONE))
             assert watch.look().ranks == ()
-        time.sleep(0.1)
+        clock.now += 0.1
         [found] = watch.look().ranks
-        assert found.is_at_device and 0.1 <= found.idle_seconds < 100
+        assert found.is_at_device and found.idle_seconds == pytest.approx(0.1)
         assert found.device == DeviceAt(5, 3, 9, 3, "F", 0, NONE)
 
-    def test_an_old_look_at_a_device_says_nothing(self, job, tmp_path):
+    def test_an_old_look_at_a_device_says_nothing(self, job, clock, tmp_path):
         writer = PlaceWriter(tmp_path / "p", {})
-        then = time.monotonic_ns() - int(60e9)
+        then = clock.monotonic_ns() - int(60e9)
         writer.device(DeviceEntry(then, then, 5, 1, 9, 1, "F", 0, 0))
         [found] = Watch(job, "n1", [Process(tmp_path / "p")]).look(is_last=True).ranks
         assert found.device is None
 
     @pytest.mark.parametrize("phase", [places.COMPILING, places.EXPORTING])
-    def test_compilations_and_exports_may_take_long(self, job, tmp_path, phase):
+    def test_compilations_and_exports_may_take_long(self, job, clock, tmp_path, phase):
         writer = PlaceWriter(tmp_path / "p", {})
         watch = Watch(job, "n1", [Process(tmp_path / "p")])
         for step in range(3):
@@ -338,7 +357,7 @@ class TestWatch:
         assert found.limit_seconds == job.patience_seconds
         writer.phase(before)
         [found] = watch.look(is_last=True).ranks
-        assert found.limit_seconds < 100
+        assert found.limit_seconds == job.hang_seconds
 
     def test_a_program_without_places_is_not_watched(self, job, tmp_path):
         assert Watch(job, "n1", [Process(tmp_path / "p")]).look() is None

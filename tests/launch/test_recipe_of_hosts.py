@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port
+from tests.harness.limits import HUNG
 from tests.launch.starts import ROOT, environment
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 JOB = """
 num_layers: 2
@@ -57,7 +58,7 @@ def run(folder: Path, hosts, steps: int, **variables: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=HUNG,
     )
     return done.returncode, done.stdout
 

@@ -16,7 +16,6 @@ from megatron_ds.extensions.launch.restarts import (
     reason_to_end,
     without_failing,
 )
-from tests.harness.samples import ALL
 from tests.launch.starts import PROGRAM, Launcher, all_end, launch, printed
 
 SLOTS = {"n1": (0, 1), "n2": (0, 1), "n3": (0,)}
@@ -176,6 +175,7 @@ def plan(**actions: str) -> str:
     return json.dumps({name.removeprefix("r"): how for name, how in actions.items()})
 
 
+@pytest.mark.quick
 @pytest.mark.processes
 def test_a_program_is_started_again_until_it_ends_well(tmp_path):
     words = ["--num_gpus", "2", "--max-restarts", "3", PROGRAM]
@@ -199,7 +199,7 @@ def test_why_there_is_no_restart_is_printed(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)")
+@pytest.mark.all
 def test_a_signal_ends_the_lives(tmp_path):
     words = ["--num_gpus", "1", "--max-restarts", "5", PROGRAM]
     started = Launcher(words, tmp_path, PLAN=plan(r0="fail on SIGTERM"))

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port, wait_until
+from tests.harness.limits import HUNG
 from tests.launch.starts import ROOT, environment
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.parts(2, together=True),
 ]
 
 STEPS = 40
-PATIENCE = 600  # seconds for a busy machine
+PATIENCE = 2 * HUNG
 WORDS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 8 --lr 1e-3 --mock-data --vocab-size 61 --eval-iters 0 --log-interval 1 "

@@ -22,7 +22,7 @@ from megatron_ds.extensions.launch.supervise import Requests, run_all
 from tests.launch.starts import ROOT, all_end
 from tests.launch.stuck_device import RECORD
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 HOSTS = {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}
 PROGRAM = Path(__file__).with_name("stuck_device.py")

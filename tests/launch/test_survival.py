@@ -18,14 +18,14 @@ from tests.harness.clusters import (
     ssh_hosts,
     wait_until,
 )
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import losses, same_bits, saved_state
-from tests.harness.samples import ALL
 from tests.launch.starts import Launcher, children_of, environment
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)"),
+    pytest.mark.all,
 ]
 
 STEPS = 24
@@ -36,7 +36,7 @@ WORDS = (
     f"--zero-stage 1 --train-iters {STEPS} --save-interval 4 --save save"
 ).split()
 HANGS = ["--hang-seconds", "3", "--end-seconds", "0"]
-PATIENCE = 900
+PATIENCE = 2 * HUNG
 
 
 def words(*before: str) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clusters import free_port, missing
+from tests.harness.limits import HUNG
 from tests.harness.samples import in_turns
 from tests.harness.warm import warm_environment
 from tests.launch.starts import (
@@ -29,7 +30,7 @@ from tests.launch.starts import (
 )
 from tests.launch.test_job import ODD_WORDS
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3)]
+pytestmark = pytest.mark.processes
 
 TRAINING = [
     str(ROOT / "pretrain_gpt.py"),
@@ -94,7 +95,7 @@ def allocated(cluster, folder):
         return
     environ = environment(**cluster.variables)
     words = ["salloc", "-Q", "-N2", "--no-shell", "-J", folder.name]
-    subprocess.run(words, env=environ, check=True, cwd=folder, timeout=60)
+    subprocess.run(words, env=environ, check=True, cwd=folder, timeout=HUNG)
     words = ["squeue", "-h", "-n", folder.name, "-o", "%i"]
     job = subprocess.check_output(words, env=environ, text=True).strip()
     yield cluster.variables | {
@@ -214,7 +215,7 @@ def losses_of_torchrun(ranks: int) -> list[float]:
             env=warm_environment(environment(OMP_NUM_THREADS="1")),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=HUNG,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return losses(Path(folder, "torchrun.jsonl"))

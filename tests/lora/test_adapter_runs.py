@@ -29,7 +29,7 @@ from tests.harness.tiny_jobs import tiny_job
 from tests.planning.test_activations import RANKS, STYLES, kept
 from tests.planning.test_rank_plan import check
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
@@ -70,6 +70,7 @@ def adapter(trained) -> str:
     return trained("")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "kind, layout",
     [

@@ -17,7 +17,7 @@ from tests.harness.layout_runs import stray
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 from tests.planning.test_rank_plan import check
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 BLOCK = 64
 LORA = "--lora-rank 2 --adam-eps 1e-4".split()

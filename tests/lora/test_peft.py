@@ -36,7 +36,7 @@ from tests.harness.layout_comparison import (
 from tests.harness.next_step import flags_of
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 RANK = 3
 ALPHA = 6

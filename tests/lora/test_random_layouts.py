@@ -22,7 +22,7 @@ from tests.harness.covering import random_case
 from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import run_layout
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(20)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(20)]
 
 NUMBER, SEED = 40, 29
 WITH_ADAPTERS = [value for value in OPTIONS["adapters"] if value != "none"]

@@ -1,7 +1,6 @@
 """Blocks inside torch.compile train like blocks outside of it, and break its graphs only where a linear layer
 writes gradients to buffers of the optimizer."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -24,17 +23,13 @@ from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 STEPS, BATCH = 3, 4
 BY_INDUCTOR = pytest.param(
     "inductor",
     marks=[
-        pytest.mark.timeout(900),
-        pytest.mark.skipif(
-            "MEGATRON_DS_TEST_ALL" not in os.environ,
-            reason="compiles C++: MEGATRON_DS_TEST_ALL=1 (make test-all)",
-        ),
+        pytest.mark.all,  # compiles C++
     ],
 )
 

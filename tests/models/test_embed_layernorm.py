@@ -53,6 +53,7 @@ def test_words_are_normalized_before_positions_are_added(positions):
     torch.testing.assert_close(embedding(None, batch), expected.transpose(0, 1))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "layout", ["--zero-stage 3", "--tensor-model-parallel-size 2 --sequence-parallel"]
 )

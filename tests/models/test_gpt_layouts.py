@@ -20,7 +20,7 @@ from tests.harness.plain_gpt import (
 )
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 MIXTURES = {
     **STYLES,

@@ -32,7 +32,7 @@ from tests.harness.moe_runs import (
 )
 from tests.harness.tiny_jobs import TOLERANCE
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 ALL_EXPERTS = ["--moe-router-topk", "4"]  # of 4: no choice that rounding may change
 DROPS = "--moe-expert-capacity-factor 0.9 --moe-token-drop-policy position".split()

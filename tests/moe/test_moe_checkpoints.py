@@ -21,7 +21,7 @@ from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.resumed_runs import BATCH, HALF, STEPS, resaved, run
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 # The first layer is dense. Routers remember a bias and the last shares.
 REMEMBERING = (

@@ -21,7 +21,7 @@ from megatron_ds.planning.run_plan import PipelineShape, plan_run
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.alive_bytes import AliveBytes
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]
 
 E, K, H, F, SHARED, S, V = 8, 2, 32, 24, 40, 16, 96
 JOB = (

@@ -30,13 +30,14 @@ from tests.harness.layout_comparison import (
     parse_layout,
     train_layout,
 )
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.moe_runs import watched_experts
 from tests.harness.pretraining import MOCK, STEPS, records, saved_state, train
 from tests.harness.processes import run_processes
 from tests.harness.tiny_jobs import SEQ_LENGTH, tiny_job
 from tests.mpu.test_rows import COUNTS, TABLES, differentiated, rows_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 GLOBAL_BATCH, FEW, HIDDEN = 4, 2, 32
 
@@ -69,6 +70,7 @@ def move_rows(rank, world, size, dtype):
     return results
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "size, dtype", [(3, torch.bfloat16), (2, torch.float32)], ids=str
 )
@@ -189,9 +191,6 @@ def test_bytes_of_all_to_alls_follow_from_the_rows_and_processes_train_like_one(
 
 
 # ------------------------------------------------------------------ a rank that dies, or hangs
-TIMEOUT = 4.0  # seconds
-
-
 def exchange_rows(rank, folder, before):
     """Five all-to-alls of rows of unequal numbers; what the rank ends with."""
     ranks = (0, 1, 2)
@@ -199,7 +198,7 @@ def exchange_rows(rank, folder, before):
         "ep",
         ranks,
         rank,
-        connect_torch("ep", [ranks], rank, timeout=timedelta(seconds=TIMEOUT)),
+        connect_torch("ep", [ranks], rank, timeout=timedelta(seconds=VAIN)),
     )
     register_host()
     table = [[1, 4, 0], [0, 0, 3], [2, 5, 1]]
@@ -222,16 +221,15 @@ def die_in_an_exchange(rank, world, folder):
         if rank == 1 and i == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    begin = time.monotonic()
     story = exchange_rows(rank, folder, before)
-    Path(folder, str(rank)).write_text(f"{time.monotonic() - begin}\n{story}")
+    Path(folder, str(rank)).write_text(story)
 
 
 def test_when_a_rank_is_killed_in_an_all_to_all_the_others_end_with_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 of 3 died"):
-        run_processes(3, die_in_an_exchange, str(tmp_path))
+        run_processes(3, die_in_an_exchange, str(tmp_path), grace=HUNG)
     for rank in (0, 2):
-        _, story = (tmp_path / str(rank)).read_text().split("\n", 1)
+        story = (tmp_path / str(rank)).read_text()
         assert (
             f"rank {rank}: all-to-all failed in the ep group of ranks [0, 1, 2]"
             in story

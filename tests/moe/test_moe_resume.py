@@ -22,7 +22,7 @@ from tests.harness.pretraining import (
 from tests.harness.spoilers import state_written_instead_of_training
 from tests.training.test_resume import HALF, halfway
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 EXPERTS = (
     "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -50,6 +50,7 @@ def dense(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "ranks, flags",
     [(4, ["--expert-model-parallel-size", "4", "--zero-stage", "1"]), (1, [])],

@@ -21,9 +21,10 @@ from megatron_ds.mpu.mesh import GETTER_GROUPS, Mesh
 from megatron_ds.mpu.nccl_settings import NcclSettings
 from megatron_ds.mpu.transport import TorchTransport
 from tests.harness.fake_cuda import DeviceTensor, FakeGpu, fake_cuda
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 
-pytestmark = pytest.mark.parts(2, together=True)
+pytestmark = pytest.mark.one_in(2, together=True)
 
 MOST_SOCKETS = 200  # of a rank of 1,024
 OF_THE_STORE = 4  # its connection, that of reports, a listener of gloo and of the store
@@ -90,7 +91,7 @@ def wait_for_all(name, size):
 
 
 def count_sockets(rank, world):
-    control = new_lazy_group(timedelta(seconds=60))
+    control = new_lazy_group(timedelta(seconds=HUNG))
     made = sockets_open()
     wait_for_all("counted", world.size)  # a peer that connects earlier would count
     for axes, ranks in groups_of(SMALL, rank):
@@ -115,9 +116,9 @@ def test_real_ranks_have_a_connection_to_each_peer_that_was_counted():
         assert mesh >= SMALL.world_size - 1
 
 
-def messages(rank, world, seconds):
+def messages(rank, world, folder):
     """Objects of groups, messages of CPU tensors, and a rank that does not come."""
-    control = new_lazy_group(timedelta(seconds=seconds))
+    control = new_lazy_group(timedelta(seconds=VAIN))
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     found = {}
     # A barrier of the transport, objects, and shapes, with lanes that must not be used.
@@ -137,14 +138,17 @@ def messages(rank, world, seconds):
             TorchTransport(pairs[1], "dp", (), control).all_gather_object("here")
         except CommunicationError as error:
             found["error"] = str(error)
-    if rank == 2:
-        time.sleep(2 * seconds)
+        (folder / "error").touch()
+    while rank == 2 and not (folder / "error").exists():
+        time.sleep(0.05)
     return found
 
 
 @pytest.mark.processes
-def test_objects_and_shapes_travel_by_the_control_group_and_a_stuck_rank_is_named():
-    first, second, third = run_processes(3, messages, 3.0)
+def test_objects_and_shapes_travel_by_the_control_group_and_a_stuck_rank_is_named(
+    tmp_path,
+):
+    first, second, third = run_processes(3, messages, tmp_path)
     assert first["objects"] == second["objects"] == [{"rank": 0}, {"rank": 1}]
     assert first["shapes"] == [0, 2, 4, 6, 8] and second["shapes"] == [0, 1, 2, 3, 4]
     assert (

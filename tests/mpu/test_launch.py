@@ -16,6 +16,7 @@ from megatron_ds.launch_env import (
     size_in,
 )
 from megatron_ds.mpu.launch import Launch, expand_nodelist, read_launch
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
@@ -337,7 +338,7 @@ def test_a_world_of_one_opens_no_socket():
     done = subprocess.run(
         [sys.executable, "-c", ALONE + "print('to the end')"],
         env=env,
-        timeout=100,
+        timeout=HUNG,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -352,7 +353,7 @@ def test_importing_the_package_and_the_grid_does_not_import_torch():
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        timeout=60,
+        timeout=HUNG,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

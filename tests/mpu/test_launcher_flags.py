@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.processes
@@ -28,6 +29,6 @@ def test_torch_distributed_launch_may_append_local_rank():
         "--print-config",
     ]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG
     )
     assert done.returncode == 0 and "num_layers: 2" in done.stdout, done.stderr[-2000:]

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 import megatron_ds
 from tests.harness import pretraining
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK
 from tests.harness.processes import run_processes, stop_processes
 from tests.harness.warm import warm_python
 from tools.free_port import free_port
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 60.0  # of seconds; the timeout of the ranks is 180
 
 
 @pytest.fixture(autouse=True)
@@ -34,20 +34,16 @@ def _processes_of_their_own():
 
 
 def _process(at, world, port, ranks, sizes, commands):
-    begin = time.monotonic()
     launched = SimpleNamespace(size=sizes[at])
-    ended = pretraining._rank(ranks[at], launched, port, commands[at], None)
-    return ended, time.monotonic() - begin
+    return pretraining._rank(ranks[at], launched, port, commands[at], None)
 
 
 def run_jobs(ranks, sizes, *extra):
     """How each process ended. ranks, sizes: RANK and WORLD_SIZE of each; extra: the flags of each."""
     commands = [[*MOCK, *map(str, flags)] for flags in extra or [[]] * len(ranks)]
-    found = run_processes(
+    return run_processes(
         len(ranks), _process, free_port(), ranks, sizes, commands, joined=False
     )
-    assert max(seconds for _, seconds in found) < LIMIT
-    return [ended for ended, _ in found]
 
 
 def assert_sizes_named(text, *sizes):
@@ -134,7 +130,7 @@ def test_a_process_that_comes_after_all_ranks_have_met_ends_alone(tmp_path):
             if "iteration        1/" in line:
                 break
         late = start("1")
-        _, errors = late.communicate(timeout=150)
+        _, errors = late.communicate(timeout=HUNG)
         assert late.returncode == 2
         assert "came after all ranks had met, among them rank " in errors
         assert [rank.poll() for rank in ranks] == [None, None]
@@ -161,7 +157,12 @@ for meeting in range(2):
 """
 
 
-def meet_twice(rank, world, port):
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.05)
+
+
+def meet_twice(rank, world, port, folder):
     """The sums of two meetings at one address."""
     environment = {
         "RANK": rank,
@@ -171,22 +172,23 @@ def meet_twice(rank, world, port):
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     found = []
-    for _ in range(2):
+    for meeting in range(2):
         megatron_ds.init_distributed()
         counts = torch.ones(1)
         dist.all_reduce(counts)
         found.append(counts.item())
-        if rank:  # rank 0 has the store
-            megatron_ds.comm.destroy_process_group()
-            time.sleep(1)
-        else:
-            time.sleep(0.5)
-            megatron_ds.comm.destroy_process_group()
+        if rank == 0:  # it has the store, and leaves last
+            wait_for(folder / f"1 has left {meeting}")
+        megatron_ds.comm.destroy_process_group()
+        (folder / f"{rank} has left {meeting}").touch()
+        if rank:
+            wait_for(folder / f"0 has left {meeting}")
     return found
 
 
-def test_the_same_processes_meet_again():
-    assert run_processes(2, meet_twice, free_port(), joined=False) == [[2.0] * 2] * 2
+def test_the_same_processes_meet_again(tmp_path):
+    found = run_processes(2, meet_twice, free_port(), tmp_path, joined=False)
+    assert found == [[2.0] * 2] * 2
 
 
 def test_under_torchrun_ranks_meet_again_in_the_same_store(tmp_path):
@@ -201,7 +203,7 @@ def test_under_torchrun_ranks_meet_again_in_the_same_store(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     expected = [

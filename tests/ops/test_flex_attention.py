@@ -32,7 +32,7 @@ from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.ops.test_sparse_layouts import CASES, options
 from tests.ops.test_windows import assert_near, draw, outcome
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(4)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(4)]
 
 HEADS, CPU = 4, torch.device("cpu")
 WINDOWS = [

@@ -10,6 +10,7 @@ import torch
 from megatron_ds.extensions.kernels.cpu import compiled_gelu as module
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.activation import gelu
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.plan
@@ -154,7 +155,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 @compiled
 def test_a_forked_child_does_not_wait_for_the_threads_of_its_parents_team():
-    subprocess.run([warm_python(), "-c", FORKED], check=True, timeout=60)
+    subprocess.run([warm_python(), "-c", FORKED], check=True, timeout=HUNG)
 
 
 def test_without_the_extension_torch_serves_and_that_is_said_once(monkeypatch, caplog):

@@ -1,7 +1,6 @@
 """DeepSpeed's own CPU optimizers and ours take the same steps, for random hyper-parameters and gradients."""
 
 import dataclasses
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -10,13 +9,9 @@ import torch
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.optim.optimizers import OPTIMIZERS
 
-ALL = bool(os.environ.get("MEGATRON_DS_TEST_ALL"))
 pytestmark = [
     pytest.mark.plan,
-    pytest.mark.skipif(
-        not ALL,
-        reason="compiles DeepSpeed's C++: MEGATRON_DS_TEST_ALL=1 (make test-all)",
-    ),
+    pytest.mark.all,  # compiles DeepSpeed's C++
     pytest.mark.skipif(
         find_spec("deepspeed") is None or find_spec("ninja") is None,
         reason="DeepSpeed is not installed: pip install deepspeed ninja",
@@ -112,7 +107,7 @@ def our_steps(name, weight, grads, numbers, fields):
         ("adagrad", adagrad, ()),
     ],
 )
-@pytest.mark.parametrize("seed", range(CASES if ALL else 0))
+@pytest.mark.parametrize("seed", range(CASES))
 def test_equal_to_deepspeeds_class(name, make, state, seed):
     weight, grads, numbers = drawn(seed)
     theirs, fields = make(numbers)

@@ -24,7 +24,7 @@ from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, run_clocks, simulate
 from tests.harness.samples import ALL
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]
 
 # Schedule → shapes of `usual_shapes` that deadlock when a lane has several posted receives, from a model with
 # streams, events and any number of queues.

@@ -59,6 +59,8 @@ def train_on_a_rank(rank, world, name, p, m, chunks):
     }
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name, p, m, chunks", CASES)
 def test_processes_give_the_losses_and_gradients_of_one_process_to_the_last_bit(
     name, p, m, chunks

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ds.pipeline.backward import Root, backward_from
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
@@ -83,6 +84,6 @@ def test_the_first_backward_of_a_process_does_not_load_a_second_of_modules():
         [sys.executable, "-c", FIRST_BACKWARD],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
     )
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate
 from tests.harness.bubble_rate import rank_bubble
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]
 
 WHOLE = [
     (p, m) for p in range(1, 17) for m in range(1, 65)

@@ -30,7 +30,7 @@ from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 S, B, H, WIDE, VOCABULARY = 6, 2, 8, 12, 20
 ORDERS = (

@@ -40,6 +40,7 @@ INTERLEAVED, ZB_V = (
 )
 
 
+@pytest.mark.quick
 def test_a_run_goes_on_at_other_schedules_as_if_nothing_had_happened(tmp_path):
     alone, folder = tmp_path / "alone", tmp_path / "ranks"
     train(1, [*JOB, "--save", alone])

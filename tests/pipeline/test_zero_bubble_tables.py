@@ -16,7 +16,7 @@ from megatron_ds.pipeline.simulate import simulate
 from tests.harness.bubble_rate import rank_bubble
 from tests.harness.samples import ALL
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]
 
 # The largest cells take as long as all others: they come with `make test-all`. model, p, m,
 # milliseconds of (F, I, W, transfer), rates of (1F1B, interleaved, ZB-H1, ZB-H2, automatic with 2 p alive)

@@ -38,7 +38,7 @@ from tests.harness.activation_formulas import (
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(6)]
 
 JOB = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 130 --lr 1 "

@@ -11,6 +11,7 @@ from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_costs import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
+from tests.harness.limits import HUNG
 from tests.harness.model_runs import context_of
 from tests.harness.operation_clock import layers_timed_by_operations
 from tests.harness.warm import warm_python
@@ -99,7 +100,7 @@ def test_the_entry_script_plans_a_bert():
         "--world-size 64 --dry-run"
     ).split()
     command = [warm_python(), str(ROOT / "pretrain_bert.py"), *large]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 0, done.stdout + done.stderr
     # 24 blocks of 12 h² + 13 h, embeddings of words, positions and segments, two norms, a dense layer each,
     # and the biases

@@ -15,8 +15,9 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.planning.run_plan import RULES
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
+from tests.harness.limits import HUNG
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 JOB = (
@@ -37,6 +38,7 @@ def said(capsys, *flags: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.quick
 def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(
     capsys, tmp_path, monkeypatch
 ):
@@ -199,7 +201,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=HUNG,
         )
         exit_code, times_as_long, peak = json.loads(done.stdout.splitlines()[-1])
         if times_as_long < 6:
@@ -226,7 +228,7 @@ def test_a_real_run_on_a_cpu_starts_without_torchs_compiler():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert (

@@ -12,7 +12,7 @@ from megatron_ds.models import MODELS
 from tests.harness.layout_runs import run_layout
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 STEPS = 2
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 1"

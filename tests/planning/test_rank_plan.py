@@ -17,7 +17,7 @@ from tests.harness.samples import in_turns
 from tests.harness.threads import ThreadTransport, run_ranks
 from tests.harness.tiny_jobs import VOCAB, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
 LAYERS, BATCH, STEPS = 4, 12, 2
 MICROBATCHES = 3  # on each rank, whatever the layout

@@ -23,7 +23,7 @@ from tests.harness.pretraining import (
     train,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 ROOM = 32
 SIZE = 4
@@ -104,6 +104,7 @@ def in_plain_torch(folder, steps: int, smoothing: float) -> list[float]:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "ranks, words, smoothing",
     [

@@ -13,7 +13,7 @@ from megatron_ds.compat.recipes.verdict import Kind, assess
 from megatron_ds.errors import ConfigError
 from tests.harness.limits import bounded
 
-pytestmark = [pytest.mark.plan, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]
 
 TRAIN = "\ntorchrun pretrain_gpt.py --num-layers 2 --hidden-size 32 "
 DOUBLED = 'A="$A$A"\n' * 40

@@ -13,6 +13,7 @@ from megatron_ds.compat.recipes.shell_script import read_script
 from megatron_ds.compat.recipes.shell_values import shown
 from megatron_ds.compat.recipes.verdict import Kind, assess
 from megatron_ds.errors import ConfigError
+from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
 
@@ -87,7 +88,7 @@ def as_bash_runs_it(script: str, folder: Path) -> list[str]:
         ["bash", path],
         check=True,
         cwd=folder,
-        timeout=20,
+        timeout=HUNG,
         capture_output=True,
         env={"PATH": "/usr/bin:/bin", "WORDS": str(folder / "words")},
     )

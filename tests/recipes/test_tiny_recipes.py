@@ -17,7 +17,7 @@ from megatron_ds.training.pretrain import KNOWN_NAMES, RULES
 from tests.harness.pretraining import MOCK, STEPS, TINY, losses, train
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 LARGE = """
 ARGS="--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -66,6 +66,7 @@ def tiny_of(folder: Path, recipe: str):
     return shrunk(config_of(training, assessment.ranks), parsed, str(folder))
 
 
+@pytest.mark.quick
 def test_a_shrunk_recipe_keeps_its_kinds_of_layout_its_schedule_and_its_optimizer(
     tmp_path,
 ):

@@ -14,6 +14,7 @@ from megatron_ds.extensions.serving import http_service
 from megatron_ds.extensions.serving.browser_rules import BrowserRules
 from megatron_ds.extensions.serving.http_service import HttpService
 from megatron_ds.extensions.serving.refused_request import RefusedRequest
+from tests.harness.limits import HUNG
 from tests.harness.request_fuzz import fuzz
 from tests.harness.toy_generator import ToyGenerator, serving
 
@@ -31,7 +32,7 @@ def served():
 
 def until(condition):
     """Wait for a condition of another thread."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HUNG
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -39,7 +40,7 @@ def until(condition):
 
 def raw(served, data):
     """All that the server sends for some bytes, up to the end of the connection."""
-    with socket.create_connection(served.address, timeout=60) as client:
+    with socket.create_connection(served.address, timeout=HUNG) as client:
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
         found = b""
@@ -102,7 +103,7 @@ def test_what_is_wrong_with_a_request_is_answered_in_json(served, data, status, 
 
 
 def test_a_connection_serves_several_requests(served):
-    connection = http.client.HTTPConnection(*served.address, timeout=60)
+    connection = http.client.HTTPConnection(*served.address, timeout=HUNG)
     for body in ({"prompt": "a", "max_tokens": 2}, {"prompt": 1}, LONG):
         connection.request("POST", PATH, json.dumps(body))
         answer = connection.getresponse()
@@ -112,7 +113,7 @@ def test_a_connection_serves_several_requests(served):
 
 
 def test_a_body_is_read_before_an_error_so_that_a_connection_goes_on(served):
-    connection = http.client.HTTPConnection(*served.address, timeout=60)
+    connection = http.client.HTTPConnection(*served.address, timeout=HUNG)
     for path, status in (("/absent", 404), (PATH, 200)):
         connection.request("POST", path, json.dumps(LONG))
         answer = connection.getresponse()
@@ -160,7 +161,7 @@ def test_a_client_that_does_not_read_delays_no_other(served):
 
 def test_a_request_that_does_not_arrive_is_given_up(served, monkeypatch):
     monkeypatch.setattr(http_service, "ARRIVAL_SECONDS", 0.3)
-    with socket.create_connection(served.address, timeout=60) as client:
+    with socket.create_connection(served.address, timeout=HUNG) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
         assert client.recv(100) == b""
 
@@ -187,7 +188,7 @@ def test_connections_are_bounded(monkeypatch):
     monkeypatch.setattr(http_service, "MOST_CONNECTIONS", 2)
     with serving() as served:
         held = [socket.create_connection(served.address) for _ in range(2)]
-        with socket.create_connection(served.address, timeout=60) as third:
+        with socket.create_connection(served.address, timeout=HUNG) as third:
             assert third.recv(100).startswith(b"HTTP/1.1 503 ")
         for each in held:
             each.close()

@@ -19,6 +19,7 @@ from megatron_ds.extensions.serving.request_body import (
     HeldBytes,
     check_structure,
 )
+from tests.harness.limits import HUNG
 from tests.harness.toy_generator import ByteTokenizer, ToyGenerator, serving
 
 pytestmark = pytest.mark.threads
@@ -197,7 +198,7 @@ def test_large_bodies_are_read_one_at_a_time(served, monkeypatch):
 # ------------------------------------------------------------------ chunks
 def chunked(served, parts, headers=()):
     """(status, answer, whether the connection is used again) for a body in chunks."""
-    connection = http.client.HTTPConnection(*served.address, timeout=60)
+    connection = http.client.HTTPConnection(*served.address, timeout=HUNG)
     connection.request("POST", TEXTS, iter(parts), dict(headers), encode_chunked=True)
     answer = connection.getresponse()
     found = answer.status, json.loads(answer.read())
@@ -276,7 +277,7 @@ def test_a_client_that_leaves_within_its_chunks(data):
 def test_a_request_whose_end_is_not_certain_is_refused_and_ends_the_connection(
     served, head, status
 ):
-    with socket.create_connection(served.address, timeout=60) as client:
+    with socket.create_connection(served.address, timeout=HUNG) as client:
         client.sendall(b"POST /api HTTP/1.1\r\n" + head + b"\r\n\r\n{}")
         found = b""
         while part := client.recv(1 << 16):
@@ -291,7 +292,7 @@ def test_a_client_that_sends_no_more_has_its_answer(streams):
     with serving(ToyGenerator(max_length=3000, pause=0.001)) as running:
         asked = {"prompt": "a", "max_tokens": 900, "stream": streams, "seed": 1}
         body = json.dumps({**asked, "ignore_eos": True}).encode()
-        with socket.create_connection(running.address, timeout=60) as client:
+        with socket.create_connection(running.address, timeout=HUNG) as client:
             head = b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\n"
             client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             client.shutdown(socket.SHUT_WR)

@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK, run_pretrain, train
 from tests.harness.warm import warm_python
 
@@ -21,6 +22,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick
 def test_a_checkpoint_is_served_until_a_signal(checkpoint):
     words = ["serve", "--load", checkpoint, "--port", "0"]
     command = [warm_python(), "-m", "megatron_ds", *map(str, words)]
@@ -34,7 +36,7 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint):
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode()
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=HUNG) as answer:
             (choice,) = json.load(answer)["choices"]
         # Text after "1 2 3" begins with what separates the ids.
         tokens = choice["logprobs"]["tokens"]
@@ -42,7 +44,7 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint):
         assert choice["text"].startswith(" ")
     finally:
         server.send_signal(signal.SIGTERM)
-        _, errors = server.communicate(timeout=60)
+        _, errors = server.communicate(timeout=HUNG)
     assert server.returncode == 0, errors
     assert "Traceback" not in errors and "stopped by SIGTERM" in errors
 

@@ -19,7 +19,7 @@ from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 from tests.harness.toy_generator import Served, model_over
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2)]
 
 VOCAB = 258
 JOB = (

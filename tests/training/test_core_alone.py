@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import TINY
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(3, together=True)]
+pytestmark = pytest.mark.processes
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ds"
 WINGS = ("compat", "extensions")
@@ -58,7 +59,7 @@ def start(folder, program, *words):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG,
         env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},
     )
 

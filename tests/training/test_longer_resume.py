@@ -12,7 +12,7 @@ from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
 from tests.harness.pretraining import TINY, VOCAB, losses, records, run_file, train
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 CONSTANT = "--lr-decay-style constant --lr-warmup-iters 0".split()
 
 

@@ -18,7 +18,7 @@ from tests.harness.pretraining import (
 )
 from tests.harness.spoilers import poisoned, spoiled_weight
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 THIRD_STEP = range(2 * GLOBAL_BATCH, 3 * GLOBAL_BATCH)
 ONE_SAMPLE = range(2 * GLOBAL_BATCH + 3, 2 * GLOBAL_BATCH + 4)

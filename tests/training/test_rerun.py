@@ -28,11 +28,10 @@ from tests.harness.pretraining import (
     saved_state,
     train,
 )
-from tests.harness.samples import ALL
 from tests.harness.spoilers import poisoned
 from tests.harness.threads import run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2)]
+pytestmark = pytest.mark.processes
 
 LENGTH, STEP = 4, 3
 TRAIN = [*MOCK, "--train-iters", LENGTH]
@@ -79,7 +78,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[: None if ALL else 3])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.all] * (i > 2))
+        for i, name in enumerate(LAYOUTS)
+    ],
+)
 def test_a_flipped_bit_is_found_and_its_rank_is_named(layout, tmp_path):
     """The lowest bit: only the comparison of bits finds it. The end is that of a run without the fault."""
     ranks, flags = LAYOUTS[layout]

@@ -15,7 +15,6 @@ from tests.harness.pretraining import (
     saved_state,
     train,
 )
-from tests.harness.samples import ALL
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +37,7 @@ def start(folder, argv, restarts: int = 0, run: str = "abc", *more: str) -> str:
     return ended.out + ended.err
 
 
-@pytest.mark.skipif(not ALL, reason="MEGATRON_DS_TEST_ALL=1 (make test-all)")
+@pytest.mark.all
 def test_a_restart_goes_on_to_the_same_bits(tmp_path):
     start(tmp_path / "whole", MOCK)
     cut = tmp_path / "cut"
@@ -70,6 +69,7 @@ def test_another_run_in_the_folder_is_not_loaded(tmp_path):
     assert "other" in ended.err or "Add --load" in ended.err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("on_rank", [0, 1])
 def test_one_rank_that_counts_a_restart_restarts_all(tmp_path, on_rank):
     start(tmp_path, FIRST_HALF)

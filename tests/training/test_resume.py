@@ -25,7 +25,7 @@ from tests.harness.pretraining import (
 )
 from tests.harness.spoilers import killed_in_save, state_written_instead_of_training
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(4)]
+pytestmark = pytest.mark.processes
 
 HALF = STEPS // 2
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
@@ -64,6 +64,8 @@ def assert_same_run(a, b, steps=STEPS):
     assert losses(a) == losses(b)
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "ranks, flags",
     [
@@ -130,6 +132,8 @@ def test_a_lost_scaler_state_or_data_position_would_show(tmp_path):
     )
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "ranks, flags",
     [

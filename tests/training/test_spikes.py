@@ -23,9 +23,8 @@ from tests.harness.pretraining import (
     saved_state,
     train,
 )
-from tests.harness.samples import ALL
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 LENGTH = 10
 FACTOR, QUANTILE, WINDOW = 1.01, 0.5, 3
@@ -161,7 +160,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[: None if ALL else 3])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.all] * (i > 2))
+        for i, name in enumerate(LAYOUTS)
+    ],
+)
 def test_all_layouts_drop_the_same_updates(layout, whole_run, tmp_path):
     """Ranks that decided differently would hold different weights from then on, which is an error."""
     ranks, flags = LAYOUTS[layout]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.load import latest
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
     MOCK,
@@ -29,13 +30,15 @@ from tests.harness.spoilers import (
 )
 from tests.harness.warm import warm_python
 
-pytestmark = [pytest.mark.processes, pytest.mark.parts(2, together=True)]
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
 EVALUATING = ["--eval-interval", "2", "--eval-iters", "3"]
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_signal_to_any_one_rank_saves_after_the_step_and_exits_well_on_all(
@@ -249,7 +252,7 @@ def test_the_first_ctrl_c_saves_and_exits_with_code_0(tmp_path):
     try:
         read_until(process, "iteration        2/")
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
+        rest = process.communicate(timeout=HUNG)[0]
     finally:
         process.kill()
     assert process.returncode == 0, rest
@@ -279,7 +282,7 @@ def test_torchrun_that_is_terminated_leaves_a_checkpoint(tmp_path):
     try:
         read_until(process, "iteration        2/")
         process.send_signal(signal.SIGTERM)
-        rest = process.communicate(timeout=60)[0]
+        rest = process.communicate(timeout=HUNG)[0]
     finally:
         process.kill()
     assert "training ended: " in rest

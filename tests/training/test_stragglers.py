@@ -4,6 +4,7 @@ import functools
 import re
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,18 +44,23 @@ class TestSlowRanks:
 
 @contextmanager
 def slow_stage(rank: int, victim: int):
-    """The forward of the victim takes longer; others wait for it in collectives."""
+    """The forward of the victim takes 100 s more by the clocks of all ranks, which others spend waiting."""
     from megatron_ds.pipeline.stage import Stage
+    from megatron_ds.training.observe import stragglers
 
-    forward = Stage.forward
+    forward, clock, waited = Stage.forward, time.perf_counter, stragglers.waited_seconds
+    more = [0.0]
 
     def slow(self, *arguments):
-        time.sleep(0.2)
+        more[0] += 100.0
         return forward(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank == victim:
-            patch.setattr(Stage, "forward", slow)
+        patch.setattr(Stage, "forward", slow)
+        later = SimpleNamespace(perf_counter=lambda: clock() + more[0])
+        patch.setattr(stragglers, "time", later)
+        if rank != victim:
+            patch.setattr(stragglers, "waited_seconds", lambda: waited() + more[0])
         yield
 
 

@@ -22,6 +22,7 @@ from megatron_ds.pipeline.timeline import (
     typical_cost,
     write_trace,
 )
+from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.plan
@@ -168,7 +169,7 @@ def test_an_svg_is_xml_with_a_box_for_each_computation_and_a_png_is_a_png(tmp_pa
 def show(*flags, cwd=ROOT):
     command = [warm_python(), ROOT / "tools/show_schedule.py", *flags]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=None, timeout=120
+        command, capture_output=True, text=True, cwd=cwd, env=None, timeout=HUNG
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.text.indexed import IndexedWriter
+from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK, TINY, VOCAB, run_pretrain, train
 from tests.harness.warm import warm_python
 
@@ -342,6 +343,7 @@ def test_load_of_something_else_is_told(corpora, checkpoint, inside, words):
 
 
 # ---------------------------------------------------------------------- several ranks
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -426,7 +428,7 @@ def torchrun(tmp_path: Path, ranks: int, argv: list[str]) -> str:
         [*launcher, str(tmp_path / "broken.py"), *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -29,7 +29,7 @@ from tests.zero.test_zero_hierarchy import SIZES, data_groups, make_optimizer
 from tests.zero.test_zero_hierarchy import train as train_hierarchy
 from tests.zero.test_zero_layers import config_of
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 BLOCK, STEPS = 256, 3
 train = partial(engines.train, learning_rate=1e-3)  # rounding shows little

@@ -27,7 +27,7 @@ from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(2, together=True)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(2, together=True)]
 
 STEPS = 4
 

@@ -22,7 +22,7 @@ from tests.harness.samples import in_turns
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import SEQ_LENGTH, VOCAB, tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(6)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(6)]
 
 
 def config_of(layout, style="gpt2", dtype="fp32", untie=False, dropout=0.0, layers=3):

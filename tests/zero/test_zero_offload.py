@@ -14,7 +14,7 @@ from tests.harness.gradients import contribute
 from tests.harness.samples import in_turns
 from tests.harness.tiny_jobs import tiny_job
 
-pytestmark = [pytest.mark.threads, pytest.mark.parts(3)]
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(3)]
 
 
 def config_of(layout, dtype="fp32", style="gpt2"):

@@ -19,6 +19,8 @@ from tests.zero.test_zero_optimizer import train, train_rank
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "dtype, sent",
@@ -44,6 +46,8 @@ def train_quantized(*here):
     )
 
 
+@pytest.mark.quick
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("train_it", [train_hierarchy, train_quantized])
 def test_a_hierarchy_of_four_processes_gives_the_bits_of_four_threads(train_it):
     options = (4, 2, HIERARCHICAL, torch.bfloat16)
