@@ -122,6 +122,7 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     extends    name of a section of the package → a dataclass of options that the section has as a base class; only of
                features in the wings
+    is_on      (RunConfig) -> whether a run uses `layers`, `order` and `kept`, whose modules are loaded then; None: always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
@@ -153,6 +154,7 @@ class Feature:
     title: str = ""
     options: type | None = None
     formerly: str = ""
+    is_on: Callable[[Any], bool] | None = None
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
     provides: Mapping[str, Later] = field(default_factory=dict)
@@ -276,7 +278,7 @@ def the_one(
     found: dict[str, T] = {}
     for feature in features():
         asked = part(feature)
-        answer = None if asked is None else asked(config)
+        answer = asked(config) if asked is not None and used(feature, config) else None
         if answer is not None:
             found[feature.name] = answer
     if len(found) > 1:
@@ -286,8 +288,13 @@ def the_one(
     return next(iter(found.values()), None)
 
 
-def layer_changes() -> list[Callable[[list, Any, Any], list]]:
-    """Return the parts `layers` of all features, each behind those that it names in `after`."""
+def used(feature: Feature, config: Any) -> bool:
+    """Return whether a run uses a feature."""
+    return feature.is_on is None or feature.is_on(config)
+
+
+def layer_changes(config: Any) -> list[Callable[[list, Any, Any], list]]:
+    """Return the parts `layers` of the features of a run, each behind those that it names in `after`."""
     waiting = {feature.name: feature for feature in features()}
     changes: list[Callable[[list, Any, Any], list]] = []
 
@@ -295,7 +302,7 @@ def layer_changes() -> list[Callable[[list, Any, Any], list]]:
         for name in feature.after:
             if name in waiting:
                 place(waiting.pop(name))
-        if feature.layers is not None:
+        if feature.layers is not None and used(feature, config):
             changes.append(feature.layers)
 
     while waiting:

@@ -72,7 +72,7 @@ def describe_layers(
 def model_layers(config: RunConfig, ctx: ParallelContext) -> list[Layer]:
     """The layers of a run, not built, with what features make of them."""
     layers = MODELS[config.model.model](config.model, ctx)
-    for change in layer_changes():
+    for change in layer_changes(config):
         layers = change(layers, config, ctx)
     return layers
 

@@ -6,7 +6,6 @@ seed, i).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -243,16 +242,23 @@ def _open(
     config: "RunConfig",
     tokenizer: Tokenizer,
 ) -> Dataset:
-    open_dataset = open_gpt_dataset
-    if config.data.pack_documents or config.data.sft:
-        # Loaded by runs that pack documents.
-        from .packing import open_packed_dataset
+    data = config.data
+    if not data.pack_documents and not data.sft:
+        return open_gpt_dataset(
+            corpus,
+            documents,
+            title=title,
+            seq_length=config.model.seq_length,
+            num_samples=num_samples,
+            seed=config.train.seed,
+            cache=config.data.data_cache_path,
+        )
+    # Loaded by runs that pack documents.
+    from .packing import open_packed_dataset
 
-        open_dataset = open_packed_dataset
-    if config.data.sft:
+    if data.sft:
         _refuse_pairs(corpus)
-        open_dataset = partial(open_dataset, masks=LossMasks(corpus))
-    return open_dataset(
+    return open_packed_dataset(
         corpus,
         documents,
         title=title,
@@ -260,6 +266,7 @@ def _open(
         num_samples=num_samples,
         seed=config.train.seed,
         cache=config.data.data_cache_path,
+        masks=LossMasks(corpus) if data.sft else None,
     )
 
 

@@ -9,6 +9,11 @@ from .options import CurriculumConfig, RandomLTDConfig
 own = partial(Later, __package__)
 
 
+def _is_on(config: Any) -> bool:
+    curriculum = config.of(CurriculumConfig)
+    return curriculum.changes_lengths or curriculum.orders_samples
+
+
 def _kept(config: Any) -> Any:
     model = config.model
     return config.of(RandomLTDConfig).kept_tokens(model.num_layers, model.seq_length)
@@ -19,6 +24,7 @@ FEATURES = [
         "curriculum",
         title="Curriculum",
         options=CurriculumConfig,
+        is_on=_is_on,
         rules=(own(".rules:lengths"), own(".rules:samples"), own(".rules:folding")),
         lengths=Lengths(
             is_on=lambda config: config.of(CurriculumConfig).changes_lengths,
@@ -40,6 +46,7 @@ FEATURES = [
         "random_ltd",
         title="Random-LTD",
         options=RandomLTDConfig,
+        is_on=lambda config: config.of(RandomLTDConfig).random_ltd,
         formerly="routing",
         rules=(
             own(".rules:kept_tokens"),

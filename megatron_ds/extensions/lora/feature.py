@@ -12,6 +12,7 @@ FEATURES = [
         NOUN,
         title="Adapters (LoRA)",
         options=LoraConfig,
+        is_on=lambda config: config.of(LoraConfig).is_on,
         rules=(
             own(".rules:targets"),
             own(".rules:dropout"),
