@@ -122,7 +122,8 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     extends    name of a section of the package → a dataclass of options that the section has as a base class; only of
                features in the wings
-    is_on      (RunConfig) -> whether a run uses `layers`, `order` and `kept`, whose modules are loaded then; None: always
+    is_on      (RunConfig) -> whether a run uses `layers`, `order` and `kept`, whose modules are loaded then; None:
+               always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
