@@ -131,9 +131,10 @@ def with_clear_choices(job: list[str], layout: str):
 
 QUICK = with_each_value(cases(0), cost)
 CASES = [
-    pytest.param(case, id=name_of(case), marks=[pytest.mark.rest] * (case not in QUICK))
-    for seed in range(SETS)
-    for case in cases(seed)
+    pytest.param(case, id=name, marks=[pytest.mark.rest] * (case not in QUICK))
+    for name, case in {
+        name_of(case): case for seed in range(SETS) for case in cases(seed)
+    }.items()
 ]
 
 
