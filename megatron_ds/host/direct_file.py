@@ -40,8 +40,8 @@ class BlockFile(io.RawIOBase):
 
     def __init__(self):
         super().__init__()
-        # The first block is filled while the second may be on its way to the disk.
-        self._blocks = [_new_block(), None]
+        # The first block is filled. A subclass may add a second one, which is on its way to the disk meanwhile.
+        self._blocks = [_new_block()]
         # offset and bytes of the block that is filled
         self._start = 0
         self._filled = 0
@@ -160,7 +160,7 @@ class DirectFile(BlockFile):
         self._wait()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "direct-file")
-            self._blocks[1] = _new_block()
+            self._blocks.append(_new_block())
             with suppress(OSError):  # a file system without O_DIRECT
                 self._direct_fd = os.open(
                     self._path, os.O_WRONLY | O_DIRECT | os.O_CLOEXEC
@@ -185,9 +185,8 @@ class DirectFile(BlockFile):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                os.close(
-                    self._direct_fd
-                )  # the file system accepts O_DIRECT and refuses the write
+                # The file system accepts O_DIRECT and refuses the write.
+                os.close(self._direct_fd)
                 self._direct_fd = None
         _write_all(self._fd, memoryview(block), offset)
 
