@@ -291,7 +291,9 @@ class StageRunner:
             kept = live.now() - before
             self._backward(stage)
             del loss
-            held = sum(memory.nbytes for memory in workspace.values())
+            held = sum(
+                memory.nbytes for memory in workspace.values() if memory is not None
+            )
             return live.peak - kept + held, held
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
