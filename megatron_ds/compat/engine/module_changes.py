@@ -367,7 +367,8 @@ def retrain(
 def _gradients_of(zero: ZeroOptimizer) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
     for s in zero.trained:
-        for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
+        store = store_of(s)
+        for holder, gradient in zip(store.holders, store.gradients):
             if gradient.received:
                 found[holder.parameter] = gradient.view().clone()
     return found
