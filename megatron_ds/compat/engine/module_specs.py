@@ -128,7 +128,7 @@ def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
         size = SIZE_IN_NAME.match(str(getattr(p, "group_name", "")))
         if size and int(size[1]) != world.expert_parts:
             raise ConfigError(
-                f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of "
+                f"{name} is marked with group_name {size.string!r}, but expert-data groups of "
                 f"{world.expert.size} of {world.data.size} ranks mean expert-parallel groups of "
                 f"{world.expert_parts}. Use one size of expert-parallel groups in all layers."
             )
