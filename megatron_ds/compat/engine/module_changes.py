@@ -354,7 +354,8 @@ def retrain(
             if before is not None:
                 gradient.add(before)
     engine.optimizer.zero = engine.zero = zero
-    behind = dict.fromkeys((spec_of(p).name for p in late), zero.resident.num_updates)
+    names = [spec_of(p).name for p in late]
+    behind = dict.fromkeys(names, zero.resident.num_updates)
     engine.optimizer.restore_steps(engine.optimizer.missed | behind)
     engine.gradients = Gradients(engine)
     engine.backwards.recount()
