@@ -3,7 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -54,9 +54,6 @@ class PartOptimizer(torch.optim.Optimizer):
     def make_step(self) -> None:
         """Update the parameters with their gradients; these are not recorded."""
 
-    def restart(self) -> None:
-        """Set the state with which the optimizer begins, where that is not zero; before the first update."""
-
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, made when it is first asked for."""
         state = self.state[p]
@@ -77,6 +74,14 @@ class PartOptimizer(torch.optim.Optimizer):
         # A value that is loaded from torch's optimizer is a tensor.
         state["step"] = int(state["step"]) + 1
         return state
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """A torch optimizer of any class whose state does not begin with zeros."""
+
+    def restart(self) -> None:
+        """Set the state with which the optimizer begins; before the first update."""
 
 
 class HalvedOptimizer(PartOptimizer):

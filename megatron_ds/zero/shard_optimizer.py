@@ -5,7 +5,8 @@ These are 1-D and padded to whole vectors (padding has value and gradient zero a
 optimizer that needs whole tensors, whole parameters in their shape. State exists from the start, so that a
 checkpoint can be loaded into it.
 
-An optimizer of this package, a `PartOptimizer`, says how it takes a step. Others are torch's or a user's:
+An optimizer of this package, a `PartOptimizer`, says how it takes a step. Others are torch's or a user's, and one
+whose state does not begin with zeros `Restarts` before the first update.
 
 Note: grad_scale. A fused optimizer of torch divides each gradient by its attribute `grad_scale` while it reads
 it, and writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. One that
@@ -32,7 +33,12 @@ from ..errors import ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..optim.optimizers import traits_of
-from ..optim.part_optimizer import HalvedOptimizer, PartOptimizer, parameters_of
+from ..optim.part_optimizer import (
+    HalvedOptimizer,
+    PartOptimizer,
+    Restarts,
+    parameters_of,
+)
 from .layout import SlotPiece
 from .leaf_tensor import LeafTensor
 from .norm import ParameterNorms
@@ -269,7 +275,7 @@ class ShardOptimizer:
         divisor: float,
     ) -> Iterator[None]:
         """Inside, an optimizer has the numbers of a step, and gradients that it can read."""
-        if self.num_updates == 1 and isinstance(optimizer, PartOptimizer):
+        if self.num_updates == 1 and isinstance(optimizer, Restarts):
             optimizer.restart()
         for group in optimizer.param_groups if lr is not None else ():
             rate = lr[group["rate"]] if isinstance(lr, Mapping) else lr

@@ -224,9 +224,7 @@ class _Copies(nn.Module):
         for each in self.deepspeed_experts:
             # A copied parameter has lost its attributes, such as marks of tensor parallelism.
             for p, original in zip(each.parameters(), expert.parameters(), strict=True):
-                p.__dict__.update(original.__dict__)
-                p.allreduce = False
-                p.group_name = group_name
+                vars(p).update(vars(original), allreduce=False, group_name=group_name)
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         # Experts without rows are called too: at stage 3 all ranks must gather the same parameters.

@@ -26,6 +26,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...optim.part_optimizer import parameters_of
+from ...zero.leaf_tensor import LeafTensor
 from .optimizer import Group, InnerOptimizers
 
 # of the trial
@@ -237,7 +238,7 @@ def _fresh_state(client: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, An
     return dict(made.state[p])
 
 
-def _part(state: dict[str, Any], tensor: nn.Parameter) -> dict[str, Any]:
+def _part(state: dict[str, Any], tensor: LeafTensor) -> dict[str, Any]:
     """The part of a whole parameter's state for the master `tensor` of one piece; padding gets zeros."""
     piece = tensor.piece
     result = {}

@@ -315,7 +315,7 @@ def _build_engine(
     connect_routers(engine)
     record_communication(settings.profiler, world)
     for p in model.parameters():
-        p.engine = weakref.ref(engine)  # for zero.GatheredParameters
+        vars(p)["engine"] = weakref.ref(engine)  # for zero.GatheredParameters
         if type(p) in (nn.Parameter, ManagedParameter) and (p.requires_grad or layers):
             p.__class__ = EngineParameter
     return engine

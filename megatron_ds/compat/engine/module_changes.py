@@ -355,10 +355,12 @@ def retrain(
     zero.begin_step()
     for s in zero.trained:
         for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
-            if holder.parameter in summed:
-                gradient.add(summed[holder.parameter])
+            before = summed.get(holder.parameter)
+            if before is not None:
+                gradient.add(before)
     engine.optimizer.zero = engine.zero = zero
-    behind = dict.fromkeys((spec_of(p).name for p in late), zero.resident.num_updates)
+    names = [spec_of(p).name for p in late]
+    behind = dict.fromkeys(names, zero.resident.num_updates)
     engine.optimizer.restore_steps(engine.optimizer.missed | behind)
     engine.gradients = Gradients(engine)
     engine.backwards.recount()
@@ -367,7 +369,8 @@ def retrain(
 def _gradients_of(zero: ZeroOptimizer) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
     for s in zero.trained:
-        for holder, gradient in zip(s.buckets.holders, s.buckets.gradients):
+        store = store_of(s)
+        for holder, gradient in zip(store.holders, store.gradients):
             if gradient.received:
                 found[holder.parameter] = gradient.view().clone()
     return found

@@ -78,11 +78,13 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
             full_name = names.get(name, name_of(name))
-            describe(p, _spec_of(full_name, p, world.model.size))
+            spec = _spec_of(full_name, p, world.model.size)
+            describe(p, spec)
         elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
             # A spec without experts, on a parameter that is marked as one.
             full_name = names.get(name, p.spec.name)
-            describe(p, replace(p.spec, name=full_name, distinct_over=("ep",)))
+            distinct = replace(p.spec, name=full_name, distinct_over=("ep",))
+            describe(p, distinct)
         _check_shape(name, p, world)
 
 
@@ -128,7 +130,7 @@ def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
         size = SIZE_IN_NAME.match(str(getattr(p, "group_name", "")))
         if size and int(size[1]) != world.expert_parts:
             raise ConfigError(
-                f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of "
+                f"{name} is marked with group_name {size.string!r}, but expert-data groups of "
                 f"{world.expert.size} of {world.data.size} ranks mean expert-parallel groups of "
                 f"{world.expert_parts}. Use one size of expert-parallel groups in all layers."
             )
