@@ -143,7 +143,9 @@ def data_facts(config: RunConfig, identity: Mapping[str, Any]) -> Facts:
 def _order_prefixes(config: RunConfig) -> Sequence[tuple[str, str]]:
     """Return (description, prefix) of the indexes that the order of the samples is made from."""
     order = config.sample_order
-    return () if order is None else order.prefixes
+    if order is None:
+        return ()
+    return order.prefixes
 
 
 def _parts(config: RunConfig) -> Iterator[tuple[str, DataPath]]:
