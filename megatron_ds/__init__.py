@@ -89,7 +89,8 @@ def install_as_deepspeed() -> None:
 
 
 def foreign_name(module: str, name: str) -> Any:
-    """What DeepSpeed has under `name` in this module, for its `__getattr__`. Raises AttributeError."""
+    """Return the object that DeepSpeed has under `name` in this module, for its `__getattr__`. Raises
+    AttributeError."""
     # `from package import module` asks for the attribute first.
     package = sys.modules.get(module)
     folders = () if package is None else vars(package).get("__path__")
@@ -107,10 +108,8 @@ def foreign_name(module: str, name: str) -> Any:
 
 
 class _ForeignModules:
-    """Finds modules of DeepSpeed's that are no files of this package.
-
-    It is asked last, for missing ones.
-    """
+    """A finder of modules of DeepSpeed that are no files of this package. Python asks it last, for modules that
+    are missing."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

@@ -24,7 +24,7 @@ def start() -> NoReturn:
 
 
 def _print_page(print_page: Callable[[], object]) -> NoReturn:
-    """Print a page of help, of which the reader, such as `head`, may take the beginning alone."""
+    """Print a page of help. A reader such as `head` may close the pipe after the beginning."""
     try:
         try:
             print_page()

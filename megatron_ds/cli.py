@@ -51,7 +51,7 @@ from .registry import did_you_mean
 
 # All ranks raise these errors, because they follow from the same flags.
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)
-# A restart may end better after these. After other errors of this package it ends alike.
+# A restart may succeed after these errors. Other errors of this package would come again.
 PASSING = (CheckpointError, CommunicationError, DeviceMemoryError, StorageError)
 LASTING = (MeetingError, MismatchError)  # but not after these
 WAIT_SECONDS = 5.0
@@ -83,9 +83,9 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
 
 
 def _end_process(code: int) -> NoReturn:
-    """End as the interpreter does, but do not take it apart: after an error torch's store may abort the process
+    """End as the interpreter does, but do not free its objects: after an error torch's store may abort the process
     meanwhile, with another exit code."""
-    # Waits for threads, and ends those of pools, which would be waited for without it.
+    # It ends the threads of pools, which the exit functions would wait for.
     threading._shutdown()  # type: ignore[attr-defined]  # typeshed declares no private function
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -96,7 +96,8 @@ def _end_process(code: int) -> NoReturn:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, a command writes a file, whose folder is made. Raises ConfigError where it cannot be written."""
+    """Make the folder of the file that a command writes in the block. Raises ConfigError where it cannot be
+    written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -159,7 +160,6 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
             flush=True,
         )
         return 2
-    # Anything else keeps its traceback.
     except Exception:
         note_for_torchrun(os.environ, traceback.format_exc())
         raise
@@ -177,11 +177,12 @@ def note_for_torchrun(
     is_consequence: bool = False,
     is_passing: bool = True,
 ) -> None:
-    """Write the error that torchrun's summary shows for this rank.
+    """Write the error that torchrun's summary shows for this rank. is_passing: a restart may succeed, which
+    `megatron-ds launch` reads.
 
-    The summary takes the earliest failure for the cause. Other ranks fail within the same second because a
-    peer is gone, and torchrun dates a killed rank by the time at which it noticed; therefore consequences get
-    a later time. is_passing: a restart may end better, which `megatron-ds launch` reads.
+    The summary takes the earliest failure for the cause. Other ranks fail within the same second because a peer is
+    gone, and torchrun dates a killed rank by the time at which it noticed; therefore consequences get a later
+    time.
     """
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -201,7 +202,7 @@ def note_for_torchrun(
 def _must_print(env: Mapping[str, str]) -> bool:
     """Whether this rank prints an error of all ranks, because rank 0 has not failed after a wait."""
     if not rank_in(env):
-        return False  # the caller set the rank; there is no launcher
+        return False  # without a launcher, the caller has set the rank
     if not is_launched(env):
         return local_rank_in(env) == 0
     # in turns, so that the launcher ends the others after one message; its signal ends the wait
@@ -338,7 +339,7 @@ class StopRequest:
 
 
 def before_training(signal_name: str) -> str:
-    """The last line of a command that was stopped during start-up."""
+    """Return the last line of a command that was stopped during start-up."""
     return f"stopped by {signal_name} before the first step: there is nothing to save"
 
 

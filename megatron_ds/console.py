@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 # C0 and C1 controls except line feed and tab, DEL, line separators, bytes that are not UTF-8 (surrogates).
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-MOST_CHARACTERS = 200  # of a value in a message
+MOST_CHARACTERS = 200  # characters of a value that messages show
 # Not before an item of a numbered list of problems.
 _NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")
 
@@ -30,12 +30,12 @@ def one_line(text: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """An error for a terminal: one line, or one line for each item of a numbered list."""
+    """Return an error for a terminal: one line, or one line for each item of a numbered list."""
     return printable(_NEWLINE_IN_PROBLEM.sub(r"\\n", text))
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text, of a longer one the begin and its length."""
+    """Return the text; of a longer one its beginning and its length."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
@@ -108,9 +108,9 @@ def set_up_logging(
 
 
 def escape_unknown(stream: TextIO) -> None:
-    """Let the stream write characters that its encoding lacks as escapes; to print them would be an error."""
+    """Let the stream write characters that its encoding lacks as escapes, which would otherwise be an error."""
     if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
-        # A descriptor that was replaced by a pipe after Python started has no position, which this asks for.
+        # This asks for a position, which a descriptor lacks that was replaced by a pipe after Python started.
         with suppress(OSError):
             stream.reconfigure(errors="backslashreplace")
 

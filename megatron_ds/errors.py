@@ -46,7 +46,7 @@ class CheckpointError(MegatronDSError):
 
 
 class MismatchError(CheckpointError):
-    """A folder holds another run or model than the command asks for. A restart ends alike."""
+    """A folder holds another run or model than the command asks for. A restart has the same error."""
 
 
 class DataError(MegatronDSError):
@@ -58,7 +58,8 @@ class CommunicationError(MegatronDSError):
 
 
 class MeetingError(CommunicationError):
-    """A process cannot meet the others: they contradict it, or are those of another job. A restart ends alike."""
+    """A process cannot meet the others: they contradict it, or belong to another job. A restart has the same
+    error."""
 
 
 class DeviceMemoryError(MegatronDSError):

@@ -140,6 +140,8 @@ class Feature:
     order      (RunConfig) -> `config.sample_order.SampleOrder`, if the samples of one epoch have an order of their own
     kept       (RunConfig) -> `progress.kept_tokens.KeptTokens`, if some blocks process a part of each sequence
     least_length  (RunConfig) -> tokens that a sequence must have at least for its options
+    prepared   (Replica) -> what it has prepared for the first step, for the log; "" for nothing
+    dry_run    (RunConfig, Launch) -> exit code: prints the plan of --dry-run
     synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
@@ -168,6 +170,8 @@ class Feature:
     order: Callable[[Any], Any | None] | None = None
     kept: Callable[[Any], Any | None] | None = None
     least_length: Callable[[Any], int] | None = None
+    prepared: Callable[[Any], str] | None = None
+    dry_run: Callable[[Any, Any], int] | None = None
     synonyms: Mapping[str, str] = field(default_factory=dict)
     sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)
@@ -225,7 +229,7 @@ def features() -> tuple[Feature, ...]:
 class Provided(Generic[T]):
     """An object that the core takes from a feature, and does without where none has it.
 
-    The module that uses it declares it: DRY_RUN: Provided[DryRun] = Provided("dry run").
+    The module that uses it declares it: TILES: Provided[Any] = Provided("attention tiles").
     """
 
     def __init__(self, name: str):
@@ -234,6 +238,15 @@ class Provided(Generic[T]):
     def find(self) -> T | None:
         """Return the object; None where no feature has it."""
         return find_provided(self.name)
+
+    def get(self) -> T:
+        """Return the object. Raises ConfigError where no feature has it."""
+        found = self.find()
+        if found is None:
+            raise ConfigError(
+                f"{self.name}: no feature that is installed has it.{missing_wings()}"
+            )
+        return found
 
 
 def find_provided(name: str) -> Any | None:

@@ -103,7 +103,7 @@ MPI = (
         option="mpiexec with -genv MASTER_ADDR ",
     ),
 )
-# Ranks of launchers that do not set the number of ranks.
+# Variables of the rank, of launchers that do not set the number of ranks.
 LONE_RANKS = {"ALPS_APP_PE": "aprun", "PMIX_RANK": "a launcher with PMIx"}
 FAMILIES = (TORCHRUN, SLURM, *MPI)
 RANKS = tuple(family.rank for family in FAMILIES)
@@ -121,7 +121,7 @@ ENDING_LAUNCHERS = (
 )
 LAUNCHERS = (*ENDING_LAUNCHERS, SLURM.rank)
 FIRST_PORT = 20_000
-NUM_PORTS = 12_000  # below those of outgoing connections
+NUM_PORTS = 12_000  # ports below those of outgoing connections
 
 
 def variables_in(env: Mapping[str, str]) -> Variables | None:
@@ -158,7 +158,8 @@ def local_rank_in(env: Mapping[str, str]) -> int:
 
 
 def port_of_job(job: str, default: int) -> int:
-    """A port that follows from the identifier of a job: the same for all its ranks, usually another for other jobs.
+    """Return a port that follows from the identifier of a job: the same for all its ranks, and usually another for
+    other jobs.
 
     default: where there is no identifier
     """
@@ -168,7 +169,7 @@ def port_of_job(job: str, default: int) -> int:
 
 
 def unresolved(address: str) -> str:
-    """Why this host does not know an address of rank 0; "" if it does."""
+    """Return the reason why this host cannot resolve an address of rank 0; "" if it can."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -183,7 +184,7 @@ def restarts_in(env: Mapping[str, str]) -> int:
 
 
 def run_in(env: Mapping[str, str]) -> str:
-    """The identifier that the launcher gives a run that begins, the same after restarts; "" without one."""
+    """Return the identifier that the launcher gives a new run, the same after restarts; "" without one."""
     return env.get(RUN, "")
 
 
@@ -218,7 +219,7 @@ def with_local_rank(
 def local_rank_contradiction(
     env: Mapping[str, str], local_rank: int | None
 ) -> str | None:
-    """What contradicts --local-rank in the environment. A negative number means that none was given."""
+    """Return how the environment contradicts --local-rank; a negative number means that none was given."""
     name = _local_rank_name(env)
     if (
         local_rank is None
@@ -236,7 +237,7 @@ def local_rank_contradiction(
 def problems_of_local_rank(
     env: Mapping[str, str], local_rank: int | None
 ) -> Sequence[str]:
-    """What is wrong with --local-rank in this environment. A negative number means that none was given."""
+    """Return the problems of --local-rank in this environment. A negative number means that none was given."""
     if problem := local_rank_contradiction(env, local_rank):
         return (problem,)
     is_alone = not is_launched(env) and not (env.get("RANK") and env.get("WORLD_SIZE"))

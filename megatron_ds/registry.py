@@ -129,7 +129,7 @@ def _caller() -> str:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """`"; did you mean 'x'?"`, or an empty string if no known name is similar."""
+    """Return `"; did you mean 'x'?"`, or an empty string if no known name is similar."""
     folded = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
     return f"; did you mean {folded[near[0]]!r}?" if near else ""

@@ -100,7 +100,7 @@ class Batch:
         return self.seq_length if self.places is None else self.places.length
 
     def split(self, micro_batch_size: int) -> tuple["Batch", ...]:
-        """Consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
+        """Return consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
         rows = micro_batch_size * self.rows_per_sample
         return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
@@ -128,7 +128,7 @@ class Batch:
         }
 
     def to(self, device: torch.device) -> "Batch":
-        """A copy on the device; asynchronous from page-locked memory. Attention cannot read document ids on a
+        """Return a copy on the device; asynchronous from page-locked memory. Attention cannot read document ids on a
         GPU without waiting for it, so their boundaries are noted before."""
         moved = self._map(lambda t: t.to(device, non_blocking=True))
         if self.documents is None or device.type == "cpu":
@@ -136,11 +136,11 @@ class Batch:
         return replace(moved, boundaries=self.documents.boundaries)
 
     def pin(self) -> "Batch":
-        """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Return a copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(torch.Tensor.pin_memory)
 
     def keeping(self, kept: "KeptTokens | None", step: int) -> "Batch":
-        """This batch with the `kept_tokens` of a step; the batch itself if all are kept."""
+        """Return this batch with the `kept_tokens` of a step; the batch itself if all are kept."""
         return (
             self
             if kept is None
@@ -166,7 +166,7 @@ class Batch:
         ].expand(self.size, -1)
 
     def cut(self, part: SequenceSlice) -> "Batch":
-        """The tokens that a rank holds of each sequence under context parallelism; without it, this batch.
+        """Return the tokens that this rank holds of each sequence under context parallelism; without it, this batch.
 
         The order of the segments is predicted from the first token, so it counts on the first rank alone.
         """
@@ -193,19 +193,19 @@ class Batch:
         )
 
     def keep(self, index: torch.Tensor, part: SequenceSlice) -> "Batch":
-        """The tokens at index [b, k] of the whole sequences, ascending, and of these the rank's part."""
+        """Return the tokens at index [b, k] of the whole sequences, ascending, as far as this rank holds them."""
         whole = self if self.whole is None else replace(self.whole, ledger=self.ledger)
         return whole.at_places(index).cut(part)
 
     def with_ledger(self, ledger: Ledger) -> "Batch":
-        """This batch for one stage. `documents` is made once for all stages of a rank."""
+        """Return this batch for one stage. `documents` is made once for all stages of a rank."""
         _ = self.documents  # cached before the copy, so all stages share it
         batch = copy.copy(self)
         object.__setattr__(batch, "ledger", ledger)
         return batch
 
     def at_places(self, index: torch.Tensor) -> "Batch":
-        """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds.
+        """Return only the tokens at index [k] or [b, k], ascending, among those that this batch holds.
 
         Tokens keep their positions. A batch that holds some of the tokens already is narrowed further.
         """

@@ -6,7 +6,7 @@ import torch
 
 from ..host.fake_cpu import FakeCpuTensor
 
-# Of each sample, the positions at which its documents begin, ascending, without the first position.
+# The positions at which the documents of each sample begin, ascending, without the first position.
 Boundaries = tuple[tuple[int, ...], ...]
 
 
@@ -28,13 +28,13 @@ def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
-    """Positions that count from the beginning of each document, int64 [b, s]."""
+    """Return the positions that count from the beginning of each document, int64 [b, s]."""
     here = torch.arange(document_ids.shape[1], device=document_ids.device)
     return here - document_starts(document_ids)
 
 
 def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
-    """Positions at which documents begin in each sample.  document_ids: int64 [b, s] on the CPU."""
+    """Return the positions at which documents begin in each sample.  document_ids: int64 [b, s] on the CPU."""
     begins = document_ids[:, 1:] != document_ids[:, :-1]
     # Column i of `begins` compares positions i and i + 1.
     positions = (row.nonzero()[:, 0] + 1 for row in begins)
@@ -42,7 +42,8 @@ def boundaries_of(document_ids: torch.Tensor) -> Boundaries:
 
 
 def cut_boundaries(boundaries: Boundaries, length: int, count: int = 1) -> Boundaries:
-    """Boundaries of rows: each sample is cut into rows of `length` positions, of which `count` are kept."""
+    """Return the boundaries of rows: each sample is cut into rows of `length` positions, of which `count` are
+    kept."""
     rows = []
     for sample in boundaries:
         for first in range(0, count * length, length):
@@ -84,12 +85,12 @@ class Documents:
         return _foreign(self)
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """[b, 1, s, s] to add to the scores: 0 for earlier positions of its document, else -inf."""
+        """Return [b, 1, s, s] to add to the scores: 0 for earlier positions of its document, else -inf."""
         return _bias(self, dtype)
 
 
 def _differ(ids: torch.Tensor) -> torch.Tensor:
-    """bool [b, 1, s, s], rows for queries.  ids: int64 [b, s]"""
+    """Return bool [b, 1, s, s], rows for queries.  ids: int64 [b, s]"""
     of_queries = ids[:, None, :, None]
     of_keys = ids[:, None, None, :]
     return of_queries != of_keys

@@ -45,7 +45,7 @@ class Entry:
     weight: float | None
 
     def gradient(self, scale: float, tokens: Tensor | None) -> Tensor:
-        """Derivative of scale * objective by `value`.
+        """Return the derivative of scale * objective by `value`.
 
         tokens: per-token losses weigh a micro-batch by its tokens.
         """
@@ -60,7 +60,7 @@ class Entry:
         )
 
     def detached(self) -> "Entry":
-        """This entry, detached from the autograd graph."""
+        """Return this entry, detached from the autograd graph."""
         count = (
             self.count.detach() if isinstance(self.count, Tensor) else float(self.count)
         )
@@ -104,7 +104,8 @@ class Ledger:
         return entries
 
     def close(self) -> None:
-        """Ignore further additions of the same names, of layers that run again; refuse others."""
+        """Close the ledger. Layers that run again may add the same names, which are ignored; other names are
+        refused."""
         self.is_open = False
 
     def _append(

@@ -8,7 +8,7 @@
     prune      thread   of rank 0: delete old checkpoints
 
 Steps of "all" are collective and short. `is_ready` is whether this rank's thread has ended; when all ranks are ready,
-`advance` takes the next step of "all" and starts the thread behind it. An error of any rank's thread is raised
+`advance` takes the next step of "all" and starts the thread after it. An error of any rank's thread is raised
 there, on all ranks. The files are those of `save`, byte for byte. Until it is published there is no checkpoint, as
 after a crash.
 """
@@ -102,7 +102,7 @@ class BackgroundSave:
         return self._work is None or self._work.has_ended
 
     def advance(self) -> bool:
-        """Take the next step of all ranks, and start the thread behind it. Collective.
+        """Take the next step of all ranks, and start the thread after it. Collective.
 
         Waits for threads that have not ended; they then write at full speed. Returns whether the save has ended.
         Raises CheckpointError on all ranks when any rank failed; the previous checkpoint is unchanged.

@@ -9,7 +9,7 @@ from functools import singledispatch
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..mpu.agree import Failing, gather_from_all_ranks, on_all_ranks
+from ..mpu.agree import FailureWords, gather_from_all_ranks, on_all_ranks
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from .folder import probe
@@ -70,7 +70,7 @@ def check_room(
         return share, free_bytes(folder) if world.rank == 0 else None
 
     # Every rank knows its own share; rank 0 alone looks at the disk.
-    failing: Failing = {"doing": f"--save {folder}", "kind": CheckpointError}
+    failing: FailureWords = {"doing": f"--save {folder}", "kind": CheckpointError}
     found = gather_from_all_ranks(world, look, **failing)
     needed = sum(share for share, _ in found)
     free = found[0][1]

@@ -190,6 +190,7 @@ def _tensor_problems(
         or len(shape) > MOST_DIMENSIONS
     ):
         yield f"{name!r} has the invalid shape {shape}"
+    # The sizes of a chunk decide how much memory it takes, so they are compared with its bytes.
     for chunk in tensor.chunks:
         place = storage[dcp.MetadataIndex(name, chunk.offsets)]
         if not _inside(chunk, shape):

@@ -177,7 +177,9 @@ class _TensorProperties(dcp.TensorProperties):
 def _format(number: int) -> Constant:
     """A member of the memory formats by its number."""
     if not isinstance(number, int):
-        raise pickle.UnpicklingError("the number of a memory format is none")
+        raise pickle.UnpicklingError(
+            "it gives a memory format by something that is no number"
+        )
     return Constant(_FORMATS(number))
 
 
@@ -185,7 +187,7 @@ def _member(formats: Function, owner: Any, name: str) -> Constant:
     """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
     if owner is not formats or not isinstance(name, str):
         raise pickle.UnpicklingError(
-            "it names an attribute of something else than the memory formats"
+            "it reads an attribute of an object other than the memory formats"
         )
     return Constant(_FORMATS[name])
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..mpu.agree import Failing, gather_from_all_ranks, on_all_ranks, on_one_rank
+from ..mpu.agree import FailureWords, gather_from_all_ranks, on_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
@@ -147,7 +147,7 @@ def load(
 
     folder = place_of(directory)
     wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
-    failing: Failing = {
+    failing: FailureWords = {
         "doing": f"cannot load iteration {step} from {directory}",
         "kind": CheckpointError,
     }

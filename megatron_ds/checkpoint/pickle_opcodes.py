@@ -119,6 +119,7 @@ class Opcodes:
             if code == STOP:
                 kept.append((begin, at + 1, b""))
                 return at + 1, kept
+            # These two have no length before their argument.
             if self._protocol2 and code in (_MEMO, _GLOBAL):
                 at = _end_of_protocol2(content, at)
                 continue
@@ -129,6 +130,7 @@ class Opcodes:
             if at + 1 + length.size > end:
                 raise ValueError(f"byte {at} of {end}: it ends within a length")
             count = length.unpack_from(content, at + 1)[0]
+            # Wide integers can have equal hashes, so there may be few of them.
             is_wide = code == _LONG and count > 8
             wide += is_wide
             if wide > _MOST_WIDE:

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..host.direct_file import DirectFile
-from ..mpu.agree import Failing, on_one_rank
+from ..mpu.agree import FailureWords, on_one_rank
 from ..mpu.group import Group
 from ..registry import did_you_mean
 from .folder import read_regular, sync_directory, write_durably
@@ -71,7 +71,7 @@ def write_folder(
     mixture. Other files stay. Collective over `world`. Raises CheckpointError when rank 0 cannot write.
     """
     folder = Path(directory)
-    failing: Failing = {
+    failing: FailureWords = {
         "doing": f"could not write safetensors to {directory}",
         "kind": CheckpointError,
     }

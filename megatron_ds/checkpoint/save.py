@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..host.pace import Pace
-from ..mpu.agree import Failing, gather_from_all_ranks, on_one_rank
+from ..mpu.agree import FailureWords, gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
@@ -86,7 +86,7 @@ class Saving:
         self._coordinates = coordinates
         self._world = world
         self._kept = (limit, retain)
-        self._failing: Failing = {
+        self._failing: FailureWords = {
             "doing": f"could not save iteration {step} to {directory}",
             "kind": CheckpointError,
         }

@@ -183,6 +183,7 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
                 "another (shape, dtype), so they are not parts of one tensor. Give the "
                 "parameter the same full shape and dtype on all ranks."
             )
+    # Ranks that cut a tensor in different ways hold some elements twice or not at all.
     _, index = create_default_global_save_plan(list(plans))
     counts = {
         name: (_elements(t.chunks), math.prod(t.size))

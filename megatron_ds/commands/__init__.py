@@ -25,7 +25,7 @@ PRETRAIN = "training.pretrain"
 
 @dataclass(frozen=True)
 class Command:
-    """module: below the package; of a feature's command its whole name; summary: a line of the list of commands.
+    """A command. module: its name below the package, or that of a feature's command in full; summary: for the list
 
     function   takes the command line and returns the exit code
     before     flags that the command adds in front of those given

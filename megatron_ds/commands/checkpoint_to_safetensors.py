@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
             f"--output {args.output} holds the checkpoints of a run, and programs would take config.json and weights "
             "among them for another model. Give another folder."
         )
-    # The checkpoint. That of an engine's tag has no configuration.
+    # The checkpoint of an engine's tag has no configuration.
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
         raise CheckpointError(
@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_config(file: Path, run: Mapping, dtype: str) -> None:
-    """What is known of the model, for readers of the files.
+    """Write what is known of the model, for readers of the files.
 
     A config.json that another program wrote stays as it is.
     """

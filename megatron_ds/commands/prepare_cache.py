@@ -87,7 +87,7 @@ def _folders(config: RunConfig) -> list[Path]:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raises DataError: a run builds index maps in memory instead, which would be useless here."""
+    """Raise DataError for a folder that is not writable: there is no use in index maps in memory here."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -20,7 +20,7 @@ from ..version import __version__
 from .options.option import Option
 from .run import RunConfig, all_options
 
-PACKAGES = ("torch", "numpy")  # their versions decide numbers: kernels, shuffles
+PACKAGES = ("torch", "numpy")  # results depend on their versions: kernels, shuffles
 # Variables that change the precision or the order of operations. CUBLAS_WORKSPACE_CONFIG is not among them:
 # the package sets it where it is missing.
 ENVIRONMENT = (
@@ -41,7 +41,7 @@ def compared_values(
     name_of: Callable[[Option], str] = lambda option: option.flag,
     env: Mapping[str, str] = os.environ,
 ) -> dict[str, tuple[Any, str]]:
-    """name → (value, source) of everything that ranks compare before they build anything.
+    """Return name → (value, source) of everything that ranks compare before they build anything.
 
     name_of: the name of an option in messages
     """
@@ -58,7 +58,7 @@ def compared_values(
 
 
 def _versions() -> dict[str, tuple[Any, str]]:
-    """Versions of this package and of those that compute; a package of the same version may be edited."""
+    """Return the versions of this package and of those that compute; a package of the same version may be edited."""
     package = Path(__file__).parents[1]
     found: dict[str, tuple[Any, str]] = {
         "the version of megatron_ds": (__version__, ""),
@@ -88,7 +88,7 @@ def _features() -> list[str]:
 
 @cache
 def _hash_of_source(package: Path) -> str:
-    """A hash of names and contents of all Python files."""
+    """Return a hash of names and contents of all Python files."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()
@@ -97,12 +97,13 @@ def _hash_of_source(package: Path) -> str:
 
 
 def _compiled_modules(package: Path) -> list[str]:
-    """The modules that a compiler made; without one, torch's operations, which round otherwise, take their place."""
+    """Return the modules that a compiler made. In place of a missing one, torch's operations run, which round
+    differently."""
     return sorted(path.name.partition(".")[0] for path in package.rglob("*.so"))
 
 
 def _hash_of_script() -> str:
-    """A hash of the program that this process runs, which may register models and losses of its own.
+    """Return a hash of the program that this process runs, which may register models and losses of its own.
 
     Programs of the installation differ in their first line, and call this package only.
     """

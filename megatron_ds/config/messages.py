@@ -39,7 +39,7 @@ def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
 
 
 def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str]:
-    """`problem`, after its name and value, for each of these options that does not have its default."""
+    """Yield `problem`, after its name and value, for each of these options that does not have its default."""
     for path in paths:
         if not config.is_default(path):
             yield f"[{path}] {problem}"
@@ -51,21 +51,21 @@ def flag(path: str) -> str:
 
 
 def written(config: RunConfig, path: str) -> str:
-    """An option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
+    """Return an option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
     option = all_options()[path]
     source = config.sources.get(path)
     value = config.get(path)
 
-    # Not from the command line: the main flag, and where the value is from.
+    # A value that is not from the command line is named by its main flag and its source.
     if source is None:
         return f"{_with_value(option, option.flag, value)} (default)"
     if source.kind != "flag":
         return f"{_with_value(option, option.flag, value)} ({source})"
 
-    # A switch that sets the option to one value: --fp16, --swiglu.
+    # A switch such as --fp16 or --swiglu names the value itself.
     if source.name not in (option.flag, *option.flags):
         return source.name
-    # A flag whose value was left out: --tiled-mlp, without a number.
+    # A flag such as --tiled-mlp may stand without its value.
     has_default_value = option.alone is not None and value == option.alone
     if has_default_value and option.kind is not bool:
         return source.name
@@ -80,7 +80,7 @@ def _with_value(option: Option, name: str, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written after a flag."""
+    """Return a value as it is written after a flag."""
     if isinstance(value, tuple):
         return " ".join(map(value_text, value))
     if isinstance(value, bool):
@@ -94,7 +94,7 @@ def value_text(value: Any) -> str:
 
 
 def either(values: Sequence[Any]) -> str:
-    """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
+    """Return `1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
     if len(values) > 4 and _are_consecutive(values):
         return f"{values[0]} to {values[-1]}"
     # A long list keeps its beginning and its last value.
@@ -110,7 +110,7 @@ def either(values: Sequence[Any]) -> str:
 
 
 def all_of(texts: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     *first, last = texts
     return f"{', '.join(first)} and {last}" if first else last
 

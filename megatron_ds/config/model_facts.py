@@ -23,10 +23,8 @@ def facts_of_model(name: str) -> ModelFacts:
 
 def other_models() -> str:
     """Return --model with the names of those that are not causal, as advice in messages; "" without any."""
-    names = [
-        name
-        for feature in features()
-        for name, facts in feature.models.items()
-        if not facts.is_causal
-    ]
+    stated: dict[str, ModelFacts] = {}
+    for feature in features():
+        stated |= feature.models
+    names = [name for name, facts in stated.items() if not facts.is_causal]
     return f", or --model {' or '.join(names)}" if names else ""

@@ -34,7 +34,7 @@ def from_deepspeed(config: RunConfig) -> bool:
 
 
 def defaults(config: RunConfig) -> Iterator[str]:
-    """Defaults of Megatron-DeepSpeed that differ."""
+    """Yield the defaults of Megatron-DeepSpeed that differ."""
     model = config.model
     given = config.sources
     if not from_deepspeed(config):
@@ -53,19 +53,17 @@ def defaults(config: RunConfig) -> Iterator[str]:
 
 
 def capacity(config: RunConfig) -> Iterator[str]:
-    """Which tokens compete, and what remains of a token whose expert is full."""
+    """Yield notes on the tokens that compete for an expert, and on the tokens that find it full."""
     # Without a factor no token is dropped.
     model = config.model
     factor = config.source("model.moe_expert_capacity_factor")
     if model.moe_expert_capacity_factor is None:
         return
-    # The tokens that compete.
     if model.moe_capacity_scope == "sequence":
         yield (
             "the tokens of a sequence compete for the capacity of an expert, on every layout; in Megatron "
             "and DeepSpeed those of a rank do"
         )
-    # Evaluation.
     if model.moe_eval_capacity_factor is None:
         usual = (
             "Megatron-DeepSpeed's default is 1"
@@ -73,7 +71,7 @@ def capacity(config: RunConfig) -> Iterator[str]:
             else (f"in Megatron {factor} applies there too")
         )
         yield (f"evaluation drops no token without --moe-eval-capacity-factor; {usual}")
-    # What differs from DeepSpeed's gates.
+    # Users of Megatron's flags expect no gates of DeepSpeed.
     if not from_deepspeed(config):
         return
     if model.moe_router_topk == 1:

@@ -5,7 +5,7 @@ same optimizer's mathematics, and tests compare the two. An optimizer that is re
 takes the options of the whole section.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class OptimizerFacts:
 
     @property
     def own_fields(self) -> tuple[str, ...]:
-        """Fields of `OptimizerConfig` that it reads and not every optimizer reads."""
+        """Return the fields of `OptimizerConfig` that it reads, without those that every optimizer reads."""
         return (
             *(name for names in self.params.values() for name in names),
             *self.fields,
@@ -82,10 +82,15 @@ MOMENTS = {
     "eps": ("adam_eps",),
     "bias_correction": ("adam_bias_correction",),
 }
-# Rows of features are made with the names above.
-ADDED: tuple["OptimizerFacts", ...] = tuple(
-    facts.load() for feature in own_features() for facts in feature.optimizers.values()
-)
+
+
+def _added() -> Iterator[OptimizerFacts]:
+    # Rows of features are made with the names above.
+    for feature in own_features():
+        for facts in feature.optimizers.values():
+            yield facts.load()
+
+
 FACTS: Mapping[str, OptimizerFacts] = {
     facts.name: facts
     for facts in (
@@ -132,7 +137,7 @@ FACTS: Mapping[str, OptimizerFacts] = {
             ("lamb_form",),
             depends=NORMS,
         ),
-        *ADDED,
+        *_added(),
         OptimizerFacts(
             "muon",
             ("Muon",),
@@ -174,5 +179,5 @@ SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
 
 
 def facts_of(name: str | None) -> OptimizerFacts | None:
-    """The facts of an optimizer by the name of its flag; None of one that has no row."""
+    """Return the facts of an optimizer by the name of its flag; None for an optimizer without a row."""
     return None if name is None else FACTS.get(SYNONYMS.get(name, name))

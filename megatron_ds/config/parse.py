@@ -69,7 +69,6 @@ def parse(
     # What seems to be missing may be in a file that cannot be read: its problems come first.
     if not all(reading.is_complete for reading in readings):
         reject(problems)
-    # All other problems, at once.
     check(
         config,
         known,
@@ -96,7 +95,7 @@ def read(
 
 
 def version_text() -> str:
-    """Versions of this package, torch and Python, in one line. Does not import torch."""
+    """Return the versions of this package, torch and Python, in one line. Does not import torch."""
     try:
         torch = version_of("torch")
     except PackageNotFoundError:
@@ -112,7 +111,7 @@ def _read_all(
     env: Mapping[str, str] | None,
     settings: Sequence[Setting] = (),
 ) -> tuple[RunConfig, CommandLine, list[SourceReading], list[str]]:
-    """(the configuration, the command line, one reading for it and for each file, their problems)."""
+    """Return (the configuration, the command line, one reading for it and for each file, their problems)."""
     import_named(argv)
     line = read_flags(argv)
     if line.asks_for in HELP:
@@ -146,7 +145,7 @@ def assembled(
     defaults: Mapping[str, Any] | None = None,
     settings: Sequence[Setting] = (),
 ) -> tuple[RunConfig, list[str]]:
-    """(the configuration that a command line and its files describe, the problems of reading them).
+    """Return (the configuration that a command line and its files describe, the problems of reading them).
 
     defaults, settings: as of `parse`
     """
@@ -189,7 +188,6 @@ def check(
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    # The rules of the core and of the wings.
     own = (
         *NEED_RULES,
         *LAYOUT_RULES,
@@ -207,7 +205,7 @@ def check(
             *(p for p in found if not _names_one_of(p, unread)),
         ]
     )
-    # Rules of layers above, which rely on the ones before.
+    # Rules of layers above rely on the ones before, so they come last.
     higher: list[str] = []
     for rule in rules:
         higher += attempt(higher, lambda rule=rule: list(rule(config))) or []
@@ -224,7 +222,7 @@ def _names_one_of(problem: str, paths: Collection[str]) -> bool:
 
 
 def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
-    """One problem with all required options that have no value."""
+    """Yield one problem with all required options that have no value."""
     names = [
         option.flag
         for path, option in all_options().items()
@@ -238,7 +236,7 @@ def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
 
 
 def unknown_names(config: RunConfig, known: KnownNames) -> Iterator[str]:
-    """Names that are not in their registry. known: path of the option → the registry."""
+    """Yield the names that are not in their registry. known: path of the option → the registry."""
     for path, registry in known.items():
         name = config.get(path)
         if name is not None and name not in registry:

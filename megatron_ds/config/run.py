@@ -147,7 +147,7 @@ class RunConfig:
 
     @property
     def sequence_parts(self) -> int:
-        """The number of tokens of a sequence, or kept of it, is a multiple of this."""
+        """Return the number of which a sequence, or the part of it that is kept, must be a multiple."""
         parallel = self.parallel
         c = self.parallel.context_parallel_size
         t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -159,7 +159,7 @@ class RunConfig:
         return self.microbatches(self.train.global_batch_size)
 
     def microbatches(self, global_batch_size: int) -> int:
-        """Micro-batches of a step of this size, on each data-parallel rank."""
+        """Return the micro-batches of a step of this size, on each data-parallel rank."""
         return global_batch_size // (
             self.train.micro_batch_size * self.data_parallel_size
         )
@@ -213,7 +213,7 @@ class RunConfig:
         return str(self.sources.get(path, "default"))
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
-        """A copy with other values for some paths, all from one source."""
+        """Return a copy with other values for some paths, all from one source."""
         changed = {
             section: replace(
                 self.section(section),
@@ -232,7 +232,7 @@ class RunConfig:
         )
 
     def with_notes(self, notes: Mapping[str, str]) -> "RunConfig":
-        """A copy with more entries of `without_effect`."""
+        """Return a copy with more entries of `without_effect`."""
         return replace(self, without_effect={**notes, **self.without_effect})
 
 

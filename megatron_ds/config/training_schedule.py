@@ -47,13 +47,11 @@ def make_learning_rate(
 
     limits: the highest and the lowest; None: --lr and --min-lr
     """
-    # Numbers that all styles share.
     optimizer = config.optimizer
     train = config.train
     style = optimizer.lr_decay_style
     batch = train.global_batch_size
     highest, lowest = limits or (optimizer.lr, optimizer.min_lr)
-    # Over tokens.
     if counts_tokens(config):
         # A constant rate needs none.
         decay = optimizer.lr_decay_tokens or train.train_tokens or 1
@@ -69,7 +67,6 @@ def make_learning_rate(
             style=style,
             count=token_count(config),
         )
-    # Styles with spans of their own.
     if style == ONE_CYCLE:
         return CycleRate(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
     if style == RANGE_TEST:
@@ -81,13 +78,12 @@ def make_learning_rate(
             cycle.lr_range_test_step_rate,
             cycle.lr_range_test_staircase,
         )
-    # Over samples; DeepSpeed's styles count steps of one batch.
+    # DeepSpeed's styles count steps of one batch, all others samples.
     decay = _span(
         optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
     ) or train_span(train)
     if style in DEEPSPEED_STYLES:
         return _deepspeed_rate(optimizer, (highest, lowest), decay, batch)
-    # Megatron's styles.
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
     first = batch if optimizer.lr_warmup_style == "linear_from_one" else 0
@@ -154,7 +150,8 @@ def _cycle(config: RunConfig) -> Cycle:
 
 
 def counts_tokens(config: RunConfig) -> bool:
-    """Whether the learning rate counts tokens: a span, or the length of training alone, is in tokens."""
+    """Whether the learning rate counts tokens: because a span is in tokens, or because only the length of training
+    is given, in tokens."""
     optimizer = config.optimizer
     spans = ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
@@ -254,7 +251,7 @@ def _count(text: str) -> int:
 
 
 def train_span(train: TrainConfig) -> int:
-    """Samples of the whole training, whose length is in samples or iterations."""
+    """Return the samples of the whole training, whose length is in samples or iterations."""
     if train.train_samples:
         return train.train_samples
     assert train.train_iters is not None, (
@@ -264,10 +261,10 @@ def train_span(train: TrainConfig) -> int:
 
 
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
-    """A span in samples, given in one of the two units."""
+    """Return a span in samples, given in one of the two units."""
     return samples or (iterations or 0) * batch
 
 
 def _fraction(fraction: float | None, whole: float, span: float) -> float:
-    """A span that a fraction of a whole may replace."""
+    """Return the span, or the fraction of a whole that replaces it."""
     return span if fraction is None else fraction * whole

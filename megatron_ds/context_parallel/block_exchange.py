@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from ..mpu.collectives import all_gather_into_, exchange, reduce_scatter_into_
-from ..mpu.group import DONE, Group
+from ..mpu.group import DONE, Group, Work
 
 # (rank that owns a block, the block, fp32 tensor to which the gradient of this rank is to be added)
 AddGradient = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -82,8 +82,8 @@ class Ring:
         total = torch.zeros_like(own, dtype=torch.float32)
         blocks = self.forward(own, group)
         add(*next(blocks), total)
-        work = DONE
-        coming = None
+        work: Work = DONE
+        coming: torch.Tensor | None = None
         for owner, block in blocks:
             gradient = torch.zeros_like(total)
             add(owner, block, gradient)

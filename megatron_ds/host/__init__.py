@@ -29,11 +29,10 @@ COMPILED = {
 def load_compiled(
     name: str, what: str, instead: str, logger: logging.Logger
 ) -> ModuleType | Any:
-    """The compiled module `name`; None, with a warning, if `pip install` found no compiler.
+    """Return the compiled module `name`; None, with a warning, if `pip install` found no compiler. One warning stands
+    for all modules if none is compiled.
 
-    Where no module is compiled at all, one warning stands for all of them.
-
-    what: the module in the warning.  instead: the consequence, for the warning
+    what: the module in the warning. instead: the consequence, for the warning
     """
     try:
         return importlib.import_module(f"megatron_ds.{name}")

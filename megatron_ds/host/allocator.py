@@ -69,14 +69,14 @@ class AllocatorSetting:
         return f"allocator: {self.name}, {self.effect}"
 
 
-_SETTINGS: list[AllocatorSetting] = []  # of this process, at most one
+_SETTINGS: list[AllocatorSetting] = []  # the setting of this process, once it is made
 
 
 def set_allocator(keep_freed: bool) -> AllocatorSetting:
-    """Keep freed memory in this process, or return it to the system. The result is what is in force.
+    """Keep freed memory in this process, or return it to the system; returns the setting that is in force.
 
-    Once per process, before communication threads exist, as a thread chooses its arena when it starts, and
-    before torch's first allocation on the CPU.
+    To be called once in a process: before communication threads exist, as a thread chooses its arena when it
+    starts, and before torch's first allocation on the CPU.
     """
     setting = AllocatorSetting("that of the system", OWN)
     if sys.platform.startswith("linux"):
@@ -94,7 +94,7 @@ def configure(process: Process, keep_freed: bool) -> AllocatorSetting:
     """Configure the allocator that serves malloc in a process."""
     file = library_of(process.malloc)
     for symbol, settle in ALLOCATORS.items():
-        # A library may have the symbol and serve other allocations than those of malloc.
+        # A library may have the symbol, and not be the one that serves malloc.
         if (function := getattr(process, symbol, None)) is not None and library_of(
             function
         ) == file:
@@ -117,7 +117,7 @@ class _Found(ctypes.Structure):
 
 
 def library_of(function: Any) -> str:
-    """The file that has the code of a C function; "" if it cannot be found."""
+    """Return the file that has the code of a C function; "" if it cannot be found."""
     found = _Found()
     find = ctypes.CDLL(None).dladdr
     find.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Found)]
@@ -140,9 +140,9 @@ def _set_glibc(process: Process, keep_freed: bool) -> AllocatorSetting:
 
 
 def _set_jemalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
-    """All arenas return the pages of freed blocks at once, or never.
+    """Let all arenas return the pages of freed blocks at once, or never.
 
-    The index of all arenas, 4096, is refused with these names (jemalloc 5.3.0): each arena is set.
+    jemalloc 5.3.0 refuses the index of all arenas, 4096, for these names, so each arena is set.
     """
     read, write = _jemalloc_calls(process)
     _, version = read("version", ctypes.c_char_p)
@@ -218,7 +218,7 @@ def _set_mimalloc(process: Process, keep_freed: bool) -> AllocatorSetting:
 
 
 def _mimalloc_options(process: Process) -> list[tuple[str, str]]:
-    """Name and value of each option, in the order of their numbers."""
+    """Return the name and value of each option, in the order of their numbers."""
     parts: list[bytes] = []
     add = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)(
         lambda text, _: parts.append(text)

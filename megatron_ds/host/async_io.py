@@ -46,7 +46,7 @@ class Transfer(Protocol):
 
 
 class Then:
-    """A work and an action that follows it, performed once, in the first `wait`."""
+    """A transfer and an action that follows it. The first `wait` performs the action once."""
 
     __slots__ = ("_work", "_action")
 
@@ -135,7 +135,7 @@ def make_io(
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
+    """Return [numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
     return anonymous_zeros(numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
 
@@ -172,7 +172,7 @@ class _ThreadWork:
     blocks: list[concurrent.futures.Future]
 
     def wait(self) -> None:
-        # Wait for all of them: none may still be writing.
+        # An error must not return while other blocks are still written, so all are waited for.
         results = [block.result() for block in self.blocks]
         errors = [error for _, error in results if error]
         self.request.check(
@@ -183,14 +183,14 @@ class _ThreadWork:
 def _move_block(
     writes: bool, fd: int, view: memoryview, offset: int
 ) -> tuple[int, int]:
-    """(bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
+    """Return (bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
     move = os.pwritev if writes else os.preadv
     done = 0
     try:
         while done < len(view) and (moved := move(fd, [view[done:]], offset + done)):
             done += moved
     except OSError as error:
-        # After a short direct read the rest is no longer aligned. It was short because the file ends.
+        # The file ends there: a direct read that was short leaves a rest that is not aligned, which is refused.
         at_end = done and error.errno == errno.EINVAL and not writes
         return done, 0 if at_end else error.errno or errno.EIO
     return done, 0
@@ -270,7 +270,7 @@ def _log_threads(reason: str) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8. Raises ValueError for a tensor on a GPU or not contiguous."""
+    """Return the same memory as uint8. Raises ValueError for a tensor that is on a GPU or not contiguous."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         how = "" if tensor.is_contiguous() else "not "
         raise ValueError(

@@ -13,21 +13,27 @@ from torch.autograd.function import Function, once_differentiable
 
 
 class Halves(NamedTuple):
-    """The forward and the backward of an operation, for a function of autograd that computes several operations. They
-    run without autograd."""
+    """The forward and the backward of an operation, without autograd, for a function of autograd that joins
+    several operations."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
     def of(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates an implementation of the operation. Its attribute `halves` is then this pair."""
+        """Decorate an implementation of the operation: `halves_of` then finds this pair."""
         vars(implementation)["halves"] = self
         return implementation
 
 
+def halves_of(implementation: Callable[..., Any]) -> Halves | None:
+    """Return the halves of an implementation; None where it has none."""
+    return getattr(implementation, "halves", None)
+
+
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` for calls outside of torch.func's transforms, inside of which torch raises RuntimeError."""
-    return super(Function, function).apply  # type: ignore[misc]  # torch declares no base class of it
+    """Return `function.apply` for calls outside of torch.func's transforms, inside of which torch raises
+    RuntimeError."""
+    return super(Function, function).apply  # type: ignore[misc]  # of a class of C, absent in torch's stubs
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

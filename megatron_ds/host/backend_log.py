@@ -16,7 +16,8 @@ ERROR = 2
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Inside, torch's C++ code prints errors only, in all threads; no change where its level is not found."""
+    """Let torch's C++ code print errors only, in all threads, during the block; nothing changes where its level is
+    not found."""
     level = _level()
     if level is None:
         yield

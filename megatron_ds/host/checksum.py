@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 P = 0xEDB88320  # without its coefficient of x**32
 ONE = 1 << 31  # x**0
-SHORT = 4096  # bytes: zlib is called in less time
+SHORT = 4096  # bytes, below which a call of zlib takes less time
 
 
 def crc32(data: Any, value: int = 0) -> int:
-    """CRC-32 of a contiguous buffer, continued from that of the bytes before it, as zlib.crc32."""
+    """Return the CRC-32 of a contiguous buffer, continued from that of the bytes before it, as zlib.crc32 does."""
     view = memoryview(data)
     return (zlib.crc32 if view.nbytes < SHORT else _compiled())(view, value)
 
@@ -43,7 +43,8 @@ def _compiled() -> Callable[[memoryview, int], int]:
 
 
 def crc32_of_rest(before: int, after: int, length: int) -> int:
-    """CRC-32 of the last `length` bytes of a file, from those of the file without and with them."""
+    """Return the CRC-32 of the last `length` bytes of a file, from those of the whole file and of the bytes
+    before."""
     # x**0, x**8
     power = ONE
     square = ONE >> 8

@@ -11,7 +11,8 @@ THREADS = 4  # hashlib releases the interpreter lock
 
 
 def content_hash(arrays: Iterable[np.ndarray]) -> str:
-    """A hash of the bytes of contiguous arrays: SHA-256 of that of each block of 16 MiB. Reads all of them."""
+    """Return a hash of the bytes of contiguous arrays: the SHA-256 of the SHA-256 of each block of 16 MiB. Reads
+    all of them."""
     blocks = []
     for array in arrays:
         flat = np.zeros(0, np.uint8)
@@ -23,7 +24,7 @@ def content_hash(arrays: Iterable[np.ndarray]) -> str:
     whole = hashlib.sha256()
     with ThreadPoolExecutor(THREADS) as pool:
         for parts in blocks:
-            # The number of blocks keeps arrays apart.
+            # With the number of blocks of each array, the same bytes in other arrays have another hash.
             count = len(parts)
             whole.update(count.to_bytes(8, "little"))
             for digest in pool.map(_digest, parts):

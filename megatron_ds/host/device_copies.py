@@ -10,7 +10,7 @@ import torch
 
 
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on the device; the tensor itself where the device is the CPU. The host does not wait."""
+    """Return a CPU tensor on the device; the tensor itself where the device is the CPU. The host does not wait."""
     if device.type == "cpu":
         return numbers
     return (numbers.pin_memory() if device.type == "cuda" else numbers).to(

@@ -40,9 +40,9 @@ class BlockFile(io.RawIOBase):
 
     def __init__(self):
         super().__init__()
-        # The one that is filled, and the one that may be in flight.
+        # The first block is filled while the second may be on its way to the disk.
         self._blocks = [_new_block(), None]
-        # of the block that is filled: its offset, its bytes
+        # offset and bytes of the block that is filled
         self._start = 0
         self._filled = 0
 
@@ -59,7 +59,7 @@ class BlockFile(io.RawIOBase):
         raise NotImplementedError
 
     def tell(self) -> int:
-        """Number of bytes written."""
+        """Return the number of bytes written."""
         return self._start + self._filled
 
     def write(self, data) -> int:
@@ -97,7 +97,7 @@ class BlockFile(io.RawIOBase):
             done += count
 
     def appended(self, content: memoryview) -> None:
-        """Called with all bytes of the file, part by part, after each was copied into a block."""
+        """Take notice of bytes after they were copied into a block. All bytes of the file pass here, part by part."""
 
     def _add(self, count: int) -> None:
         self.appended(memoryview(self._blocks[0])[self._filled : self._filled + count])
@@ -185,13 +185,15 @@ class DirectFile(BlockFile):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                os.close(self._direct_fd)  # opened, but refused when it is used
+                os.close(
+                    self._direct_fd
+                )  # the file system accepts O_DIRECT and refuses the write
                 self._direct_fd = None
         _write_all(self._fd, memoryview(block), offset)
 
 
 def _new_block() -> mmap.mmap:
-    """Memory that begins at a page, as O_DIRECT needs it; pages are allocated when they are touched."""
+    """Return memory that begins at a page, as O_DIRECT needs it; pages are allocated when they are touched."""
     return mmap.mmap(-1, BLOCK)
 
 
@@ -204,12 +206,12 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
 
 @singledispatch
 def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tensor:
-    """uint8 [length], the bytes from `offset` on; fewer if the file ends before. Raises OSError."""
+    """Return uint8 [length], the bytes from `offset` on; fewer if the file ends before. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = max(0, min(length, os.fstat(fd).st_size - offset))
         if length >= LEAST_DIRECT and O_DIRECT and not _is_cached(fd, offset, length):
-            # No O_DIRECT here; an error of the disk is found once more.
+            # The file system may lack O_DIRECT. An error of the disk occurs again in the read below.
             with suppress(OSError):
                 return _read_pages(path, offset, length)
         found = torch.empty(length, dtype=torch.uint8)
@@ -245,7 +247,7 @@ def _read_pages(path: str | os.PathLike, offset: int, length: int) -> torch.Tens
 
 
 def _read_all(fd: int, target: torch.Tensor, offset: int, least: int) -> int:
-    """Fill `target` until `least` bytes are there; the number read, less than that where the file ends."""
+    """Fill `target` until `least` bytes are read, and return their number; it is less where the file ends."""
     view = target.numpy().data
     done = 0
     while done < least and (count := os.preadv(fd, [view[done:]], offset + done)):

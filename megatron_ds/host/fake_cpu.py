@@ -19,7 +19,7 @@ from .known_results import META, result_of
 
 CPU = torch.device("cpu")
 DEVICE_OF = torch.ops.prim.device.default
-# What torch.tensor and torch.as_tensor call with the values that they have read.
+# torch.tensor and torch.as_tensor call it with the values that they have read.
 LIFT = torch.ops.aten.lift_fresh.default
 
 # True while the code of an operation for the meta device runs, which must see tensors of that device.
@@ -57,7 +57,7 @@ class FakeCpuTensor(torch.Tensor):
 
 
 class FakeCpu(DispatchMode):
-    """Within the context new tensors on the CPU are FakeCpuTensors."""
+    """A context in which new tensors on the CPU are FakeCpuTensors."""
 
     def __torch_dispatch__(
         self,
@@ -70,7 +70,7 @@ class FakeCpu(DispatchMode):
 
 
 def _run(function: OpOverload, args: tuple, kwargs: dict) -> object:
-    """The result of the code for the meta device, as tensors of a CPU."""
+    """Run the operation's code for the meta device, and return its result as tensors of a CPU."""
     if function is DEVICE_OF:
         return args[0].device
     if function is LIFT:
@@ -94,7 +94,7 @@ def _has_tensor(args: tuple) -> bool:
 
 
 def _as_fake(result: object, function: OpOverload) -> object:
-    """The tensors of a result as FakeCpuTensors; an operation in place returns one of its own.
+    """Return a result with its tensors as FakeCpuTensors; an operation in place returns one that exists already.
 
     Raises RuntimeError if the result is a tensor with values.
     """

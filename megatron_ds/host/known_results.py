@@ -21,7 +21,7 @@ _known: dict[tuple, Known] = {}
 
 
 class KnownResults(DispatchMode):
-    """Within the context results on the meta device are made from those that are known."""
+    """A context in which known results on the meta device are not computed again."""
 
     def __torch_dispatch__(
         self,
@@ -34,7 +34,7 @@ class KnownResults(DispatchMode):
 
 
 def result_of(function: OpOverload, args: tuple, kwargs: dict) -> object:
-    """What the operation returns for tensors on the meta device; called below the dispatch of modes.
+    """Return what the operation returns for tensors on the meta device. It is called below the dispatch of modes.
 
     Operations that return views, or tensors with values, run each time.
     """
@@ -52,7 +52,7 @@ def result_of(function: OpOverload, args: tuple, kwargs: dict) -> object:
     if known is not None:
         return _made(*known)
 
-    # The first time; an operation that gives an argument another form runs each time.
+    # An operation that gives an argument another form is not learned, and runs each time.
     before = [_form(t) for t in _tensors(given)]
     result = function(*args, **kwargs)
     after = [_form(t) for t in _tensors(given)]
@@ -63,7 +63,7 @@ def result_of(function: OpOverload, args: tuple, kwargs: dict) -> object:
 
 @functools.cache
 def _is_in_python(function: OpOverload) -> bool:
-    """Whether torch may have Python code for the operation's shapes, and its result shares no memory with its
+    """Whether torch may work out the shapes of the operation in Python, and its result shares no memory with its
     arguments, except if it is one of them."""
     schema = function._schema
     if not schema.is_mutable:
@@ -115,7 +115,7 @@ def _fills_storage(t: torch.Tensor) -> bool:
 
 
 def _made(kind: type, forms: tuple) -> object:
-    """New tensors of these forms."""
+    """Return new tensors of these forms."""
     parts = [form and _new(*form) for form in forms]
     if kind is torch.Tensor:
         return parts[0]
@@ -135,7 +135,8 @@ def _form(t: torch.Tensor) -> tuple:
 
 
 def _description(value: object) -> object:
-    """What the result depends on; a list, which cannot be a key, for a tensor with values."""
+    """Return the properties of an argument on which the result depends. For a tensor with values it is a list,
+    which cannot be a key."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return type(value), *_form(value)

@@ -44,7 +44,7 @@ def huge_page_zeros(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
+    """Return torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
     nbytes = numel * dtype.itemsize
     is_large = nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     if torch.device(device).type != "cpu" or not is_large:
@@ -53,7 +53,7 @@ def huge_page_zeros(
 
 
 def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
+    """Return a CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
     # The tensor keeps the map alive.
     return torch.frombuffer(
         huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel
@@ -61,7 +61,7 @@ def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
-    """Private memory of zeros, starting at a page boundary; on huge pages if it fills two."""
+    """Return private memory of zeros, starting at a page boundary; on huge pages if it fills two."""
     private = (
         {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
         if hasattr(mmap, "MAP_ANONYMOUS")
@@ -69,7 +69,7 @@ def huge_pages(nbytes: int) -> mmap.mmap:
     )
     pages = mmap.mmap(-1, nbytes, **private)
     if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Before the first touch, which allocates a page.
+        # The advice must come before the first access, which allocates a page.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -89,7 +89,7 @@ class FileMap:
         self._bytes = memory_at(self._address, length)
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """[numel], from the start of the map."""
+        """Return [numel], from the start of the map."""
         return torch.frombuffer(self._bytes, dtype=dtype, count=numel)
 
     def flush(self) -> None:
@@ -105,7 +105,8 @@ class FileMap:
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """The calls that Python's `mmap` lacks, or makes with the interpreter's lock held."""
+    """Return the C library for calls that Python's `mmap` lacks, or makes while it holds the lock of the
+    interpreter."""
     library = ctypes.CDLL(None, use_errno=True)
     address = ctypes.c_void_p
     size = ctypes.c_size_t
@@ -122,7 +123,7 @@ def libc() -> ctypes.CDLL:
 
 
 def memory_at(address: int, nbytes: int) -> ctypes.Array:
-    """A buffer over mapped memory, which is unmapped with the last reference to the buffer.
+    """Return a buffer over mapped memory, which is unmapped with the last reference to the buffer.
 
     Not at exit: tensors may be used until the very end, and the kernel cleans up.
     """
@@ -177,7 +178,7 @@ class SharedPages:
         weakref.finalize(self, _close, files).atexit = False
 
     def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """(first byte, uint8 [nbytes] of zeros) in this rank's file. Raises OSError where there is no room.
+        """Return (first byte, uint8 [nbytes] of zeros) in this rank's file. Raises OSError where there is no room.
 
         Ranks that make the same calls get the same first bytes.
         """
@@ -194,7 +195,7 @@ class SharedPages:
         return start, torch.frombuffer(memory, dtype=torch.uint8)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """torch.zeros(numel) in this rank's file. Raises OSError where there is no room."""
+        """Return torch.zeros(numel) in this rank's file. Raises OSError where there is no room."""
         return self.allocate(numel * dtype.itemsize)[1].view(dtype)
 
     def start_of(self, tensor: torch.Tensor) -> int | None:
@@ -210,7 +211,7 @@ class SharedPages:
         )
 
     def view(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
+        """Return uint8 [nbytes], bytes of a rank's file from `start` on, for reading only. Raises OSError.
 
         Pages that were read count as the process's own memory until `drop`.
         """
@@ -263,7 +264,7 @@ class Mapping:
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
         self._pieces: list[
             tuple[memoryview, int, int]
-        ] = []  # where, file, from which byte on
+        ] = []  # (address, file, first byte in it)
         for part in parts:
             assert part.start % PAGE == begin % PAGE, (
                 "a part begins at another offset within a page"
@@ -301,7 +302,7 @@ class Mapping:
             libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE),
             self._span[1],
         )
-        # All pages at once; a kernel before 5.14 refuses, and maps each page when it is read.
+        # Map all pages at once. A kernel before 5.14 refuses, and then maps each page when it is read.
         libc().madvise(*self._span, _MADV_POPULATE_READ)
         for piece, file, start in self._pieces:
             count = os.preadv(file, [piece], start)
@@ -316,7 +317,7 @@ class Mapping:
 
 
 def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | None:
-    """Memory that all ranks can map; None where they are on several hosts, or not on Linux.
+    """Return memory that all ranks can map; None if they are on several hosts, or not on Linux.
 
     rank: the position of this one. exchange: an all-gather of objects. Collective over its ranks.
     """
@@ -339,7 +340,8 @@ def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | 
 
 
 def _host() -> tuple[str, str, str] | None:
-    """Equal for two processes that see each other's process ids; None where this does not work."""
+    """Return a value that is equal for two processes if each sees the process id of the other; None where this
+    does not work."""
     try:
         if platform.machine() not in _MACHINES:
             return None
@@ -352,12 +354,12 @@ def _host() -> tuple[str, str, str] | None:
 def _make_file(name: str) -> int | None:
     try:
         return os.memfd_create(name)
-    except (AttributeError, OSError):  # not on Linux; or the system forbids it
+    except (AttributeError, OSError):  # the system is not Linux, or forbids it
         return None
 
 
 def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
-    """(descriptors of all ranks' files, up to the first that cannot be opened; the reason, or "")"""
+    """Return (descriptors of all ranks' files, up to the first that cannot be opened; the reason, or "")"""
     files: list[int] = []
     trouble = ""
     for position, (_, pid, file, name) in enumerate(entries):

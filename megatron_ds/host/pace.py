@@ -23,10 +23,8 @@ class Pace:
         self._is_stopped = False
 
     def pause(self) -> None:
-        """Sleep as long as the processor time since the last call asks for; not behind `hurry`.
-
-        Raises MegatronDSError behind `stop`.
-        """
+        """Sleep as long as the share asks for after the processor time since the last call; not at all after
+        `hurry`. Raises MegatronDSError after `stop`."""
         used = time.thread_time()
         if self._used is not None:
             self._hurried.wait((used - self._used) * (1 / self._share - 1))
@@ -34,17 +32,17 @@ class Pace:
         self._used = time.thread_time()
 
     def checked(self, parts: Iterable[T]) -> Iterator[T]:
-        """The parts of the work, without pauses. Raises MegatronDSError behind `stop`."""
+        """Yield the parts of the work without pauses. Raises MegatronDSError after `stop`."""
         for part in parts:
             self._check()
             yield part
 
     def hurry(self) -> None:
-        """End the pause and all later ones: something waits for the thread. Called by another thread."""
+        """End the pause and all later ones, because something waits for the thread. Called by another thread."""
         self._hurried.set()
 
     def stop(self) -> None:
-        """End the work: the process ends. Called by another thread."""
+        """End the work, because the process ends. Called by another thread."""
         self._is_stopped = True
         self.hurry()
 

@@ -20,7 +20,7 @@ from .side_streams import Mark
 
 
 def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat CPU tensor of zeros, from and to which a GPU copies while the host goes on.
+    """Return a flat CPU tensor of zeros, with which a GPU exchanges data while the host goes on.
 
     When its last view is freed, the host waits for the device and returns the pages. Raises MegatronDSError when
     the driver does not lock them.
@@ -48,13 +48,13 @@ def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def _unlock(
     wait: Callable[[], None], runtime: Any, address: int, pages: mmap.mmap
 ) -> None:
-    """Unlock pages, which stay mapped until then, when no copy uses them any more."""
+    """Unlock pages when no copy uses them any more. They stay mapped until then."""
     wait()
     runtime.cudaHostUnregister(address)
 
 
 class PageLockedPool:
-    """Buffers that are lent and given back. There are as many as were ever lent at a time.
+    """Buffers that are lent and given back; never more of them than were lent at one time.
 
     A buffer may be given back with a mark behind its last use by a stream. Its next use waits for the mark, unless
     the streams have this order anyway.
@@ -66,11 +66,11 @@ class PageLockedPool:
         )
 
     def borrow(self, nbytes: int) -> tuple[torch.Tensor, Mark]:
-        """(uint8 [nbytes], what to wait for before it is written): the one that was given back first, or a new
-        one."""
+        """Return (uint8 [nbytes], what to wait for before it is written). The buffer is the one that was given
+        back first, or a new one."""
         free = self._free[nbytes]
         return free.popleft() if free else (page_locked(nbytes, torch.uint8), Mark())
 
     def give(self, buffer: torch.Tensor, mark: Mark | None = None) -> None:
-        """Take a buffer back. mark: behind its last use."""
+        """Take a buffer back. mark: a point behind its last use."""
         self._free[buffer.numel()].append((buffer, mark or Mark()))

@@ -50,23 +50,24 @@ RING_START = FLAGS_START + 64
 MOST_WORDS = 200
 # number, nanoseconds, step, collective number, micro-batch, stage, phase, instruction, collective, -, number
 ENTRY = struct.Struct("<QqqIihBBBxxxQ")
-ENDS = struct.Struct("<Q32xQ")  # the two numbers of an entry
+ENDS = struct.Struct(
+    "<Q32xQ"
+)  # the number of an entry, which stands at its beginning and at its end
 # nanoseconds of the look, and of the last change, step, done, launched, moment, micro-batch, stage, instruction, -, of
 # the look
 DEVICE = struct.Struct("<QQqIIIihBxQ")
 BEHIND_ALL = (1 << 32) - 1  # moment of a device that has done all instructions
 
-# What a rank waits for.
 NOT_WAITING = 0
 FOR_RANKS = 1
 FOR_DEVICE = 2
 
-# A request for the record of collectives.
+# States of a request for the record of collectives.
 WANTED = 1
 ANSWERED = 2
 BYTES = RING_START + RING * ENTRY.size
 
-# Phases. A rank may take long in all but the first two, and what a program around an engine does is not known.
+# Phases. Only the first two are quick in any run: what a program around an engine does is not known.
 TRAINING = "training"
 EVALUATING = "evaluating"
 STARTING = "starting"
@@ -155,7 +156,7 @@ class PlaceWriter:
         self._phase_name = PROGRAM
         self._words_end = WORDS_START
         self._number = 0
-        # what the next entry has
+        # values of the next entry
         self._step = 0
         self._phase = self._word(PROGRAM)
         self._instruction = self._word("")
@@ -177,7 +178,7 @@ class PlaceWriter:
         self._phase = self._word(phase)
 
     def step(self, done: int, phase: str = TRAINING) -> None:
-        """done: steps that are complete; phase: of what follows"""
+        """Write that the steps `done` are complete, and that `phase` follows."""
         self._step = done
         self._enter(phase)
         self._instruction = self._word("")
@@ -186,7 +187,7 @@ class PlaceWriter:
         self._write()
 
     def instruction(self, op: str, stage: int, microbatch: int | None) -> None:
-        """An instruction of the pipeline begins."""
+        """Write that an instruction of the pipeline begins."""
         word = self._words.get(op)
         self._instruction = self._word(op) if word is None else word
         self._stage = stage
@@ -194,7 +195,7 @@ class PlaceWriter:
         self._write()
 
     def collective(self, operation: str, axes: str) -> None:
-        """A collective begins."""
+        """Write that a collective begins."""
         word = self._words.get((operation, axes))
         self._collective = (
             self._word((operation, axes), f"{operation} over {axes}")
@@ -205,7 +206,7 @@ class PlaceWriter:
         self._write()
 
     def wait(self, what: int) -> None:
-        """what: for which this rank waits from now on: FOR_RANKS, FOR_DEVICE or NOT_WAITING"""
+        """Write for what this rank waits from now on: FOR_RANKS, FOR_DEVICE or NOT_WAITING."""
         self._map[FLAGS_START] = what
 
     def device(self, entry: DeviceEntry) -> None:
@@ -227,11 +228,11 @@ class PlaceWriter:
 
     @property
     def completed_steps(self) -> int:
-        """Steps that are complete, of the next entry."""
+        """Return the number of steps that the next entry has as complete."""
         return self._step
 
     def answer_requests(self) -> None:
-        """From now on this rank answers requests for the record of its collectives."""
+        """Write that this rank answers requests for the record of its collectives from now on."""
         self._map[ANSWERS] = 1
 
     def is_record_wanted(self) -> bool:
@@ -261,7 +262,8 @@ class PlaceWriter:
         )
 
     def _word(self, key: Hashable, text: str | None = None) -> int:
-        """The number of a word; a new one is written to the table. The last number stands for all that do not fit."""
+        """Return the number of a word; a new one is written to the table. All words that do not fit share the last
+        number."""
         found = self._words.get(key)
         if found is not None:
             return found
@@ -357,8 +359,11 @@ _writer: list[PlaceWriter] = []
 
 
 def open_places(environ: MutableMapping[str, str], rank: int) -> None:
-    """From now on the places of this process are written, if the launcher gave it a file. Stacks are then printed
-    at the signal STACKS. A file is for one process: its children get none."""
+    """Begin to write the places of this process, if the launcher gave it a file, and print stacks at the signal
+    STACKS.
+
+    A file is for one process: its children get none.
+    """
     path = environ.pop(PLACES_FILE, "")
     if not path or _writer:
         return
@@ -376,12 +381,12 @@ def open_places(environ: MutableMapping[str, str], rank: int) -> None:
 
 
 def writer() -> PlaceWriter | None:
-    """What writes the places of this process; None where they are not watched."""
+    """Return the writer of the places of this process; None where they are not watched."""
     return _writer[0] if _writer else None
 
 
 class _Waiting:
-    """A context in which this rank waits for other ranks. The thread that trains enters it, no other one.
+    """A context in which this rank waits for other ranks. Only the thread that trains enters it.
 
     what: FOR_RANKS; FOR_DEVICE by way of its device, whose work includes collectives
     """

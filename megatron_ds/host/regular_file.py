@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from ..errors import MegatronDSError
 
-OPENED = ("/dev/fd/", "/proc/self/fd/")  # paths of what this process has open
+OPENED = ("/dev/fd/", "/proc/self/fd/")  # paths of the files that this process has open
 MOST_TEXT = 64 << 20  # bytes of a text that a user names and that is kept in memory
 
 
@@ -76,8 +76,9 @@ def read_regular(
 
 
 def open_to_append(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
-    """The file, opened to append bytes, and created if it is absent. Raises `error` for a link, a file with
-    several names and what is not regular, and OSError.
+    """Open the file to append bytes, and create it if it is absent.
+
+    Raises `error` for a link, a file with several names and anything that is not regular, and OSError.
     """
     flags = (
         os.O_WRONLY
@@ -105,9 +106,9 @@ def open_to_append(path: Path | str, error: type[MegatronDSError]) -> BinaryIO:
 
 
 def write_text(path: Path | str, text: str, error: type[MegatronDSError]) -> None:
-    """Write a file that a user names. Raises `error` for what is there and is not regular, and OSError.
+    """Write a file that a user names. Raises `error` for an existing path that is not a regular file, and OSError.
 
-    A pipe would be waited for, until it has a reader.
+    A pipe would be waited for until it has a reader.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     refusal = error(f"{path} is not a regular file. Give the name of another one.")
@@ -125,7 +126,7 @@ def write_text(path: Path | str, text: str, error: type[MegatronDSError]) -> Non
 
 
 def create_again(path: Path | str) -> BinaryIO:
-    """A new file to write bytes, in place of what had the name: a link is removed, not followed."""
+    """Create a file to write bytes in place of the one with this name. A link is removed, not followed."""
     Path(path).unlink(missing_ok=True)
     return open(create_new(path), "wb")
 
@@ -133,7 +134,7 @@ def create_again(path: Path | str) -> BinaryIO:
 def discard(file: BinaryIO, *paths: Path) -> None:
     """Close a file of which nothing is kept, and remove the paths.
 
-    Closing writes what is still in memory. That fails again where the disk is full, and is of no interest.
+    Closing writes what is still in memory. On a full disk that fails once more, and the error does not matter.
     """
     with contextlib.suppress(OSError):
         file.close()
@@ -142,8 +143,8 @@ def discard(file: BinaryIO, *paths: Path) -> None:
 
 
 def create_new(path: Path | str) -> int:
-    """The descriptor of a file that this call creates for writing. Raises FileExistsError for a name that
-    exists, also for a link without a target."""
+    """Create a file for writing, and return its descriptor. Raises FileExistsError for a name that exists, also
+    for a link without a target."""
     return os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
     )

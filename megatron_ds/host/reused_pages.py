@@ -28,7 +28,7 @@ MOST_FREE = 2**30  # bytes that wait for a tensor
 
 
 def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """torch.empty on the CPU. In `reused_pages`, a large one begins at a page."""
+    """Return torch.empty on the CPU. Within `reused_pages` a large tensor begins at a page."""
     pool = _shared.pool
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if pool is None or nbytes < LEAST:
@@ -38,7 +38,8 @@ def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def reused_pages() -> Iterator[None]:
-    """`uninitialized` takes memory of tensors that were dropped in this block, in blocks of all threads."""
+    """Let `uninitialized` reuse the memory of tensors that were dropped within the block. Blocks of all threads
+    share the memory."""
     with _shared.lock:
         _shared.users += 1
         _shared.pool = _shared.pool or _Pool()
@@ -57,11 +58,11 @@ class _Pool:
     def __init__(self):
         self._lock = Lock()
         self._free = []
-        # Finalizers append to it; they run anywhere, so without the lock.
+        # Finalizers append to it without the lock: they may run while any code, also this class, holds it.
         self._returned: deque[mmap.mmap] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], in the smallest free map that is not more than twice as large, or in a new one."""
+        """Return uint8 [nbytes], in the smallest free map that is not more than twice as large, or in a new one."""
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())

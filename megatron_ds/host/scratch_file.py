@@ -82,7 +82,7 @@ class ScratchFile:
         try:
             os.posix_fallocate(self.buffered_fd, offset, length)
         except OSError as error:
-            # Part of what was asked for may have been granted.
+            # The system may have reserved a part of it.
             os.ftruncate(self.buffered_fd, self._end)
             status = os.statvfs(self.buffered_fd)
             raise ConfigError(
@@ -134,7 +134,7 @@ class Region:
         Direct when the tensor begins at a multiple of 4096 and ends at one or with the region.
         """
         view = self._checked(tensor)
-        # Through the page cache where direct input and output is not possible.
+        # Direct transfers need whole pages, so others go through the page cache.
         direct_fd = self._direct_fd(view)
         ends_within_page = len(view) % ALIGNMENT and len(view) != self.nbytes
         if direct_fd is None or ends_within_page:
@@ -144,7 +144,7 @@ class Region:
             if self.file.direct_fd is not None:
                 work.afterwards = self._write_cached
             return work
-        # Directly: the whole pages, then the rest in a page with padding.
+        # The whole pages are written as they are, and the rest in a page with padding.
         self.settle()
         body, tail = _cut(view)
         work = _RegionWork(self, [self.file.io.write(direct_fd, body, self.offset)])
@@ -160,7 +160,7 @@ class Region:
         return work
 
     def map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """[numel], the region as memory: read on access, written by the system at any time or by `settle`.
+        """Return [numel], the region as memory: read on access, written by the system at any time or by `settle`.
 
         Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes.
         Raises StorageError where the system allows no more maps.
@@ -208,7 +208,7 @@ class Region:
         return None if view.data_ptr() % ALIGNMENT else self.file.direct_fd
 
     def _write_cached(self) -> None:
-        """After a write through the page cache: write it to the disk, as a direct write is."""
+        """Write to the disk what a write has left in the page cache, so that it is as durable as a direct write."""
         os.fdatasync(self.file.buffered_fd)
         self._drop_cached()
 
@@ -273,7 +273,7 @@ def _open_nameless(directory: Path) -> int:
         # O_EXCL: the file can never get a name.
         return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)
     except OSError:
-        pass  # not all file systems support it; if no file can be created, the next lines raise
+        pass  # the file system may not support it; a folder that takes no file fails below
     try:
         fd, name = tempfile.mkstemp(prefix=".megatron_ds-scratch-", dir=directory)
         os.unlink(name)
@@ -287,7 +287,7 @@ def _open_nameless(directory: Path) -> int:
 
 
 def _reopen_direct(fd: int, directory: Path) -> int | None:
-    """A second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails."""
+    """Return a second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails."""
     direct = None
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
@@ -320,7 +320,7 @@ def _log_buffered(directory: Path, reason: str) -> None:
 
 
 def _cut(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole pages, and the rest."""
+    """Divide a view into whole pages and the rest."""
     body = len(view) // ALIGNMENT * ALIGNMENT
     return view[:body], view[body:]
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-# Kernels of these streams are short, and transfers wait for them: they do not wait for the blocks of a product
-# that has begun.
+# Transfers wait for the kernels of these streams, which are short. With this priority they run before the blocks
+# that are left of a product that has begun.
 PRIORITIES = {"reductions": -1, "gathers": -1}
 
 
@@ -42,12 +42,12 @@ class Mark:
         self._event = event
 
     def wait(self) -> None:
-        """What is queued on the current stream from now on runs after it. The host does not wait."""
+        """Let what is queued on the current stream from now on run after the mark. The host does not wait."""
         if self._event is not None:
             self._event.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is reached. The host waits for it by mpu/host_reads.py."""
+        """Whether the stream has reached the mark. The host waits for a mark by mpu/host_reads.py."""
         return self._event is None or self._event.query()
 
 
@@ -60,7 +60,7 @@ class SideStream:
 
     @contextmanager
     def behind_current(self) -> Iterator[None]:
-        """What is queued inside runs on this stream, after what is queued on the current one by now."""
+        """Queue the work of the block on this stream, behind the work that is on the current stream by now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self.apart():
@@ -68,7 +68,7 @@ class SideStream:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is queued inside runs on this stream, in no order with the current one."""
+        """Queue the work of the block on this stream, in no order with the current one."""
         if self._stream is None:
             yield
             return
@@ -76,7 +76,7 @@ class SideStream:
             yield
 
     def mark(self) -> Mark:
-        """The end of what is queued on this stream by now."""
+        """Return a mark at the end of the work that is queued on this stream by now."""
         return Mark() if self._stream is None else Mark(self._stream.record_event())
 
 

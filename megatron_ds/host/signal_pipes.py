@@ -65,7 +65,7 @@ class SignalPipes:
         return signal
 
     def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
-        """The next signal of a peer, None if there is none within the time. Raises ConnectionError."""
+        """Return the next signal of a peer; None if it sends none within the time. Raises ConnectionError."""
         if not self._polls[peer].poll(0):
             if not wait_seconds:
                 return None
@@ -87,7 +87,7 @@ def share_pipes(
     exchange: Callable[[object], list],
     timeout_seconds: float,
 ) -> SignalPipes | None:
-    """Pipes among the ranks of one host; None where a process may not open another's.
+    """Return the pipes among the ranks of one host; None where a process may not open another's.
 
     rank: the position of this one in `ranks`, their global ranks. exchange: an all-gather of objects.
     Collective over its ranks.
@@ -96,7 +96,7 @@ def share_pipes(
     mine = {peer: (read, os.fstat(read).st_ino) for peer, (read, _) in made.items()}
     offers = exchange((os.getpid(), mine))
     inbound, trouble = _open_inbound(rank, offers)
-    # After the exchange all ranks have opened what they read from.
+    # After the exchange all ranks have opened the pipes that they read from.
     why = next(filter(None, exchange(trouble)), "")
     outbound = {peer: write for peer, (_, write) in made.items()}
     _close([read for read, _ in made.values()])
@@ -109,7 +109,7 @@ def share_pipes(
 
 
 def _open_inbound(rank: int, offers: Sequence[tuple]) -> tuple[dict[int, int], str]:
-    """(a descriptor for each other rank, up to the first that cannot be opened; the reason, or "")"""
+    """Return (a descriptor for each other rank, up to the first that cannot be opened; the reason, or "")"""
     inbound = {}
     for peer, (pid, files) in enumerate(offers):
         if peer == rank:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 LONGEST_END = 5.0  # seconds for which a process that ends waits for its threads
 
-# Thread → what makes its function return soon.
+# Thread → a call that makes its function return soon.
 _stops: WeakKeyDictionary[threading.Thread, Callable[[], object]] = WeakKeyDictionary()
 
 
@@ -27,7 +27,7 @@ def torch_thread(
 
 
 def end_threads(longest: float = LONGEST_END) -> None:
-    """Stop the threads that still run, and wait for them, together for so many seconds at most."""
+    """Stop the threads that still run, and wait at most this many seconds for all of them together."""
     running = [thread for thread in _stops if thread.is_alive()]
     for thread in running:
         _stops[thread]()

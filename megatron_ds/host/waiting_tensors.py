@@ -78,8 +78,8 @@ class WaitingTensor:
         return x
 
     def come(self) -> None:
-        """Begin to copy it to the device."""
-        # Allocated by the stream of the model, which waits for the copy: it can be freed as any other tensor.
+        """Begin to copy the tensor to the device."""
+        # The stream of the model allocates it and waits for the copy, so it can be freed as any other tensor.
         self.near = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self._buffer is not None:
             stream = side_stream(self.device, "to device")
@@ -114,7 +114,7 @@ class WaitingTensors:
         return waiting
 
     def take(self, waiting: WaitingTensor) -> torch.Tensor:
-        """The tensor, on the device; once. The host does not wait."""
+        """Return the tensor on the device, once. The host does not wait."""
         if self._leaving is waiting:
             self._leaving = None
         if waiting.near is None:

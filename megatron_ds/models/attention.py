@@ -30,6 +30,7 @@ from ..ops.dropout import KeepMask, sample_keys
 from ..ops.kernel_table import Bound
 from ..ops.key_rows import KeyRows
 from ..ops.key_visibility import KeyVisibility
+from ..ops.norms import Norm
 from ..ops.rotary import (
     apply_rotary,
     rotary_channels,
@@ -50,6 +51,7 @@ from .layer import check_divides, recompute
 from .normalization import make_head_norm
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class Core(nn.Module):
@@ -81,7 +83,7 @@ def attend_again(
 ) -> torch.Tensor:
     """`attend`, which backward calls again in place of keeping what it needs."""
     return recompute(
-        lambda *heads: core.again(*core.arrange(*heads, batch), batch), q, k, v
+        lambda q, k, v: core.again(*core.arrange(q, k, v, batch), batch), q, k, v
     )
 
 
@@ -105,8 +107,8 @@ class Rotary:
         self.scalings = scalings
         self.interleaved = interleaved
         self._split = Bound(split_rotary)
-        self._positions = None
-        self._tables = None
+        # The positions of the last tables, and the tables.
+        self._kept: tuple[torch.Tensor, Tables] | None = None
 
     def __call__(
         self, qkv: torch.Tensor, batch: Batch
@@ -126,11 +128,11 @@ class Rotary:
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
-        if position_ids is not self._positions:
+        if self._kept is None or self._kept[0] is not position_ids:
             alike = position_ids.stride(0) == 0  # one row expanded over the batch
-            self._tables = self._make(position_ids[0] if alike else position_ids)
-            self._positions = position_ids
-        return self._tables
+            made = self._make(position_ids[0] if alike else position_ids)
+            self._kept = position_ids, made
+        return self._kept[1]
 
     def _make(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rotary_tables(position_ids, self.channels, self.base, self.scalings)
@@ -169,6 +171,7 @@ def scaled_rotary_base(config: ModelConfig) -> float:
     """
     if config.rotary_ntk_factor is None:
         return config.rotary_base
+    assert config.original_max_position_embeddings is not None, "rules want it"
     return ntk_base(
         config.rotary_base,
         rotary_channels(config.head_dim, config.rotary_percent),
@@ -183,6 +186,7 @@ def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
     original = config.original_max_position_embeddings
     factor = config.rotary_seq_len_interpolation_factor
     if config.position_embedding_type == "yarn":
+        assert original is not None, "rules want it"
         return (
             YarnScaling(
                 config.yarn_factor,
@@ -229,6 +233,8 @@ class SelfAttention(nn.Module):
     recompute_core  call the core again in backward instead of keeping what it needs
     """
 
+    core_attention: Core
+
     def __init__(
         self,
         config: ModelConfig,
@@ -273,8 +279,8 @@ class SelfAttention(nn.Module):
             weight.spec, matrices=Matrices(g, (n // g * d, d, d), head=d)
         )
         # Norms of the heads of queries and keys.
-        self.norms_heads = config.qk_layernorm
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
         if config.qk_layernorm:
             self.q_layernorm = make_head_norm(config, f"{name}.q_layernorm", ctx)
             self.k_layernorm = make_head_norm(config, f"{name}.k_layernorm", ctx)
@@ -289,14 +295,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Attention among the tokens of x; of generated text also to those of `batch.past`."""
-        parts = self._modules  # without the search of nn.Module.__getattr__
-        return parts["linear_proj"](self.attend(parts["linear_qkv"](x), batch))
+        return self.linear_proj(self.attend(self.linear_qkv(x), batch))
 
     def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """qkv, the result of the first projection [s, b, (n + 2g)/t * d] → [s, b, n/t * d] for the second."""
         q, k, v = self.heads(qkv, batch)
         del qkv
-        core = self._modules["core_attention"]
+        core = self.core_attention
         if batch.past is not None:
             return batch.past.attend(self.name, core, q, k, v, batch)
         if self.recompute_core:
@@ -311,10 +316,10 @@ class SelfAttention(nn.Module):
         """q [s, b, n/t, d], k and v [s, b, g/t, d]; q and k normalized and rotated."""
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, self.num_groups, self.group_heads, self.head_dim)
-        if not self.norms_heads and self.rotary is not None:
+        if self.q_layernorm is None and self.rotary is not None:
             return self.rotary(qkv, batch)  # splits and rotates at once
         q, k, v = split_heads(qkv)
-        if self.norms_heads:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             q = self.q_layernorm(q)
             k = self.k_layernorm(k)
             if self.rotary is not None:
@@ -399,7 +404,12 @@ class CoreAttention(Core):
     ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
-        if self.is_simple and not p and exchange is None and is_whole(batch, q, k):
+        hides_keys = (
+            batch.document_ids is not None
+            or batch.attention_mask is not None
+            or q.shape[0] != k.shape[0]
+        )
+        if self.is_simple and not p and exchange is None and not hides_keys:
             return self.simple_attention(q, k, v)
         visible = visible_keys(self.pattern.of_heads(self.heads(q)), batch)
         run = (
@@ -461,15 +471,6 @@ class CoreAttention(Core):
         )
 
 
-def is_whole(batch: Batch, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the batch hides no keys, and there are as many queries."""
-    return (
-        batch.document_ids is None
-        and batch.attention_mask is None
-        and q.shape[0] == k.shape[0]
-    )
-
-
 def visible_keys(pattern: AttentionPattern, batch: Batch) -> KeyVisibility:
     """Which keys the tokens of a batch see.
 
@@ -480,5 +481,6 @@ def visible_keys(pattern: AttentionPattern, batch: Batch) -> KeyVisibility:
         return KeyVisibility(pattern, batch.documents, mask)
     index = batch.places.index.expand(batch.size, -1)
     hidden = pattern.mask(index, index)  # [b, n or 1, k, k]
+    assert hidden is not None, "a pattern that is not plain hides something"
     mask = hidden if mask is None else hidden | mask
     return KeyVisibility(CAUSAL if pattern.causal else FULL, batch.documents, mask)

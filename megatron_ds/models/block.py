@@ -6,12 +6,14 @@ Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) 
 
 `Block` has two slots: attention, a module `forward(x, batch)`, and feed_forward, a module of the
 same call; both take and return [s(/t), b, h]. A mixture of experts or another kind of
-attention fills one of them.
+attention fills one of them. `Block.run` is how these modules are run: another function with the same result may take
+its place.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,10 +22,10 @@ from ..batch.batch import Batch
 from ..config.model_facts import other_models
 from ..config.options.model import ModelConfig
 from ..errors import ConfigError
-from ..features import Provided
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
+from ..ops.norms import Norm
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
@@ -33,11 +35,24 @@ from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recomp
 from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
 
-JOINED_BLOCK: Provided[Any] = Provided("joined block")
+
+class Attention(Protocol):
+    """What fills the first slot, a module. recompute_core: in backward, as `SelfAttention` has it"""
+
+    recompute_core: bool
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [s(/t), b, h] → the same shape."""
 
 
 class Block(nn.Module):
-    """x [s(/t), b, h] → the same shape. name: global, of the layer."""
+    """x [s(/t), b, h] → the same shape. name: global, of the layer.
+
+    run  (block, x, batch) → the output of the block, without recomputation
+    """
+
+    run: Callable[["Block", torch.Tensor, Batch], torch.Tensor]
+    self_attention: Attention
 
     def __init__(
         self,
@@ -45,7 +60,7 @@ class Block(nn.Module):
         name: str,
         ctx: ParallelContext,
         *,
-        attention: nn.Module,
+        attention: Attention,
         feed_forward: nn.Module,
     ):
         super().__init__()
@@ -54,20 +69,17 @@ class Block(nn.Module):
         self.self_attention = attention
         norm_after = partial(_norm_after, config, name, ctx)
         self.post_self_attn_layernorm = norm_after("post_self_attn_layernorm")
-        self.pre_mlp_layernorm = None
+        self.pre_mlp_layernorm: Norm | None = None
         if not (config.use_parallel_residual and config.shared_block_norm):
             self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
         self.mlp = feed_forward
         self.post_mlp_layernorm = norm_after("post_mlp_layernorm")
-        self.parallel_residual = config.use_parallel_residual
-        self.norms_outputs = config.norm_after_sublayer
+        self.run = in_parallel if config.use_parallel_residual else in_sequence
         self.attention_dropout = HiddenDropout(
             config.hidden_dropout, f"{name}.self_attention", ctx
         )
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
         self.keep_input = input_keeper(ctx)
-        join = JOINED_BLOCK.find()
-        self.join = None if join is None else join()
         self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
@@ -78,52 +90,49 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute the block, in training with its recomputation."""
         if self.granularity == "full":
-            return recompute(self._forward, x, batch, keep=self.keep_input)
-        return self._forward(x, batch)
+            run = partial(self.run, self)
+            return recompute(run, x, batch, keep=self.keep_input)
+        return self.run(self, x, batch)
 
-    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        if self.parallel_residual:
-            return self._in_parallel(x, batch)
-        parts = self._modules  # without the search of nn.Module.__getattr__
-        drops = self.attention_dropout.is_active(batch)
-        # Fewer functions for the host to launch, where an extension joins them.
-        joined = None if drops or self.join is None else self.join(self, x)
-        if joined is not None:
-            attended = parts["self_attention"].attend(joined.before(x), batch)
-            return joined.after(attended, x)
-        # The layers one by one.
-        norm = parts["pre_mlp_layernorm"]
-        attended = parts["self_attention"](parts["input_layernorm"](x), batch)
-        if self.norms_outputs:
-            attended = parts["post_self_attn_layernorm"](attended)
-        # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
-        if drops:
-            x = self.attention_dropout.add(attended, x, batch)
-            return self.mlp_dropout.add(self._feed(norm(x), batch), x, batch)
-        normed, x = norm(attended, x)
-        return x + self._feed(normed, batch)
+    def attend(self, normed: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the attention of the normed input, and of it the norm, if there is one."""
+        out = self.self_attention(normed, batch)
+        norm = self.post_self_attn_layernorm
+        return out if norm is None else norm(out)
 
-    def _in_parallel(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        parts = self._modules
-        norm = parts.get("pre_mlp_layernorm")
-        normed = parts["input_layernorm"](x)
-        attended = parts["self_attention"](normed, batch)
-        if self.norms_outputs:
-            attended = parts["post_self_attn_layernorm"](attended)
-        fed = self._feed(normed if norm is None else norm(x), batch)
-        total = self.attention_dropout.add(attended, x, batch)
-        return self.mlp_dropout.add(fed, total, batch)
+    def feed(self, normed: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the feed-forward of the normed input, and of it the norm, if there is one."""
+        out = self.mlp(normed, batch)
+        norm = self.post_mlp_layernorm
+        return out if norm is None else norm(out)
 
-    def _feed(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The feed-forward and the norm after it, if there is one."""
-        parts = self._modules
-        out = parts["mlp"](x, batch)
-        return parts["post_mlp_layernorm"](out) if self.norms_outputs else out
+
+def in_sequence(block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Run the layers of a block one by one, attention first."""
+    attended = block.attend(block.input_layernorm(x), batch)
+    norm = block.pre_mlp_layernorm
+    assert norm is not None, "only a parallel residual shares the first norm"
+    # On a GPU the sum is one kernel with the dropout before it, or else with the norm after it.
+    if block.attention_dropout.is_active(batch):
+        x = block.attention_dropout.add(attended, x, batch)
+        return block.mlp_dropout.add(block.feed(norm(x), batch), x, batch)
+    normed, x = norm(attended, x)
+    return x + block.feed(normed, batch)
+
+
+def in_parallel(block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Run a block whose attention and feed-forward read the same input."""
+    norm = block.pre_mlp_layernorm
+    normed = block.input_layernorm(x)
+    attended = block.attend(normed, batch)
+    fed = block.feed(normed if norm is None else norm(x), batch)
+    total = block.attention_dropout.add(attended, x, batch)
+    return block.mlp_dropout.add(fed, total, batch)
 
 
 def _norm_after(
     config: ModelConfig, name: str, ctx: ParallelContext, leaf: str
-) -> nn.Module | None:
+) -> Norm | None:
     """The norm of the output of a half of the block; None for models without it."""
     if not config.norm_after_sublayer:
         return None
@@ -328,9 +337,8 @@ class MLP(nn.Module):
 
     def of_tile(self, x: torch.Tensor) -> torch.Tensor:
         """Some tokens: x [.., b, h] → the same shape."""
-        parts = self._modules
-        wide = self.activation(parts["linear_fc1"](x))  # [s, b, f/t]
-        return parts["linear_fc2"](wide)
+        wide = self.activation(self.linear_fc1(x))  # [s, b, f/t]
+        return self.linear_fc2(wide)
 
 
 def output_std(config: ModelConfig) -> float:

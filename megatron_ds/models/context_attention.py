@@ -82,7 +82,9 @@ class SharedKeysAttention(Core):
         ranks = self.run.size
         if ranks == 1:
             return q, k, v
-        return to_heads((q, spread_groups(k, ranks), spread_groups(v, ranks)), self.run)
+        parts = q, spread_groups(k, ranks), spread_groups(v, ranks)
+        q, k, v = to_heads(parts, self.run)
+        return q, k, v
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -94,7 +96,7 @@ class SharedKeysAttention(Core):
         ranks = self.run.size
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads = range(first, first + q.shape[2])
-        whole = batch.whole
+        whole = _whole(batch)
         p = self.dropout if batch.training else 0.0
         scoring = Scoring(
             self.scale,
@@ -175,11 +177,9 @@ class HeadsAttention(Core):
     ) -> Heads:
         """The rank's heads of all tokens."""
         group = self.ctx.cp
-        return to_heads(
-            (q, spread_groups(k, group.size), spread_groups(v, group.size)),
-            group,
-            self._order(batch, q),
-        )
+        parts = q, spread_groups(k, group.size), spread_groups(v, group.size)
+        q, k, v = to_heads(parts, group, self._order(batch, q))
+        return q, k, v
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -203,7 +203,12 @@ class HeadsAttention(Core):
         ).flatten(2)
 
     def _order(self, batch: Batch, like: torch.Tensor) -> torch.Tensor | None:
-        return self.ctx.slice.order(batch.whole.seq_length, like.device)
+        return self.ctx.slice.order(_whole(batch).seq_length, like.device)
+
+
+def _whole(batch: Batch) -> Batch:
+    assert batch.whole is not None, "context-parallel ranks have parts of a batch"
+    return batch.whole
 
 
 @lru_cache(maxsize=8)

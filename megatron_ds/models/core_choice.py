@@ -1,6 +1,5 @@
 """`make_core`: the core attention of a layer, by the ranks that share its tokens."""
 
-
 from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
 from ..ops.attention_pattern import CAUSAL, AttentionPattern

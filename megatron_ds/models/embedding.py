@@ -58,9 +58,9 @@ class Embedding(nn.Module):
         """The weight that a tied head shares."""
         return self.word_embeddings.weight
 
-    def forward(self, x: None, batch: Batch) -> torch.Tensor:
-        """The tokens of `batch` as hidden states [s(/t), b, h]."""
-        x = self.word_embeddings(batch.tokens)  # [s(/t), b, h]
+    def forward(self, none: None, batch: Batch) -> torch.Tensor:
+        """Return the tokens of `batch` as hidden states [s(/t), b, h]; the first layer has no input."""
+        x: torch.Tensor = self.word_embeddings(batch.tokens)  # [s(/t), b, h]
         if self.multiplier != 1:
             x = x * self.multiplier
         if self.norm is not None:
@@ -135,13 +135,19 @@ def word_spec(
     """Spec of a [vocabulary, h] weight, of an embedding or a head."""
     return vocabulary_spec(
         f"{name}.weight",
-        config.vocab_size,
+        vocabulary_size(config),
         config.hidden_size,
         config.init_method_std,
         padded_rows(config, ctx),
         tied,
         tied_copy,
     )
+
+
+def vocabulary_size(config: ModelConfig) -> int:
+    """Return the number of tokens, which a run knows from its tokenizer before layers are built."""
+    assert config.vocab_size is not None, "the vocabulary of a run is known"
+    return config.vocab_size
 
 
 def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:

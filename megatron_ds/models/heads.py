@@ -16,7 +16,7 @@ from ..mpu.param_spec import Init, ParamSpec, Split
 from ..ops.soft_cap import cap_, capped
 from ..tensor_parallel.linear import column_linear, new_shard
 from ..tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
-from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
+from .embedding import WORD_EMBEDDINGS, padded_rows, vocabulary_size, word_spec
 from .layer import LayerFlops
 from .normalization import make_norm
 
@@ -118,7 +118,7 @@ def vocabulary_bias(config: ModelConfig, ctx: ParallelContext) -> nn.Parameter:
     """[Vp/t] of a head."""
     spec = ParamSpec(
         "output_layer.bias",
-        (config.vocab_size,),
+        (vocabulary_size(config),),
         Init("zeros"),
         (Split("tp", 0, padded=padded_rows(config, ctx)),),
         decay=False,

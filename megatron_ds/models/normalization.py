@@ -1,19 +1,17 @@
 """The norms of a model, as its configuration chooses them."""
 
-from torch import nn
-
 from ..config.options.model import ModelConfig
 from ..mpu.context import ParallelContext
-from ..ops.norms import NORMS, LayerNorm, UnbiasedLayerNorm
+from ..ops.norms import NORMS, LayerNorm, Norm, UnbiasedLayerNorm
 from .layer import pick
 
 
-def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
+def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm:
     """The norm of hidden states. With sequence parallelism its gradient is a sum over the rank's rows."""
     return _norm(config, config.hidden_size, name, ctx, partial_over=ctx.partial_over)
 
 
-def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
+def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm:
     """The norm of each head of queries or keys (Dehghani et al. 2023, arXiv:2302.05442, section 2).
 
     All heads share its weights. Tensor-parallel ranks hold different heads, so its gradient is always a
@@ -30,9 +28,15 @@ def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.M
 
 
 def _norm(
-    config: ModelConfig, size: int, name: str, ctx: ParallelContext, **more: object
-) -> nn.Module:
-    kind = pick(NORMS, "normalization", config.normalization)
+    config: ModelConfig,
+    size: int,
+    name: str,
+    ctx: ParallelContext,
+    *,
+    partial_over: tuple[str, ...],
+    decay: bool = False,
+) -> Norm:
+    kind: type[Norm] = pick(NORMS, "normalization", config.normalization)
     if kind is LayerNorm and not config.use_bias_in_norms:
         kind = UnbiasedLayerNorm
     return kind(
@@ -42,5 +46,6 @@ def _norm(
         dtype=ctx.dtype,
         device=ctx.device,
         zero_centred=config.apply_layernorm_1p,
-        **more,
+        partial_over=partial_over,
+        decay=decay,
     )

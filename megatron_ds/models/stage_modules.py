@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,21 +41,24 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
         if time.monotonic() - shown >= SILENT_SECONDS:
             shown = time.monotonic()
             logger.info("built %d of %d layers", done, len(layers))
-        source = built.get(layer.tied_to)
-        if source is not None:
-            source.weight.spec = replace(source.weight.spec, tied=None)
-        built[layer.name] = (
-            layer.make() if source is None else layer.make(source.weight)
-        )
-        built[layer.name].layer_name = layer.name
+        source = None if layer.tied_to is None else built.get(layer.tied_to)
+        module: Any = layer.make() if source is None else layer.make(_untied(source))
+        module.layer_name = layer.name
+        built[layer.name] = module
         if layer.is_block:
-            if (
-                layer.recompute.num_layers is not None
-                and blocks >= layer.recompute.num_layers
-            ):
-                built[layer.name].set_recompute(None)
+            most = layer.recompute.num_layers
+            if most is not None and blocks >= most:
+                module.set_recompute(None)
             blocks += 1
     return nn.ModuleList(built[layer.name] for layer in layers)
+
+
+def _untied(source: nn.Module) -> nn.Parameter:
+    """Return the weight of a layer, which another one of this rank then shares: it is tied to no other rank."""
+    weight = source.weight
+    assert isinstance(weight, nn.Parameter), "layers that others are tied to have one"
+    weight.spec = replace(weight.spec, tied=None)
+    return weight
 
 
 def run_layers(
@@ -63,6 +67,7 @@ def run_layers(
     """Pass x through the modules of a stage."""
     for module in modules:
         x = module(x, batch)
+    assert x is not None, "a stage without layers has an input"
     return x
 
 

@@ -48,16 +48,30 @@ class Balance:
             for leaf, is_wanted in wanted.items()
             if is_wanted
         }
-        self.bias = self.share = self.tally = None
+        self.bias: torch.Tensor | None = None
+        self.share: torch.Tensor | None = None
+        self._tally: torch.Tensor | None = None
 
     @property
     def is_needed(self) -> bool:
         """Whether the router remembers anything."""
         return bool(self.specs)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether the tensors are there."""
+        return self._tally is not None
+
+    @property
+    def tally(self) -> torch.Tensor:
+        """Return the demand of the step so far, int64 [E]."""
+        assert self._tally is not None, "the tensors are placed first"
+        return self._tally
+
     def place(self, device: torch.device) -> None:
         """Allocate on the device at first, later move there; nothing if the tensors are there already."""
-        if self.tally is None or self.tally.is_meta and device.type != "meta":
+        tally = self._tally
+        if tally is None or tally.is_meta and device.type != "meta":
             zeros = lambda leaf: (
                 torch.zeros(self.num_experts, device=device)
                 if leaf in self.specs
@@ -65,20 +79,20 @@ class Balance:
             )
             self.bias = zeros("expert_bias")
             self.share = zeros("last_share")
-            self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        elif self.tally.device != device:
-            moved = (
-                None if t is None else t.to(device)
-                for t in (self.bias, self.share, self.tally)
+            self._tally = torch.zeros(
+                self.num_experts, dtype=torch.int64, device=device
             )
-            self.bias, self.share, self.tally = moved
+        elif tally.device != device:
+            self.bias = None if self.bias is None else self.bias.to(device)
+            self.share = None if self.share is None else self.share.to(device)
+            self._tally = tally.to(device)
 
     def count(self, demand: torch.Tensor, batch: Batch) -> None:
         """Add the demand [E] of a micro-batch, whole numbers, in training only. A recomputed layer counts
         once.
         """
         if self.is_needed and batch.training and batch.ledger.is_open:
-            self.tally += demand.to(self.tally.dtype)
+            self.tally.add_(demand.to(self.tally.dtype))
 
     def update(self, total: torch.Tensor) -> None:
         """After a step. total: int64 [E], demand over all ranks."""
@@ -92,7 +106,10 @@ class Balance:
     def tensors(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """What a checkpoint holds."""
         values = {"expert_bias": self.bias, "last_share": self.share}
-        return ((spec, values[leaf]) for leaf, spec in self.specs.items())
+        for leaf, spec in self.specs.items():
+            value = values[leaf]
+            assert value is not None, "the tensors are placed first"
+            yield spec, value
 
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
@@ -170,9 +187,10 @@ def _take_memories(
 
 def _placed(router: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Memories by the last part of their names."""
-    if router.balance.tally is None:
-        router.balance.place(router.weight.device)
+    balance, weight = router.balance, router.weight
+    assert isinstance(balance, Balance) and isinstance(weight, torch.Tensor)
+    if not balance.is_placed:
+        balance.place(weight.device)
     return (
-        (spec.name.rpartition(".")[2], tensor)
-        for spec, tensor in router.balance.tensors()
+        (spec.name.rpartition(".")[2], tensor) for spec, tensor in balance.tensors()
     )

@@ -107,17 +107,17 @@ class GroupedLinear(nn.Module):
         self.bias = None
         self.adds_bias = True
         if bias:
-            is_output_cut = cut is not None and cut.dim == 1
+            of_output = cut if cut is not None and cut.dim == 1 else None
             spec = ParamSpec(
                 f"{name}.bias",
                 shape[:2],
                 Init("zeros"),
-                (experts, cut) if is_output_cut else (experts,),
+                (experts,) if of_output is None else (experts, of_output),
                 decay=False,
-                partial_over=() if is_output_cut else ("tp",),
+                partial_over=("tp",) if of_output is None else (),
             )
             self.bias = new_shard(spec, ctx)
-            self.adds_bias = is_output_cut or ctx.tp.rank == 0
+            self.adds_bias = of_output is not None or ctx.tp.rank == 0
 
     def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """runs: rows of each expert of this rank, n in all."""

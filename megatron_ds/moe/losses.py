@@ -87,12 +87,15 @@ def of_sequences(
 
 
 def of_last_step(
-    totals: Totals, last_share: torch.Tensor, tokens: torch.Tensor | None = None
+    totals: Totals,
+    last_share: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores of the micro-batch against the shares of slots in the whole previous step; a scalar.
 
     Those shares are known before the step, so the term does not depend on how the step is divided.
     """
+    assert last_share is not None, "the router's balance keeps it for this loss"
     of = totals.whole if tokens is None else totals
     num_experts = totals.num_experts
     # Before the first step there are no shares.

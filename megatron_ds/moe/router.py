@@ -341,7 +341,10 @@ CHOICES: dict[str, Choice] = {
     "sinkhorn": choose_by_sinkhorn,
     "expert_choice": choose_tokens,
 }
-SCORES = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+}
 
 
 def choice_of(config: ModelConfig) -> Choice:
@@ -388,6 +391,7 @@ def in_best_groups(ranked: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """bool [T, E], the experts of the best groups. A group's score is the sum of its best k / group_topk."""
     groups = config.moe_router_num_groups
     kept = config.moe_router_group_topk
+    assert groups is not None and kept is not None, "rules want both or neither"
     grouped = ranked.view(len(ranked), groups, -1)  # [T, groups, E/groups]
     best = grouped.topk(max(1, config.moe_router_topk // kept), dim=-1).values.sum(-1)
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(

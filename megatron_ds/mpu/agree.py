@@ -31,7 +31,7 @@ MOST_NAMED = 8  # ranks that a message lists for one text
 MOST_TEXTS = 3  # different texts in a message; more would bury the first
 
 
-class Failing(TypedDict):
+class FailureWords(TypedDict):
     """The words and the class of the error of several actions, for `on_all_ranks(…, **failing)`."""
 
     doing: str

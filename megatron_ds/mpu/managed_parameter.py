@@ -1,17 +1,18 @@
 """`ManagedParameter`: a parameter with a description (`.spec`), and where its gradient goes (`.grads`).
 
-`ParamSpec` says what the parameter is; every layer gives one. `ParameterGradient` says where the contributions
-to its gradient go. An optimizer puts a `GradientAccumulator` there. Two passes put something before it for
-their time: the input half of a split backward a queue, and a layer that computes a gradient part by part the
-sums of the parts. A parameter without any of them leaves its gradient to autograd, as in any module.
+`ParamSpec` says what the parameter is; every layer gives one. An optimizer that sums gradients up gives the
+parameter a `GradientAccumulator`; without one the gradient is left to autograd, as in any module. Two passes
+send gradients elsewhere for their time, by a `Detour`: the input half of a split backward, and a layer that
+computes a gradient part by part.
 
 Note: parameters of other modules are plain `nn.Parameter`, or of classes of their own. They are given the same
-two attributes, and are read by the same two functions, `spec_of` and `grads_of`.
+attributes by `describe` and `accumulate`, and `spec_of` and `accumulator_of` read those of any parameter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -60,33 +61,36 @@ class PartialSums(Protocol):
         """Add a part of a gradient, if there is one."""
 
 
-@dataclass(slots=True, eq=False)
-class ParameterGradient:
-    """Where the gradient of a parameter goes. The last of these that is there receives it.
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """Where gradients go for a time.
 
-    accumulator  the optimizer's
-    queue        in the input half of a split backward: computations for its weight half
-    sums         while a layer computes the gradient part by part
+    queue  in the input half of a split backward: computations for its weight half
+    sums   while a layer computes gradients part by part; they come before the queue
     """
 
-    accumulator: GradientAccumulator | None = None
     queue: Queue | None = None
     sums: PartialSums | None = None
-
-    def __reduce__(self) -> tuple:
-        # A copy of a parameter does not belong to the optimizer of the original.
-        return ParameterGradient, ()
 
 
 class ManagedParameter(nn.Parameter):
     """A parameter with a description.
 
-    spec   of the whole parameter, of which this is a rank's shard
-    grads  where its gradient goes; absent until something asks for it
+    spec    of the whole parameter, of which this is a rank's shard
+    grads   the sum of its gradients, where an optimizer keeps one; else absent
+    detour  absent at most times
     """
 
     spec: ParamSpec
-    grads: ParameterGradient
+    grads: GradientAccumulator
+    detour: Detour
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy does not belong to the optimizer of the original.
+        own = {key: value for key, value in vars(self).items() if key != "grads"}
+        plain = nn.Parameter(self.data, self.requires_grad)
+        vars(plain).update(own)
+        return plain.__reduce_ex__(protocol)
 
 
 def spec_of(parameter: torch.Tensor) -> ParamSpec:
@@ -105,24 +109,35 @@ def describe(parameter: torch.Tensor, spec: ParamSpec) -> None:
     parameter.__dict__["spec"] = spec
 
 
-def grads_of(parameter: torch.Tensor) -> ParameterGradient | None:
-    """Return where the gradient of a parameter goes; None: to autograd."""
+def accumulate(parameter: torch.Tensor, accumulator: GradientAccumulator) -> None:
+    """Let an accumulator sum up the gradient of a parameter."""
+    parameter.__dict__["grads"] = accumulator
+
+
+def accumulator_of(parameter: torch.Tensor) -> GradientAccumulator | None:
+    """Return what sums up the gradient of a parameter; None: autograd."""
     return getattr(parameter, "grads", None)
 
 
-def made_grads(parameter: torch.Tensor) -> ParameterGradient:
-    """Return where the gradient of a parameter goes, which is made at the first call."""
-    grads = grads_of(parameter)
-    if grads is None:
-        grads = ParameterGradient()
-        parameter.__dict__["grads"] = grads
-    return grads
+def detour_of(parameter: torch.Tensor) -> Detour | None:
+    """Return where the gradient of a parameter goes for a time, if it goes elsewhere now."""
+    return getattr(parameter, "detour", None)
 
 
-def is_accumulated(parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer sums up the gradient of a parameter, so that autograd need not follow it."""
-    grads: ParameterGradient | None = getattr(parameter, "grads", None)
-    return grads is not None and grads.accumulator is not None
+@contextmanager
+def detours(detour_by: Mapping[torch.Tensor, Detour]) -> Iterator[None]:
+    """Inside, the gradients of these parameters take the detours."""
+    before = {p: detour_of(p) for p in detour_by}
+    for p, detour in detour_by.items():
+        p.__dict__["detour"] = detour
+    try:
+        yield
+    finally:
+        for p, earlier in before.items():
+            if earlier is None:
+                del p.__dict__["detour"]
+            else:
+                p.__dict__["detour"] = earlier
 
 
 class TensorAccumulator:

@@ -37,8 +37,9 @@ class Activation:
 
     def bound(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function for one layer."""
-        is_operation = isinstance(self.function, Operation)
-        return Bound(self.function) if is_operation else self.function
+        if isinstance(self.function, Operation):
+            return Bound(self.function)
+        return self.function
 
 
 _gelu = partial(F.gelu, approximate="tanh")
@@ -114,8 +115,8 @@ ACTIVATIONS = {
 
 for _activation in (gelu, squared_relu, swiglu, geglu, clamped_swiglu):
     _activation.example(
-        lambda rows, width, dtype, device: random_tensors(
-            dtype, device, (rows, 2 * width)
+        lambda rows, width, dtype, device: tuple(
+            random_tensors(dtype, device, (rows, 2 * width))
         )
     )
 

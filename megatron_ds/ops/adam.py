@@ -41,19 +41,16 @@ adamw.benchmark_sizes = (
 @adamw.example
 def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
     draw = random_generator(device, 4 * rows * width)
-    made = [
-        AdamRow(
-            *(
-                torch.rand(n, generator=draw, device=draw.device).to(device)
-                for _ in range(4)
-            ),
-            step,
-            None
-            if dtype == torch.float32
-            else torch.zeros(n, dtype=dtype, device=device),
+    made = []
+    for step, n in ((1, rows * width), (5, width)):
+        p, grad, m, v = (
+            torch.rand(n, generator=draw, device=draw.device).to(device)
+            for _ in range(4)
         )
-        for step, n in ((1, rows * width), (5, width))
-    ]
+        low = None
+        if dtype != torch.float32:
+            low = torch.zeros(n, dtype=dtype, device=device)
+        made.append(AdamRow(p, grad, m, v, step, low))
     return made[0].grad, made, AdamStep(0.1, (0.9, 0.95), 1e-8, 0.1, divisor=1.5)
 
 
@@ -104,6 +101,7 @@ def adam_variant_(
     m = state["exp_avg"]
     v = state["exp_avg_sq"]
     g = p.grad
+    assert g is not None, "only parameters with gradients are updated"
     if decay and decoupled:
         p.mul_(1 - group["lr"] * decay)
     elif decay:
@@ -154,7 +152,7 @@ class FusedAdam(torch.optim.Adam):
         self.bias_correction = bias_correction
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]  # torch's stubs have float for what is a tensor
         self, closure: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor | None:
         """Update the parameters; returns the loss of `closure`."""

@@ -52,4 +52,6 @@ def attention_kernel() -> ModuleType | None:
 
 def row_dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """D = rowsum(dO ∘ O) of [s, b, n, d] → fp32 [b, n, s], of an output of the compiled kernel."""
-    return attention_kernel().row_dots(dout, out)
+    kernel = attention_kernel()
+    assert kernel is not None, "the output is that of the kernel"
+    return kernel.row_dots(dout, out)

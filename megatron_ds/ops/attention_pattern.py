@@ -107,6 +107,7 @@ class AttentionPattern:
 
 @lru_cache(maxsize=1024)
 def _of_heads(pattern: AttentionPattern, heads: range) -> AttentionPattern:
+    assert pattern.layout is not None, "the caller has looked"
     return replace(pattern, layout=pattern.layout.of_heads(heads))
 
 

@@ -13,7 +13,7 @@ Only numbers of the host decide: document ids on a GPU are not read. Without bou
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -187,7 +187,7 @@ class _Plan:
         size = self.limits.rows if layout is None else self.limits.rows_of_layout
         for rows in _pieces(queries, size):
             seen = keys_seen(self.pattern, self.boundaries, rows, keys)
-            runs = [seen]
+            runs: Iterable[range] = [seen]
             if layout is not None:
                 runs = layout.runs(rows, seen, self.limits.gap)
             for run in filter(len, runs):
@@ -199,8 +199,8 @@ class _Plan:
         found = visible_blocks(
             self.pattern, Parts.of(rows, len(rows)), columns, self.boundaries
         )
-        is_seen = found.seen.any((0, 1))
-        is_whole = found.whole.all((0, 1)) & self.is_known
+        is_seen = np.any(found.seen, (0, 1))
+        is_whole = np.all(found.whole, (0, 1)) & self.is_known
         # A tile ends before the next one that it is not joined with.
         joined = is_whole[1:] & is_whole[:-1]
         firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
@@ -222,9 +222,10 @@ def _one_block(
     rows: range,
     columns: range,
     boundaries: Boundaries | None = None,
-) -> VisibleBlocks:
-    whole = (Parts.of(run, len(run)) for run in (rows, columns))
-    return visible_blocks(pattern, *whole, boundaries)
+) -> VisibleBlocks[np.ndarray]:
+    of_rows = Parts.of(rows, len(rows))
+    of_columns = Parts.of(columns, len(columns))
+    return visible_blocks(pattern, of_rows, of_columns, boundaries)
 
 
 def _halves(run: range, at: int) -> Iterator[range]:

@@ -196,8 +196,9 @@ def _seen(
     pattern = visible.pattern
     unit = -(-length // SIZES)
     # The bias of ALiBi is made from the first key on, so that its roundings are those of all keys.
-    is_cut = pattern.left is not None and scoring.alibi is None
-    first = max(0, queries.start - pattern.left) if is_cut else 0
+    first = 0
+    if pattern.left is not None and scoring.alibi is None:
+        first = max(0, queries.start - pattern.left)
     stop = length if pattern.after is None else queries.stop + pattern.after
     return slice(first // unit * unit, min(length, -(-stop // unit) * unit))
 

@@ -128,22 +128,21 @@ def inverse(divisor: float) -> float:
 
 def _write_low(rows: Sequence[UpdateRow]) -> None:
     if pairs := [(r.low, r.p) for r in rows if r.low is not None]:
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+        torch._foreach_copy_([low for low, _ in pairs], [p for _, p in pairs])
 
 
 def _example_rows(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> list[UpdateRow]:
     draw = random_generator(device, 3 * rows * width)
-    return [
-        UpdateRow(
-            *(
-                torch.rand(n, generator=draw, device=draw.device).to(device)
-                for _ in range(3)
-            ),
-            None
-            if dtype == torch.float32
-            else torch.zeros(n, dtype=dtype, device=device),
+    made = []
+    for n in (rows * width, width):
+        p, grad, state = (
+            torch.rand(n, generator=draw, device=draw.device).to(device)
+            for _ in range(3)
         )
-        for n in (rows * width, width)
-    ]
+        low = None
+        if dtype != torch.float32:
+            low = torch.zeros(n, dtype=dtype, device=device)
+        made.append(UpdateRow(p, grad, state, low))
+    return made

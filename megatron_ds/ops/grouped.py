@@ -87,8 +87,8 @@ def grouped_affine(
             else y.add_(bias.repeat_interleave(runs.on_device, 0, output_size=len(y)))
         )
     y = x.new_empty(x.shape[0], weight.shape[1])
-    if _is_one_call("grouped_affine", weight, runs, x, weight):
-        one_call().affine_into(y, x, weight, bias, runs.counts)
+    if call := _one_call("grouped_affine", weight, runs, x, weight):
+        call.affine_into(y, x, weight, bias, runs.counts)
         return y
     if bias is None:
         for out, part, w in runs.parts((y, x), (weight,)):
@@ -106,8 +106,8 @@ def grouped_product(
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight, offs=runs.ends)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    if _is_one_call("grouped_product", weight, runs, x, weight):
-        one_call().product_into(y, x, weight, runs.counts)
+    if call := _one_call("grouped_product", weight, runs, x, weight):
+        call.product_into(y, x, weight, runs.counts)
         return y
     for out, part, w in runs.parts((y, x), (weight,)):
         product_into(out, part, w)
@@ -133,10 +133,11 @@ def add_grouped_gradient_(
         return
     if overwrites:
         _clear_empty(out, runs)
-    if out.dtype == torch.float32 and _is_one_call(
-        "grouped_gradient", out, runs, dy, x
-    ):
-        one_call().write_gradient(out, dy, x, runs.counts, not overwrites)
+    call = None
+    if out.dtype == torch.float32:
+        call = _one_call("grouped_gradient", out, runs, dy, x)
+    if call is not None:
+        call.write_gradient(out, dy, x, runs.counts, not overwrites)
         return
     for part, into, w in runs.parts((dy, x), (out,)):
         add_product_(w, part.t(), into, overwrites)
@@ -150,8 +151,8 @@ def new_grouped_gradient(
         return F.grouped_mm(dy.t(), x, offs=runs.ends)
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
     _clear_empty(out, runs)
-    if _is_one_call("grouped_gradient", out, runs, dy, x):
-        one_call().write_gradient(out, dy, x, runs.counts)
+    if call := _one_call("grouped_gradient", out, runs, dy, x):
+        call.write_gradient(out, dy, x, runs.counts)
         return out
     for part, into, w in runs.parts((dy, x), (out,)):
         product_into(w, part.t(), into)
@@ -179,16 +180,18 @@ def one_call() -> ModuleType | None:
     return GROUPED_PRODUCTS.find()
 
 
-def _is_one_call(
+def _one_call(
     name: str, matrices: torch.Tensor, runs: RowRuns, *factors: torch.Tensor
-) -> bool:
-    """Whether all products of an operation are one compiled call; then the choice is recorded by its name."""
-    if not is_selected("auto") or one_call() is None:
-        return False
-    is_chosen = one_call().suits(matrices, runs.counts, *factors)
-    if is_chosen:
-        choice_recorded(name, "c++")
-    return is_chosen
+) -> ModuleType | None:
+    """Return the compiled calls where all products of an operation are one of them; then the choice is recorded by
+    its name."""
+    found = one_call()
+    if found is None or not is_selected("auto"):
+        return None
+    if not found.suits(matrices, runs.counts, *factors):
+        return None
+    choice_recorded(name, "c++")
+    return found
 
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -74,7 +74,7 @@ def _values(function: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
     tensors = [a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor)]
     leaves = [a for a in tensors if a.requires_grad]
     differentiable = [t for t in results if t.requires_grad]
-    gradients = []
+    gradients: Sequence[torch.Tensor | None] = ()
     if leaves and differentiable:
         weights = [_weights(t) for t in differentiable]
         gradients = torch.autograd.grad(

@@ -9,6 +9,7 @@ blocks of them have to be computed, `visible_blocks` finds on the host.
 """
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -65,10 +66,7 @@ class KeyVisibility:
             masks.append(self.mask[:, :, slice(None) if has_these else rows, columns])
         # A mask that is alone is not copied: layers share it.
         given = [mask for mask in masks if mask is not None]
-        joined = given[0] if given else None
-        for other in given[1:]:
-            joined = joined | other
-        return joined
+        return reduce(torch.bitwise_or, given) if given else None
 
     def hidden_besides_later(
         self, queries: range, keys: range, device: torch.device | str = "cpu"

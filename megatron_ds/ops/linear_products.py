@@ -1,37 +1,43 @@
-"""`LinearProducts`: the three products of one linear layer, each with the implementation for its shapes.
+"""The three products of a linear layer, each with the implementation for its shapes.
 
     forward     y = x Wᵀ + b
     backward    dx = dy W,  dW += dyᵀ x
 
-A layer computes them again and again for as many rows. It holds a `ProductsOfLayer`, which chooses once for a
-number of rows: a call of a product is then a call of the function that computes it.
+A layer computes them again and again for as many rows. Its `LayerProducts` remember which implementations compute
+them: a call of a product is then a call of the function that computes it.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from .kernel_table import Operation
+import torch
+
+from .kernel_table import CHOICES
 from .product import add_product_, affine, product
 
 
 class LinearProducts:
-    """Functions with the arguments of the operations of `ops.product` that have their names.
-
-    affine, product, add_product_   the implementations for the arguments of their first calls: later ones have
-                                    the same shapes, dtypes and strides
-    """
+    """Functions with the arguments of the operations of `ops.product` that have their names. Their first calls choose
+    the implementations: later ones have the same shapes, dtypes and strides."""
 
     __slots__ = ("affine", "product", "add_product_")
 
-    def __init__(self):
-        for operation in (affine, product, add_product_):
-            setattr(self, operation.name, partial(self._first_call, operation))
+    def __init__(self) -> None:
+        self.affine: Callable[..., Any] = self._first_affine
+        self.product: Callable[..., Any] = self._first_product
+        self.add_product_: Callable[..., Any] = self._first_addition
 
-    def _first_call(self, operation: Operation, *arguments: Any) -> Any:
-        chosen = operation.choice(*arguments)
-        setattr(self, operation.name, chosen)
-        return chosen(*arguments)
+    def _first_affine(self, *arguments: Any) -> torch.Tensor:
+        self.affine = affine.choice(*arguments)
+        return self.affine(*arguments)
+
+    def _first_product(self, *arguments: Any) -> torch.Tensor:
+        self.product = product.choice(*arguments)
+        return self.product(*arguments)
+
+    def _first_addition(self, *arguments: Any) -> None:
+        self.add_product_ = add_product_.choice(*arguments)
+        self.add_product_(*arguments)
 
 
 class _Operations(LinearProducts):
@@ -39,34 +45,36 @@ class _Operations(LinearProducts):
 
     __slots__ = ()
 
-    def __init__(self):
-        self.affine: Callable[..., Any] = affine
-        self.product: Callable[..., Any] = product
-        self.add_product_: Callable[..., Any] = add_product_
+    def __init__(self) -> None:
+        self.affine = affine
+        self.product = product
+        self.add_product_ = add_product_
 
 
 UNBOUND: LinearProducts = _Operations()
 
 
-class ProductsOfLayer:
-    """The products of a layer.
+def bound_products() -> LinearProducts:
+    """Return products for inputs of one shape. While calls are recorded, each call must choose."""
+    return UNBOUND if CHOICES.number is None else LinearProducts()
 
-    key  of the last input: its shape, its dtype, and `CHOICES.number`
-    now  the products for such an input
-    """
 
-    __slots__ = ("key", "now")
+class LayerProducts:
+    """The products of a layer, for the shape and the dtype of its last input."""
 
-    def __init__(self):
-        self.key: tuple | None = None
-        self.now = UNBOUND
+    __slots__ = ("_key", "_now")
 
-    def __deepcopy__(self, memo: dict) -> "ProductsOfLayer":
-        return ProductsOfLayer()
+    def __init__(self) -> None:
+        self._key: tuple | None = None
+        self._now = UNBOUND
 
-    def chosen(self, key: tuple) -> LinearProducts:
-        """Products for an input of another key. While calls are recorded, each call must choose."""
-        *_, number = key
-        self.now = UNBOUND if number is None else LinearProducts()
-        self.key = key
-        return self.now
+    def __deepcopy__(self, memo: dict) -> "LayerProducts":
+        return LayerProducts()
+
+    def of(self, x: torch.Tensor) -> LinearProducts:
+        """Return the products for rows x [n, in]."""
+        key = x.shape, x.dtype, CHOICES.number
+        if key != self._key:
+            self._now = bound_products()
+            self._key = key
+        return self._now

@@ -9,15 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..host.autograd_functions import Halves
+from ..host.autograd_functions import Halves, halves_of
 from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
 from .kernel_table import CPU, FLOATS, Bound, Operation, random_tensors
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
+    """A norm of the last dimension."""
+
     is_centred: bool
     has_bias: bool
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -59,11 +62,10 @@ class _Norm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [.., hidden] → its shape and dtype. With a residual like x: norm(x + residual) and the sum."""
-        own = self._parameters  # without the search of nn.Module.__getattr__
-        weight = own["weight"]
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
         if self.offset:
             weight = weight + self.offset
-        bias = own["bias"]
         if self.is_centred and bias is None:
             bias = torch.zeros_like(weight, requires_grad=False)
         if residual is not None:
@@ -75,7 +77,7 @@ class _Norm(nn.Module):
     def halves(self, x: torch.Tensor, adds: bool) -> Halves | None:
         """The halves of what computes the norm of x [.., hidden], or if it `adds`, of its sum with a
         residual, as `layer_norm_rows` and `layer_norm_gradients`. None where there are none."""
-        weight, bias = self._parameters.values()
+        weight, bias = self.weight, self.bias
         if self.offset or (self.is_centred and bias is None):
             return None
         if adds:
@@ -84,11 +86,11 @@ class _Norm(nn.Module):
             chosen = self.norm.chosen(x, weight, bias, self.eps)
         else:
             chosen = self.norm.chosen(x, weight, self.eps)
-        found = getattr(chosen, "halves", None)
+        found = halves_of(chosen)
         return found if self.is_centred or found is not _LAYER_NORM else None
 
 
-class LayerNorm(_Norm):
+class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
 
     is_centred = True
@@ -101,7 +103,7 @@ class UnbiasedLayerNorm(LayerNorm):
     has_bias = False
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """x / sqrt(mean(x²) + eps) * weight. Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4."""
 
     is_centred = False
@@ -176,7 +178,7 @@ def residual_norm(
     return layer_norm(total, weight, bias, eps), total
 
 
-residual_norm.in_torch.halves = _LAYER_NORM
+_LAYER_NORM.of(residual_norm.in_torch)
 
 
 @residual_norm.example

@@ -104,7 +104,7 @@ class PartialGradients:
         self.work = _Work(_heads(queries), positions, visible, scoring, keep)
         self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
         self.sums = _finite(result[1])
-        self._dots = None
+        self._dots: torch.Tensor | None = None
         self.dq = torch.zeros_like(queries, dtype=torch.float32)  # [q, b, n, d]
 
     def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
@@ -131,11 +131,10 @@ class PartialGradients:
         totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
         if self.work.has_kernel(positions) and self._dots is None:
             self._dots = row_dots(_rows(self.dout), _rows(self.out))
-        of_rows = self.dout, self.out, self.sums, self._dots
         for tile, operands in self.work.tiles(keys, values, positions):
-            final = _Final(
-                *(None if t is None else t[:, :, tile.rows] for t in of_rows)
-            )
+            rows = (slice(None), slice(None), tile.rows)
+            dots = None if self._dots is None else self._dots[rows]
+            final = _Final(self.dout[rows], self.out[rows], self.sums[rows], dots)
             places = zip(totals, (tile.rows, tile.columns, tile.columns), strict=True)
             operands.kernel.backward(
                 operands, final, [total[:, :, at] for total, at in places]
@@ -164,7 +163,7 @@ class _Work:
         if not attention.has("c++", "cpu", self.queries.dtype):
             return False
         runs = (*self.positions.ranges, *keys.ranges)
-        return attention_kernel().takes(self.queries, self.visible.pattern, runs)
+        return _compiled().takes(self.queries, self.visible.pattern, runs)
 
     def tiles(
         self, keys: torch.Tensor, values: torch.Tensor, positions: Runs
@@ -251,7 +250,8 @@ class _Operands:
             return _ELEMENTARY
         if self.q.device.type in ("cpu", "meta"):
             return _ON_CPU
-        if self.bias is None and flash_tiles() and flash_tiles().suits(self.q):
+        flash = flash_tiles()
+        if self.bias is None and flash is not None and flash.suits(self.q):
             return _FLASH
         return _ON_GPU
 
@@ -367,26 +367,39 @@ def flash_tiles() -> ModuleType | None:
 
 
 def _flash_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_tiles().forward(t.q, t.k, t.v, t.triangle, t.scale)
+    return _flash().forward(t.q, t.k, t.v, t.triangle, t.scale)
 
 
 def _flash_backward(
     t: _Operands, final: _Final
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = flash_tiles().FinalRows(final.dout, final.out, final.sums)
-    return flash_tiles().backward(t.q, t.k, t.v, rows, t.triangle, t.scale)
+    rows = _flash().FinalRows(final.dout, final.out, final.sums)
+    return _flash().backward(t.q, t.k, t.v, rows, t.triangle, t.scale)
+
+
+def _flash() -> ModuleType:
+    found = flash_tiles()
+    assert found is not None, "the tile was chosen for it"
+    return found
+
+
+def _compiled() -> ModuleType:
+    found = attention_kernel()
+    assert found is not None, "attention has the implementation of the wing of kernels"
+    return found
 
 
 def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = map(_rows, (t.q, t.k, t.v))
-    out, sums = attention_kernel().attend(*tensors, t.block, _without_sink(t))
+    out, sums = _compiled().attend(*tensors, t.block, _without_sink(t))
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
 
 
 def _compiled_backward(
     t: _Operands, final: _Final, totals: Sequence[torch.Tensor]
 ) -> None:
-    attention_kernel().add_gradients_(
+    assert final.dots is not None, "they are computed for the compiled kernel"
+    _compiled().add_gradients_(
         [_rows(total) for total in totals],
         *map(_rows, (t.q, t.k, t.v, final.dout)),
         OfRows(final.sums, final.dots),

@@ -271,7 +271,7 @@ def _padded_sum_of_slots(
 ) -> torch.Tensor:
     """[T', c]: the sum over j of x[rows[:, j]], times weights[:, j] if given, one after another."""
     # Slots without a row read row 0, and count as zeros.
-    total = None
+    total: torch.Tensor | None = None
     dtype = _wide(x)
     there = rows.clamp(min=0)
     is_none = rows < 0
@@ -279,6 +279,7 @@ def _padded_sum_of_slots(
         part = _weighted(x.index_select(0, there[:, j]), weights, j, dtype)
         part.masked_fill_(is_none[:, j, None], 0)
         total = part if total is None else total.add_(part)
+    assert total is not None, "each token has a slot"
     return total
 
 

@@ -27,7 +27,7 @@ def affine(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None; in `out` if it is given."""
-    return _linear(x, weight, bias, out=out)
+    return _linear(x, weight, bias, out=out)  # type: ignore[call-arg]  # absent in torch's stubs
 
 
 @product.example

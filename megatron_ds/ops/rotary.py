@@ -86,7 +86,8 @@ def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     # The backward of one split is one concatenation.
     heads = qkv.shape[3] - 2
     if heads == 1:  # a key and a value for each query
-        return qkv.unbind(3)
+        q, k, v = qkv.unbind(3)
+        return q, k, v
     q, k, v = qkv.split((heads, 1, 1), dim=3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 

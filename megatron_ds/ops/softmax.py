@@ -36,7 +36,8 @@ def masked_softmax(
     # Hidden scores are -inf before the softmax.
     if scale != 1.0:
         scores = scores * scale
-    hidden = forbidden(*scores.shape[-2:], causal, mask, scores.device)
+    queries, columns = scores.shape[-2:]
+    hidden = forbidden(queries, columns, causal, mask, scores.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     # In fp32, or in fp64 for such scores.

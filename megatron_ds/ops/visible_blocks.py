@@ -24,7 +24,7 @@ boundaries are known, on a device where only it has them.
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,18 +57,22 @@ class Parts(NamedTuple):
         return first, last
 
 
+# Arrays on the host, tensors on a device.
+A = TypeVar("A", np.ndarray, torch.Tensor)
+
+
 @dataclass(frozen=True, eq=False)
-class VisibleBlocks:
+class VisibleBlocks(Generic[A]):
     """The blocks of queries (row) and keys (column), bool [b or 1, n or 1, rows, columns] or without samples:
 
     seen   whether one of the queries sees one of the keys; else the block is not computed
     whole  whether each of the queries sees each of the keys; else it needs a mask
     """
 
-    seen: np.ndarray | torch.Tensor
-    whole: np.ndarray | torch.Tensor
+    seen: A
+    whole: A
 
-    def __and__(self, other: "VisibleBlocks") -> "VisibleBlocks":
+    def __and__(self, other: "VisibleBlocks[A]") -> "VisibleBlocks[A]":
         """The blocks of queries that see what both let them see.
 
         A block where no query sees a key through both may still be computed, with a mask.
@@ -81,7 +85,7 @@ def visible_blocks(
     queries: Parts,
     keys: Parts,
     boundaries: Boundaries | None = None,
-) -> VisibleBlocks:
+) -> VisibleBlocks[np.ndarray]:
     """Arrays [n or 1, rows, columns] of a pattern, and of documents whose boundaries are given: what any sample
     sees, and what is whole in all. Raises LayoutError for positions that a layout does not have."""
     shape = (1, len(queries.starts), len(keys.starts))
@@ -103,7 +107,7 @@ def visible_blocks(
     if boundaries is not None:
         ends = queries.documents(boundaries), keys.documents(boundaries)
         apart = of_documents(*ends)
-        found &= VisibleBlocks(apart.seen.any(0), apart.whole.all(0))
+        found &= VisibleBlocks(np.any(apart.seen, 0), np.all(apart.whole, 0))
     return found
 
 
@@ -134,7 +138,7 @@ def keys_seen(
     return range(min(run[0] for run in runs), max(run[1] for run in runs))
 
 
-def of_documents(queries: tuple, keys: tuple) -> VisibleBlocks:
+def of_documents(queries: tuple[A, A], keys: tuple[A, A]) -> VisibleBlocks[A]:
     """Blocks [b, rows, columns] of documents kept apart.
 
     queries, keys: (first, last) number of a document in each of their parts, arrays or tensors [b, parts]
@@ -146,7 +150,7 @@ def of_documents(queries: tuple, keys: tuple) -> VisibleBlocks:
     return VisibleBlocks(seen, whole)
 
 
-def of_ids(ids: torch.Tensor, size: int) -> VisibleBlocks:
+def of_ids(ids: torch.Tensor, size: int) -> VisibleBlocks[torch.Tensor]:
     """Tensors [b, 1, blocks, blocks] of documents kept apart. ids: int64 [b, s], not decreasing in a sample"""
     more = -ids.shape[1] % size
     parts = torch.cat((ids, ids[:, -1:].expand(-1, more)), dim=1).unflatten(
@@ -157,7 +161,7 @@ def of_ids(ids: torch.Tensor, size: int) -> VisibleBlocks:
     return VisibleBlocks(blocks.seen[:, None], blocks.whole[:, None])
 
 
-def of_padding(hidden: torch.Tensor, size: int) -> VisibleBlocks:
+def of_padding(hidden: torch.Tensor, size: int) -> VisibleBlocks[torch.Tensor]:
     """Tensors [b, 1, 1, blocks]. hidden: bool [b, s], keys that no query sees"""
     padded = F.pad(hidden, (0, -hidden.shape[1] % size), value=True)
     keys = padded.unflatten(1, (-1, size))

@@ -42,7 +42,7 @@ class Workspace(threading.local):
         return memory[:numel].view(shape)
 
     @contextmanager
-    def apart(self) -> Iterator[dict[str, torch.Tensor]]:
+    def apart(self) -> Iterator[dict[str, torch.Tensor | None]]:
         """Use other memory within the context: {role: tensor}, freed at its end."""
         held = self._memory
         self._memory = {}

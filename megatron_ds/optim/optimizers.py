@@ -54,6 +54,7 @@ class MakeOptimizer(Protocol):
         self, groups: list[dict[str, Any]], /, **options: Any
     ) -> torch.optim.Optimizer: ...
 
+    # Groups of one optimizer are found by it.
     def __hash__(self) -> int: ...
 
 

@@ -10,7 +10,7 @@ Halves of a backward (Qi et al. 2024, arXiv:2401.10241, section 2):
     input half   the gradients of the activations, down to that of the stage's input; a neighbour waits for it
     weight half  the gradients of the parameters; at any later time, micro-batches in their order
 
-While the input half runs, each parameter of the stage has a queue in its `grads`. A layer whose weight
+While the input half runs, each parameter of the stage has a `Detour` to a queue. A layer whose weight
 gradient is worth deferring appends (parameter, begin); begin() starts collectives and returns a function that
 computes the gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers
 compute at once (sums for biases and norms) are returned by autograd instead of being accumulated. Either way
@@ -29,7 +29,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..host.autograd_functions import direct_apply
-from ..mpu.managed_parameter import Finish, Queue, made_grads
+from ..mpu.managed_parameter import Detour, Finish, Queue, detours
 
 
 class Root:
@@ -129,13 +129,8 @@ class SplitBackward:
         inputs = wanted if x is None else [*wanted, x]
         if edge is None or not inputs:
             return None
-        for p in wanted:
-            made_grads(p).queue = queue
-        try:
+        with detours(dict.fromkeys(wanted, Detour(queue))):
             found = torch.autograd.grad(edge, inputs, allow_unused=True)
-        finally:
-            for p in wanted:
-                made_grads(p).queue = None
         self.waiting[microbatch] = (
             queue,
             {p: g for p, g in zip(wanted, found) if g is not None},

@@ -25,8 +25,8 @@ ROUND_LARGE = 2 * MIB
 
 
 def reserved(requests: Iterable[int]) -> int:
-    """Bytes of the segments that hold these requests, in bytes each."""
-    small: list[int] = []  # free rests of segments, ascending
+    """Return the bytes of the segments that hold these requests, each a number of bytes."""
+    small: list[int] = []  # bytes that are free at the ends of segments, ascending
     large: list[int] = []
     total = 0
     for nbytes in requests:
@@ -35,7 +35,7 @@ def reserved(requests: Iterable[int]) -> int:
             continue
         rests, least = (small, GRAIN) if size <= SMALL else (large, SMALL + 1)
         at = bisect_left(rests, size)
-        if at < len(rests):  # the best fit
+        if at < len(rests):  # the smallest rest that is large enough
             room = rests.pop(at)
         else:
             room = segment_of(size)
@@ -46,7 +46,7 @@ def reserved(requests: Iterable[int]) -> int:
 
 
 def segment_of(size: int) -> int:
-    """Bytes of the segment that is made for a request for which there is no room."""
+    """Return the bytes of the new segment for a request that fits into no rest."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return MIDDLE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE

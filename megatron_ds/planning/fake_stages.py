@@ -41,7 +41,7 @@ from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..models.kept_input import bytes_in_host
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
-from ..mpu.managed_parameter import TensorAccumulator, made_grads
+from ..mpu.managed_parameter import TensorAccumulator, accumulate
 from ..mpu.mesh import Mesh
 from ..ops.kernel_table import selected
 from ..ops.widened_products import WORKSPACE
@@ -100,7 +100,7 @@ class FakeStage:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Each once, in forward order."""
+        """Return the parameters, each once, in forward order."""
         return list(self.uses)
 
 
@@ -212,7 +212,7 @@ class StageRunner:
         self.runs: dict[tuple, tuple[StageRun, Sequence[Layer]]] = {}
 
     def stages_of(self, pp_rank: int) -> Iterator[FakeStage]:
-        """The stages of a pipeline rank. Built, and run unless a stage of the same sort has run."""
+        """Build the stages of a pipeline rank, and run those of a sort that has not run."""
         shape = self.plan.shape
         bounds = self.plan.bounds
         layers = {
@@ -241,21 +241,21 @@ class StageRunner:
     ) -> StageRun:
         stage = self._stage(index, modules)
         with LiveBytes() as live:
-            # a step keeps both until its end
+            # kept until both micro-batches are measured, as in a step
             batches = []
             losses = []
-            for microbatch in (1, 0):  # 0 is the second: measured, and run backward
+            for microbatch in (1, 0):  # the second one, 0, is measured and run backward
                 self.mesh.traffic.clear()
                 batches.append(planned_batch(self.config, self.device))
                 before = live.now()
                 waiting = bytes_in_host(modules)
                 older = live.sizes()
                 losses.append(self._forward(stage, batches[-1], microbatch))
-            # What the second micro-batch has added.
+            # The first micro-batch also allocated what a stage has once, so only the second one counts.
             kept = live.now() - before
             waiting = bytes_in_host(modules) - waiting
             newer = [nbytes for key, nbytes in live.sizes().items() if key not in older]
-        # The backward, and what the stage sends and logs.
+        # Traffic and metrics include those of the backward.
         if self.only_forward:
             return StageRun(kept, in_host=waiting)
         del stage.live[1]
@@ -273,14 +273,14 @@ class StageRunner:
         )
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
-        """(at_work, the workspace in it), on one layer of each sort: more layers only add to `kept`. Of
-        recomputing blocks whose inputs wait in host memory two: one comes back while the other is at work."""
+        """Measure (at_work, the workspace in it) on one layer of each sort, since more layers only add to `kept`. Of
+        blocks whose inputs wait in host memory there are two: one input comes back while the other block is at work."""
         modules = build_stage(self._one_of_each_sort(layers))
         stage = self._stage(index, modules)
         gradients = DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
             total = torch.empty(p.shape, dtype=gradients, device=self.device)
-            made_grads(p).accumulator = TensorAccumulator(total)
+            accumulate(p, TensorAccumulator(total))
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
             # The first forward allocates what a rank has once.
             self._forward(stage, planned_batch(self.config, self.device))
@@ -295,7 +295,7 @@ class StageRunner:
             return live.peak - kept + held, held
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Recomputing blocks and the others are different sorts; two blocks whose inputs wait in host memory."""
+        """Choose a layer of each sort; blocks that recompute are a sort, with two if inputs wait in host memory."""
         chosen: dict[tuple, Layer] = {}
         blocks = 0
         for layer in layers:
@@ -366,9 +366,9 @@ class StageRunner:
 def _of_other_layers(
     run: StageRun, layers: Sequence[Layer], others: Sequence[Layer]
 ) -> StageRun | None:
-    """The run of a stage of the same sort as `layers`, which ran; None if its metrics are not known.
+    """Derive the run of `others`, a stage of the same sort as `layers`, from `run`; None if its metrics are unknown.
 
-    Metrics may begin with the name of their layer; a number elsewhere may be that of a layer, too.
+    The name of a metric may begin with that of its layer. A number elsewhere in it may be that of a layer, too.
     """
     renamed = {layer.name: other.name for layer, other in zip(layers, others)}
     metrics = set()
@@ -402,7 +402,7 @@ class LiveBytes(DispatchMode):
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> object:
-        if function is DEVICE_OF:  # most of all that is dispatched
+        if function is DEVICE_OF:  # most calls are of this function
             return function(*args)
         kwargs = kwargs or {}
         given = {

@@ -19,7 +19,7 @@ from ..zero.exchange import UNDER_WAY
 from ..zero.set_plan import SetPlan
 from ..zero.settings import ZeroSettings
 
-# Buckets that fill together where the gradients of a layer go to more than one.
+# Number of buckets that fill together if the gradients of a layer go to more than one.
 OF_A_LAYER = 2
 
 
@@ -45,9 +45,9 @@ def fillings_of(
     settings: ZeroSettings,
     used_twice: frozenset[nn.Parameter],
 ) -> Iterator[Filling]:
-    """The buffers of each set whose gradients are split.
+    """Return the buffers of each set of parameters whose gradients are split over ranks.
 
-    parameters: those that the members of the plans number
+    parameters: the indices in the plans are positions in it
     used_twice: parameters that two layers of a stage use, so that their buffers fill during all of its backward
     """
     for plan in plans:
@@ -55,7 +55,7 @@ def fillings_of(
             continue
         members = [parameters[i] for i in plan.members]
         sizes = [bucket.stop - bucket.start for bucket in plan.layout.buckets]
-        # Of stage 3, buckets are reduced with their layer.
+        # Stage 3 reduces the buckets of a layer with the layer.
         if plan.units:
             sizes = [sum(sizes[first:last]) for _, first, last in plan.units]
         longest = max(sizes, default=0)
@@ -79,14 +79,14 @@ def gradient_buffers(
     everything = sum(filling.whole for filling in fillings)
     if kept_whole and microbatches > 1:
         return everything
-    # Backwards of two stages do not overlap; what belongs to none fills with each.
+    # Backwards of two stages do not overlap. Buffers that belong to no stage fill with each of them.
     stages = {filling.stage for filling in fillings}
     of_stages = []
     for stage in stages:
         here = [f.at_once for f in fillings if f.stage in (stage, None)]
         of_stages.append(sum(here))
-    # The next buffer is made while all but one of those under way are summed.
+    # While the next buffer fills, UNDER_WAY - 1 others are being summed.
     longest = max((filling.longest for filling in fillings), default=0)
     at_once = max(of_stages, default=0) + (UNDER_WAY - 1) * longest
-    # Of one micro-batch each bucket fills once.
+    # A single micro-batch fills each bucket once.
     return min(everything, at_once) if microbatches == 1 else at_once

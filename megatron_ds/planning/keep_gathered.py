@@ -54,7 +54,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class KeepGathered:
-    """Whether stages are kept gathered. rank, budget: of the rank with the least memory left."""
+    """The decision whether stages are kept gathered. rank, budget: of the rank with the least memory left."""
 
     keeps: bool
     rank: int
@@ -135,7 +135,7 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryB
 def memory_of_rank(mesh: Mesh) -> int:
     """Free bytes of this rank's device, before it holds anything. Collective over the world.
 
-    Ranks of a machine share a CPU's memory evenly; of their measurements the smallest counts.
+    Ranks of a machine share a CPU's memory evenly, by the smallest of their measurements.
     """
     mine = (mesh.device.type, socket.gethostname(), free_memory(mesh.device))
     of_all = all_gather_object(mine, mesh.group("world"))

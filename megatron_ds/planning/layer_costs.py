@@ -107,14 +107,14 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
         forward = flops.forward
         scores = flops.scores / 3
         no_half = scores + flops.frozen / 2
-        # What backward computes again by itself has the gradients of its weights in the same loop.
+        # What a backward computes again by itself is in one loop with the gradients of the weights.
         cost = LayerCost(
             forward,
             forward + scores + 2 * flops.again,
             max(0.0, forward - no_half - flops.again),
         )
-        # With recompute_num_layers only the first blocks of each stage recompute; before the cut they are
-        # unknown.
+        # With recompute_num_layers only the first blocks of each stage recompute, which are not known before
+        # the cut.
         if (
             layer.is_block
             and train.recompute_granularity
@@ -171,7 +171,7 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
     path = config.parallel.pipeline_costs_path
     run = _run_key(config, mesh.device)
     world = mesh.group("world")
-    # The path is an option of each host, so ranks without one take part as well.
+    # Hosts may have different paths, or none, so all ranks take part.
     stored = lambda: read_costs(Path(path), run) if path else None
     if found := on_one_rank(world, stored):
         return found
@@ -229,7 +229,7 @@ def read_costs(path: Path, run: dict) -> Times | None:
 
 
 def write_costs(path: Path, run: dict, times: Times) -> None:
-    """The file appears whole or not at all. run: what `read_costs` compares."""
+    """Write the times; the file appears whole or not at all. run: what `read_costs` compares"""
     rows = {kind: asdict(cost) for kind, cost in times.layers.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")

@@ -49,7 +49,7 @@ def layer_rows(
     layers = model_layers(config, ctx)
     rows: dict[str, LayerRow] = {}
     sizes: dict[str, int] = {}
-    # Layers of one name, which is that of the kind unless `each`, share a row.
+    # Layers of one name share a row. Unless `each` is set, the name is that of their kind.
     for layer in layers:
         if layer.kind not in sizes:
             sizes[layer.kind] = _parameters(layer)

@@ -65,7 +65,7 @@ class RankPlan:
                 states sent or received
     kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
-    reserved    what torch's CUDA allocator reserves for `kept`, if nothing freed is in its way
+    reserved    what torch's CUDA allocator reserves for `kept`, if it starts without freed blocks
     in_host     activations in host memory, at the maximum; not in `kept` and not in `peak`
     in_update   what optimizers of matrices need during an update (update_memory.py)
     gathered    the part of `buffers` that holds gathered layers
@@ -108,7 +108,7 @@ class RankPlan:
 def data_groups(
     config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]
 ) -> DataGroups:
-    """Groups without transports that decide which state a rank holds. placement: stage → pipeline rank."""
+    """Return groups without transports, by which state is divided. placement: stage → pipeline rank"""
     at = grid.coordinates(rank)
     inner_size = config.zero.zero_hpz_partition_size
     size = grid.size("dp", "cp")
@@ -154,17 +154,17 @@ def plan_rank(
     num_metrics    names in the ledgers of all stages
     device         planned, "cpu" or "cuda"
     """
-    # The sets that `ZeroOptimizer` makes of the parameters.
+    # `ZeroOptimizer` makes the same sets of the parameters.
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings = ZeroSettings.from_config(config)
     use = ParameterUse.of_stages({stage.index: list(stage.modules) for stage in stages})
     plans = plan_parameters(parameters, settings, groups, use)
-    # Bytes of their state, and where it is.
+    # Offloaded state is predicted apart, since it takes no memory of the device.
     sizes = _element_bytes(config, settings, parameters)
     state = predict_sets(plans, groups.rank_by_axes, sizes)
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = gathers_of(config, plans, use, parameters, program)
-    # Traffic: of the state, of optimizers, of sums over ranks, of the layers, and between stages.
+    # Each part of the traffic is added to one sum.
     microbatches = program_length(program)
     traffic = state_traffic(
         config, settings, groups, plans, parameters, gathers, microbatches
@@ -173,7 +173,7 @@ def plan_rank(
     _add_sums(traffic, config, groups, stages, num_metrics)
     message = torch.Size(boundary_shape(config)).numel() * sizes.parameter
     _add_stages(traffic, config, stages, program, message)
-    # Buffers: gathered layers, gradients, and messages.
+    # All buffers may be in use at the same time.
     gathered = whole * sizes.parameter
     buffers = gathered + _bytes_received(config, settings, whole)
     buffers += _bytes_of_decoding(plans)
@@ -200,7 +200,7 @@ def plan_rank(
 
 
 def _activations(stages: Sequence[FakeStage], program: Program) -> dict[str, int]:
-    """The fields of `RankPlan` about activations, of which the program keeps those of several micro-batches."""
+    """Return the fields of `RankPlan` about activations; the program keeps those of several micro-batches."""
     runs = {stage.index: stage.run for stage in stages}
     most = lambda name: most_kept(
         program, {index: getattr(run, name) for index, run in runs.items()}
@@ -221,7 +221,7 @@ def _add_stages(
     program: Program,
     message: int,
 ) -> None:
-    """Add what layers send, and the hidden states between stages. message: bytes of these, of a micro-batch."""
+    """Add what layers send, and the hidden states between stages. message: bytes of the latter, for a micro-batch"""
     for stage in stages:
         traffic.add_all(stage.run.traffic, program_length(program))
     if sends := sum(i.op in SENDS for i in program):
@@ -244,7 +244,7 @@ def _element_bytes(
 
 
 def _bytes_received(config: RunConfig, settings: ZeroSettings, whole: int) -> int:
-    """Bytes of gathered layers as they are sent, if they are sent in another format. whole: their elements."""
+    """Return the bytes of gathered layers in the format of their messages, 0 if that is their own. whole: elements"""
     sent = settings.weight_blocks
     if config.zero.stage == 3:
         sent = sent or settings.frozen_blocks
@@ -252,7 +252,7 @@ def _bytes_received(config: RunConfig, settings: ZeroSettings, whole: int) -> in
 
 
 def _most_copied(config: RunConfig, state: ZeroMemory) -> int:
-    """Bytes of weights and optimizer state that a rank copies for --async-save. Masters are saved as the weights."""
+    """Return the bytes of weights and optimizer state that --async-save copies. Masters are saved as the weights."""
     if not config.checkpoint.async_save:
         return 0
     weights = state.masters or state.parameters
@@ -268,7 +268,7 @@ def _add_optimizers(
     settings: ZeroSettings,
     groups: DataGroups,
 ) -> None:
-    """Add what optimizers send: norms of parameters, and whole matrices of those that compute with them."""
+    """Add what optimizers send: norms of parameters, and whole matrices if they compute with these."""
     for group, num_bytes in _norms_sent(plans, parameters, settings, groups):
         if group.size > 1:
             traffic.add("all_reduce", group.axes, group.size, num_bytes)
@@ -396,7 +396,7 @@ def state_traffic(
     microbatches: int,
 ) -> Traffic:
     """Traffic of gradients and weights, and of tied and partial gradients."""
-    # Reduction of gradients, gathering of weights.
+    # The rule of an optimizer may send more than gradients and weights.
     zero = config.zero
     rule = settings.update_rule
     gradient = settings.grad_dtype.itemsize
@@ -417,7 +417,7 @@ def state_traffic(
             if not plan.frozen
         ),
     )
-    # Gradients that are partial sums over tensor-parallel ranks, and those of tied weights.
+    # Gradients of some parameters are partial sums over tensor-parallel ranks, and tied weights add theirs.
     for plan, where in zip(plans, ranks):
         if plan.frozen:
             continue
@@ -460,7 +460,7 @@ def _gradient_buffers(
     )
     buckets = chain.from_iterable(plan.layout.buckets for plan in plans)
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-    # Their memory, the exchange of the longest bucket, and what the optimizer's rule adds.
+    # The exchange needs memory for the longest bucket; the optimizer's rule keeps values of its own.
     return (
         filling * settings.grad_dtype.itemsize
         + settings.make_exchange(torch.device("cpu")).planned_bytes(

@@ -23,7 +23,7 @@ from .run_plan import RunPlan, plan_run
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """The decisions of one rank; all but the times that they follow from are the same on all ranks.
+    """The decisions of one rank. All ranks have the same, but for the times by which they were made.
 
     run            layers, their cut into stages, the places of stages
     keeps_gathered ZeRO 3 gathers the weights of a stage once a step
@@ -40,7 +40,7 @@ def plan_replica(config: RunConfig, mesh: Mesh) -> ReplicaPlan:
     follows from measurements: times of layers (--pipeline-cut measured), free memory (--zero3-pin-stage auto).
     """
     kernel_table.select(config.train.kernels)
-    # Free memory is measured before anything takes some.
+    # Free memory is measured first: what follows takes some.
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     ctx = parallel_context(config, mesh)
     run = plan_run(

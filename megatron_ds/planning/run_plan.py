@@ -122,7 +122,7 @@ class RunPlan:
 
 
 def pipeline_shape(config: RunConfig) -> PipelineShape:
-    """Several chunks without a named schedule mean interleaved 1F1B, as in Megatron. Raises ConfigError."""
+    """Return the shape; chunks without a schedule mean interleaved 1F1B, as in Megatron. Raises ConfigError."""
     p = config.parallel.pipeline_model_parallel_size
     chunks = config.pipeline_chunks
     if chunks is None and config.parallel.pipeline_layout:
@@ -209,7 +209,7 @@ def order(
     num_microbatches: int,
     costs: StageCosts | None = None,
 ) -> Schedule:
-    """F, B, I and W of all ranks in the order of the schedule, without transfers."""
+    """Return the F, B, I and W of all ranks in the order of the schedule, without transfers."""
     known = _schedule_options(config) | {"costs": costs}
     given = {
         name: known[name]
@@ -245,7 +245,7 @@ def moments_of(program: Program) -> Iterable[tuple[str, int]]:
 
 # ------------------------------------------------------------------ rules for `parse`
 def schedule_problems(config: RunConfig) -> list[str]:
-    """Numbers of chunks and micro-batches that the schedule cannot run, and options that it does not have."""
+    """Return why the schedule cannot run these chunks and micro-batches, and which options it does not have."""
     try:
         shape = pipeline_shape(config)
         smallest = config.microbatches(make_batch_size(config).smallest)
@@ -271,7 +271,7 @@ def cut_problems(config: RunConfig) -> list[str]:
     layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
-        # Any costs show whether there is a cut at all.
+        # Whether there is a cut does not depend on the costs.
         _cut(config, layers, [1.0] * len(layers), shape.num_stages)
     except MegatronDSError as error:
         return [str(error)]

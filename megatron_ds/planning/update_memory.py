@@ -19,7 +19,7 @@ from ..zero.shard_optimizer import Leaf, ShardOptimizer, make_leaf
 from ..zero.whole_matrices import whole_matrices
 from .fake_stages import LiveBytes, without_memory
 
-# of the planned update: with rates of 0 matrices stay as they are
+# of the planned update, which leaves matrices unchanged
 LR = 1.0
 DECAY = 0.1
 DIVISOR = 2.0
@@ -57,7 +57,7 @@ def _leaves(
     groups: DataGroups,
     device: torch.device,
 ) -> Iterator[Leaf]:
-    """What this rank updates of the parameters with such an optimizer."""
+    """Return what this rank updates of the parameters of such an optimizer."""
     for plan in plans:
         rank = groups.ranks_of(plan.reduced_over).shard
         pieces = (

@@ -24,7 +24,7 @@ from .run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """What follows from a configuration for all its ranks.
+    """The plan of all ranks of a configuration.
 
     rank      the planned rank (--rank)
     device    kind of the devices for which activations are counted: "cpu" or "cuda"

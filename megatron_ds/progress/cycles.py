@@ -43,7 +43,7 @@ class Cycle:
         return self.first + self.second
 
     def place(self, progress: Progress) -> int:
-        """i, the number of completed steps − 1."""
+        """Return i, the number of completed steps − 1."""
         return progress.scheduled_samples // self.batch - 1
 
     def height(self, i: int) -> float:
@@ -103,7 +103,7 @@ class CycledBeta:
         return self.at(self.cycle.place(progress))
 
     def at(self, i: int) -> float:
-        """beta1 of the step that follows i + 1 completed steps. Raises ConfigError if it is not below 1."""
+        """Return beta1 of the step that follows i + 1 completed steps. Raises ConfigError if it is not below 1."""
         if i < 0:
             return self.lowest
         if i < self.cycle.steps:

@@ -31,12 +31,12 @@ class KeptTokens:
     title: str = "kept tokens"
 
     def kept_at(self, step: int, length: int | None = None) -> int:
-        """Tokens of a sequence that the blocks keep. length: of the sequence, if it is shortened."""
+        """Return the tokens of a sequence that the blocks keep. length: of the sequence, if it is shortened."""
         kept = self.kept.at(step)
         return kept if length is None else min(kept, length)
 
     def layer_tokens(self, step: int, length: int) -> int:
-        """Tokens of one sequence, summed over the blocks that process them."""
+        """Return the tokens of one sequence, summed over the blocks that process them."""
         return (
             len(self.blocks) * self.kept_at(step, length)
             + (self.num_blocks - len(self.blocks)) * length

@@ -59,7 +59,7 @@ class Progress:
         )
 
     def to_dict(self) -> dict[str, int]:
-        """Plain values for run.json."""
+        """Return plain values for run.json."""
         return asdict(self)
 
 
@@ -68,7 +68,7 @@ Ramp = Callable[[Progress], T]
 
 
 def scheduled_samples(progress: Progress) -> int:
-    """Samples of the steps that were not skipped."""
+    """Return the samples of the steps that were not skipped."""
     return progress.scheduled_samples
 
 
@@ -147,7 +147,7 @@ class LearningRate:
         return self.lowest + self._left(n) * (self.highest - self.lowest)
 
     def _left(self, n: int) -> float:
-        """Fraction of the height that is left after n."""
+        """Return the fraction of the height that is left after n."""
         if self.style != "WSD":
             return FALLS[self.style](
                 (n - self.warmup) / max(self.decay - self.warmup, 1)
@@ -242,12 +242,13 @@ class BatchSize:
 
     @classmethod
     def constant(cls, size: int) -> "BatchSize":
-        """One size for the whole run."""
+        """Return one size for the whole run."""
         return cls(((0, size),))
 
     @classmethod
     def growing(cls, start: int, increment: int, final: int, span: int) -> "BatchSize":
-        """From `start` up to `final` by `increment`. All sizes below `final` share `span` samples equally."""
+        """Return sizes that grow from `start` to `final` by `increment`. All sizes below `final` share `span`
+        samples equally."""
         increments = (final - start) // increment
         steps = {
             -(-i * span // increments): start + i * increment for i in range(increments)
@@ -255,7 +256,7 @@ class BatchSize:
         return cls(tuple({**(steps or {0: start}), span: final}.items()))
 
     def rounded_down(self, multiple: int) -> "BatchSize":
-        """Each size rounded down to a multiple."""
+        """Return each size rounded down to a multiple."""
         return BatchSize(
             tuple(
                 (samples, size // multiple * multiple) for samples, size in self.steps
@@ -285,7 +286,8 @@ class BatchSize:
 
 
 def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
-    """Steps that `samples` in all allow after `consumed` ones; a remainder below a batch is not used."""
+    """Return the number of steps until `samples` are consumed, after `consumed` ones. A remainder below a batch is
+    not used."""
     steps = 0
     n = consumed
     while n + (size := batch_size.at(n)) <= samples:

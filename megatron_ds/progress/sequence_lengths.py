@@ -7,10 +7,10 @@ class SequenceLengths(Protocol):
     """Functions of the step, counted from 1."""
 
     def at(self, step: int) -> int:
-        """The length in a step. It may be above that of a sample, which is whole then."""
+        """Return the length in a step. A sample that is shorter stays whole."""
 
     def is_settled(self, step: int) -> bool:
         """Whether later steps are known to have the length of this one."""
 
     def rows(self, whole: int, length: int) -> int:
-        """Sequences of `length` tokens that a sample of `whole` tokens becomes."""
+        """Return the number of sequences of `length` tokens into which a sample of `whole` tokens is cut."""

@@ -18,6 +18,7 @@ only a slice between the halves.
 Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,11 +29,11 @@ from ..host.autograd_functions import differentiable_once, direct_apply
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
-from ..mpu.managed_parameter import ManagedParameter, is_accumulated
+from ..mpu.managed_parameter import ManagedParameter
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
-from ..ops.kernel_table import CHOICES
-from ..ops.linear_products import UNBOUND, LinearProducts, ProductsOfLayer
+from ..ops.linear_products import UNBOUND, LayerProducts, LinearProducts
 from .weight_grad import (
+    ADDS,
     Finish,
     add_gradient,
     linear_gradient,
@@ -51,21 +52,23 @@ class LinearCall:
 
     group: Group
     sequence_parallel: bool = False
-    products: ProductsOfLayer | None = None
+    products: LayerProducts | None = None
     is_divided: bool = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "is_divided", self.group.size > 1)
 
 
 def layer_call(ctx: ParallelContext) -> LinearCall:
     """The call of a layer that the tensor-parallel ranks divide."""
     sequence_parallel = ctx.sequence_parallel and ctx.tp.size > 1
-    return LinearCall(ctx.tp, sequence_parallel, ProductsOfLayer())
+    return LinearCall(ctx.tp, sequence_parallel, LayerProducts())
 
 
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b, the output split over the tensor-parallel group: [s(/t), b, in] → [s, b, out/t]."""
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -118,8 +121,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective with sequence parallelism or gather_output; the backward always."""
-        own = self._parameters  # without the search of nn.Module.__getattr__
-        y = _apply(_ColumnLinear, x, own["weight"], own["bias"], self.call)
+        y = _apply(_column_linear, x, self.weight, self.bias, self.call)
         return _GatherLast.apply(y, self.call.group) if self.gather_output else y
 
 
@@ -128,6 +130,8 @@ class RowParallelLinear(nn.Module):
 
     The bias is added once, to the sum.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -172,8 +176,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b. Collective; the backward only with sequence parallelism."""
-        own = self._parameters
-        return _apply(_RowLinear, x, own["weight"], own["bias"], self.call)
+        return _apply(_row_linear, x, self.weight, self.bias, self.call)
 
 
 class ReplicatedLinear(nn.Module):
@@ -217,11 +220,11 @@ class ReplicatedLinear(nn.Module):
                 decay=False,
             )
             self.bias = new_shard(spec, ctx)
-        self.call = LinearCall(solo("tp"), products=ProductsOfLayer())
+        self.call = LinearCall(solo("tp"), products=LayerProducts())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in] → [.., out]; x may be a slice of the sequence."""
-        return _apply(_ColumnLinear, x, self.weight, self.bias, self.call)
+        return _apply(_column_linear, x, self.weight, self.bias, self.call)
 
 
 def new_shard(spec: ParamSpec, ctx: ParallelContext) -> ManagedParameter:
@@ -239,38 +242,28 @@ def column_linear(
 ) -> torch.Tensor:
     """x [s(/t), b, in], weight [out/t, in], bias [out/t] or None → [s, b, out/t]."""
     call = LinearCall(group, sequence_parallel and group.size > 1)
-    return _apply(_ColumnLinear, x, weight, bias, call)
+    return _apply(_column_linear, x, weight, bias, call)
 
 
 def _apply(
-    function: type[torch.autograd.Function],
+    function: Callable[..., torch.Tensor],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     call: LinearCall,
 ) -> torch.Tensor:
-    parameters = weight, bias
     if torch.compiler.is_dynamo_compiling():
+        # A backward that writes gradients to buffers cannot be part of a graph.
+        if hasattr(weight, ADDS):
+            from .outside_graphs import call_outside_graphs
+
+            return call_outside_graphs(_apply, function, x, weight, bias, call)
         call = LinearCall(call.group, call.sequence_parallel)
-        if not is_accumulated(weight):
-            return function.apply(x, parameters, call, *parameters)
-        from .outside_graphs import apply_outside_graphs
-
-        return apply_outside_graphs(function, x, parameters, call, *parameters)
-    if not torch.is_grad_enabled():
-        return function.forward(_NothingKept(), x, parameters, call)
     # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
-    is_managed = is_accumulated(weight) and (bias is None or is_accumulated(bias))
-    if is_managed and x.requires_grad:
-        return function.direct(x, parameters, call)
-    return function.direct(x, parameters, call, *parameters)
-
-
-class _NothingKept:
-    """The context of a forward without a backward, for which autograd need not be asked."""
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        """Keep none."""
+    parameters = weight, bias
+    is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
+    followed = () if is_managed and x.requires_grad else parameters
+    return function(x, parameters, call, *followed)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -322,8 +315,8 @@ class _RowLinear(torch.autograd.Function):
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
 
-_ColumnLinear.direct = direct_apply(_ColumnLinear)
-_RowLinear.direct = direct_apply(_RowLinear)
+_column_linear = direct_apply(_ColumnLinear)
+_row_linear = direct_apply(_RowLinear)
 
 
 def _keep(ctx, x, parameters, call) -> torch.Tensor:
@@ -334,17 +327,8 @@ def _keep(ctx, x, parameters, call) -> torch.Tensor:
     # The input serves the gradient of the weight alone, which a frozen one has not.
     ctx.save_for_backward(x if weight.requires_grad else None)
     ctx.trained = weight, bias if bias is not None and bias.requires_grad else None
-    ctx.how = call, products_for(x, call)
+    ctx.how = call, UNBOUND if call.products is None else call.products.of(x)
     return x
-
-
-def products_for(x: torch.Tensor, call: LinearCall) -> LinearProducts:
-    """The products of a layer for rows x [n, in]."""
-    of_layer = call.products
-    if of_layer is None:
-        return UNBOUND
-    key = x.shape, x.dtype, CHOICES.number
-    return of_layer.now if key == of_layer.key else of_layer.chosen(key)
 
 
 # The halves of both layers, without autograd, of contiguous rows: x [s(/t) b, in], dy [s(/t) b, out]. `parameters`
@@ -382,7 +366,7 @@ def column_gradients(
         begin = partial(_begin_gather, x, call.group, weight, dy, products)
         finish_dw = now_or_later(weight, begin)
     dx = None
-    reduced = DONE
+    reduced: Work = DONE
     if needs_dx:
         dx = products.product(dy, weight)
         if call.is_divided:

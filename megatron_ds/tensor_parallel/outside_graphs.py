@@ -7,16 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 
 @torch.compiler.disable
-def apply_outside_graphs(function: type[Function], *arguments: Any) -> Any:
-    """`function.apply(*arguments)`. A backward that writes gradients to buffers cannot be part of a graph."""
-    return function.apply(*arguments)
-
-
-@torch.compiler.disable
-def call_outside_graphs(function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, with an autograd function whose backward runs others."""
+def call_outside_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(*arguments)`, which calls functions of autograd whose backward cannot be part of a graph."""
     return function(*arguments)

@@ -2,7 +2,7 @@
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter whose optimizer sums gradients up has a `GradientAccumulator` in `.grads` (mpu/managed_parameter.py).
+A parameter whose optimizer sums gradients up has a `GradientAccumulator`, `.grads` (mpu/managed_parameter.py).
 The product is added to its sum, the first one overwrites it: no gradient tensor is allocated and autograd
 receives None. Without an accumulator the gradient is returned to autograd, as in any module.
 
@@ -14,7 +14,7 @@ Note: no view is kept between calls. With sharded gradients a buffer exists from
 bucket until the bucket is reduced; the next micro-batch may use another one.
 
 Note: the weight half. A schedule may split a backward in two (Qi et al. 2024, arXiv:2401.10241): while the
-input half runs, the parameter has a queue in `.grads`, and a layer appends (weight, begin) instead of
+input half runs, the parameter has a `.detour` with a queue, and a layer appends (weight, begin) instead of
 computing. In the weight half the queue's owner calls begin(), which starts collectives, and later what
 begin() returned, which computes: the same functions on the same tensors as in a whole backward, so the same
 bits.
@@ -28,16 +28,18 @@ import torch
 
 from ..mpu.managed_parameter import (
     Begin,
+    Detour,
     Finish,
-    ParameterGradient,
-    grads_of,
-    made_grads,
+    GradientAccumulator,
+    accumulator_of,
+    detour_of,
+    detours,
 )
 from ..ops.grouped import RowRuns, add_grouped_gradient_, new_grouped_gradient
 from ..ops.linear_products import UNBOUND, LinearProducts
 from ..ops.product import add_product_, product
 
-TO_AUTOGRAD = ParameterGradient()
+ADDS = "grads"  # the attribute of a parameter whose optimizer sums gradients up
 
 
 def now_or_later(weight: torch.Tensor, begin: Begin) -> Finish:
@@ -45,10 +47,10 @@ def now_or_later(weight: torch.Tensor, begin: Begin) -> Finish:
 
     The returned function gives what autograd receives as the gradient.
     """
-    grads = grads_of(weight)
-    if grads is None or grads.queue is None or grads.sums is not None:
+    detour = detour_of(weight)
+    if detour is None or detour.queue is None or detour.sums is not None:
         return begin()
-    grads.queue.append((weight, begin))
+    detour.queue.append((weight, begin))
     return nothing
 
 
@@ -66,16 +68,19 @@ def linear_gradient(
 
     Inside `gradient_sums` it is added to the sum. In the input half of a split backward it is queued.
     """
-    grads = grads_of(weight) or TO_AUTOGRAD
-    if grads.sums is not None:
-        grads.sums.add_product(weight, x, dy)
-    elif grads.queue is not None:
+    # `detour_of` and `accumulator_of`, without their calls: all linear layers come here in each backward.
+    detour: Detour | None = getattr(weight, "detour", None)
+    if detour is not None and detour.sums is not None:
+        detour.sums.add_product(weight, x, dy)
+        return None
+    if detour is not None and detour.queue is not None:
         later = partial(linear_gradient, weight, x, dy, products)
-        grads.queue.append((weight, lambda: later))
-    elif grads.accumulator is not None:
-        grads.accumulator.contribute(products.add_product_, dy.t(), x)
-    else:
+        detour.queue.append((weight, lambda: later))
+        return None
+    accumulator: GradientAccumulator | None = getattr(weight, ADDS, None)
+    if accumulator is None:
         return product(dy.t(), x)
+    accumulator.contribute(products.add_product_, dy.t(), x)
     return None
 
 
@@ -87,16 +92,17 @@ def add_gradient(
     Without an accumulator the gradient is returned to autograd. Inside `gradient_sums` it is added to the sum of
     the parts. In the input half of a split backward its addition is queued.
     """
-    grads = grads_of(parameter)
-    if grads is None or grads.accumulator is None:
+    accumulator: GradientAccumulator | None = getattr(parameter, ADDS, None)
+    if accumulator is None:
         return gradient
-    if grads.sums is not None:
-        grads.sums.add(parameter, gradient)
-    elif grads.queue is not None:
-        later = partial(grads.accumulator.add, gradient)
-        grads.queue.append((parameter, lambda: later))
-    else:
-        grads.accumulator.add(gradient)
+    detour: Detour | None = getattr(parameter, "detour", None)
+    if detour is None:
+        accumulator.add(gradient)
+    elif detour.sums is not None:
+        detour.sums.add(parameter, gradient)
+    elif detour.queue is not None:
+        later = partial(accumulator.add, gradient)
+        detour.queue.append((parameter, lambda: later))
     return None
 
 
@@ -109,8 +115,9 @@ class GradientSum:
 
     def __init__(self, weight: torch.Tensor):
         self.weight = weight
-        grads = grads_of(weight) or TO_AUTOGRAD
-        self._accumulator = grads.accumulator if grads.queue is None else None
+        detour = detour_of(weight)
+        is_apart = detour is not None and detour.queue is not None
+        self._accumulator = None if is_apart else accumulator_of(weight)
         self._sum: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -130,10 +137,10 @@ class GradientSum:
 
     def _finish(self) -> torch.Tensor | None:
         total = self._buffer()
-        grads = grads_of(self.weight)
-        if grads is None or grads.accumulator is None:
+        accumulator = accumulator_of(self.weight)
+        if accumulator is None:
             return total.to(self.weight.dtype)
-        grads.accumulator.add(total)
+        accumulator.add(total)
         return None
 
     def _buffer(self) -> torch.Tensor:
@@ -186,13 +193,12 @@ def gradient_sums(parameters: Sequence[torch.Tensor]) -> Iterator[GradientSums]:
     """Inside, linear layers add the gradients of these weights to the sums, which are to be delivered after
     it. In a split backward the products are computed in the input half, and added in the weight half."""
     sums = GradientSums(parameters)
+    by_parameter = {}
     for p in parameters:
-        made_grads(p).sums = sums
-    try:
+        before = detour_of(p)
+        by_parameter[p] = Detour(None if before is None else before.queue, sums)
+    with detours(by_parameter):
         yield sums
-    finally:
-        for p in parameters:
-            made_grads(p).sums = None
 
 
 def grouped_gradient(
@@ -202,10 +208,10 @@ def grouped_gradient(
 
     The result is as of `linear_gradient`. A run without rows adds nothing.
     """
-    grads = grads_of(weight)
-    if grads is None or grads.accumulator is None:
+    accumulator = accumulator_of(weight)
+    if accumulator is None:
         return new_grouped_gradient(weight, dy, x, runs)
-    grads.accumulator.contribute(add_grouped_gradient_, dy, x, runs)
+    accumulator.contribute(add_grouped_gradient_, dy, x, runs)
     return None
 
 
@@ -213,12 +219,12 @@ def embedding_gradient(
     weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor
 ) -> torch.Tensor | None:
     """Add dy [N, h] to `rows` [N] of the weight's gradient; the result as of `linear_gradient`."""
-    grads = grads_of(weight)
-    if grads is None or grads.accumulator is None:
+    accumulator = accumulator_of(weight)
+    if accumulator is None:
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         _add_rows(gradient, rows, dy, overwrites=True)
         return gradient
-    grads.accumulator.contribute(_add_rows, rows, dy)
+    accumulator.contribute(_add_rows, rows, dy)
     return None
 
 

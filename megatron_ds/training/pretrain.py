@@ -38,7 +38,7 @@ from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
 from ..errors import ConfigError, DeviceMemoryError
-from ..features import Provided, missing_wings
+from ..features import features, missing_wings
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -99,9 +99,6 @@ from .samples import (
 )
 from .startup_text import describe
 from .trainer import Trainer
-
-DRY_RUN: Provided[Any] = Provided("dry run")
-PREPARED_KERNELS: Provided[Any] = Provided("prepared kernels")
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
 KNOWN_NAMES: KnownNames = {
@@ -176,10 +173,10 @@ def _names_its_world(argv: Sequence[str]) -> bool:
 
 
 def _dry_run(config: RunConfig, launch: Launch) -> int:
-    dry_run = DRY_RUN.find()
-    if dry_run is None:
-        raise ConfigError(f"--dry-run needs megatron_ds.extensions.{missing_wings()}")
-    return dry_run(config, launch)
+    for feature in features():
+        if feature.dry_run is not None:
+            return feature.dry_run(config, launch)
+    raise ConfigError(f"--dry-run needs megatron_ds.extensions.{missing_wings()}")
 
 
 def _configure(
@@ -355,10 +352,10 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     engine = build_engine(config, mesh, plan_replica(config, mesh))
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source, opened.as_given))
-    on_gpu = mesh.device.type == "cuda"
-    prepare_kernels = PREPARED_KERNELS.find() if on_gpu else None
-    if prepare_kernels and (compiled := prepare_kernels(engine)):
-        logger.info("%s", compiled)
+    for feature in features():
+        prepared = "" if feature.prepared is None else feature.prepared(engine)
+        if prepared:
+            logger.info("%s", prepared)
     return engine
 
 

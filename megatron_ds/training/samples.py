@@ -139,6 +139,7 @@ def build_loaders(
         )
         return SharedReader(own, tp, mesh.device) if shared else own
 
+    # Training samples alone may have an order of their own.
     own = config.sample_order
     order = None
     if own is not None and datasets.train is not None:

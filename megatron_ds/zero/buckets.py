@@ -32,7 +32,7 @@ from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Waitable
-from ..mpu.managed_parameter import made_grads, spec_of
+from ..mpu.managed_parameter import accumulate, spec_of
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange, is_off, reads_in_place
 from .gradient_checksum import GradientChecksum
@@ -80,7 +80,7 @@ class SlotGradient:
     index     of its slot
     is_new    nothing was written to its view yet: what comes first overwrites it
     received  whether it received a contribution in this step
-    missing   contributions to come before its bucket is complete; UNARMED while they are not counted
+    missing   contributions to come before its bucket may be reduced; UNARMED while they are not counted
     """
 
     __slots__ = ("_store", "index", "is_new", "received", "missing")
@@ -105,9 +105,11 @@ class SlotGradient:
         OWN_GRAD.__set__(parameter, None)
         self.add(grad)
 
+    # The calls of `write` and `ready` are written out where each linear layer comes in each backward.
     def add(self, gradient: torch.Tensor) -> None:
-        view = self._store.view(self.index)
-        factor = self._store.factor
+        store = self._store
+        view = store.view(self.index)
+        factor = store.factor
         if not self.is_new and factor == 1.0:
             view.add_(gradient)
         elif not self.is_new:
@@ -118,17 +120,20 @@ class SlotGradient:
             view.copy_(gradient).mul_(factor)
         self.is_new = False
         self.received = True
-        self._store.count(self)
+        store.contributions += 1
+        if self.missing != UNARMED:
+            store.count(self)
 
     def contribute(self, add: Callable[..., object], *arguments: object) -> None:
-        # As `write` and `ready`, without their calls: every linear layer comes here in each backward.
         store = self._store
         if store.factor != 1.0:
             self._refuse_factor()
         add(store.view(self.index), *arguments, self.is_new)
         self.is_new = False
         self.received = True
-        store.count(self)
+        store.contributions += 1
+        if self.missing != UNARMED:
+            store.count(self)
 
     def write(self, add: Callable[..., object], *arguments: object) -> None:
         if self._store.factor != 1.0:
@@ -138,7 +143,9 @@ class SlotGradient:
 
     def ready(self) -> None:
         self.received = True
-        self._store.count(self)
+        self._store.contributions += 1
+        if self.missing != UNARMED:
+            self._store.count(self)
 
     def view(self) -> torch.Tensor:
         return self._store.view(self.index)
@@ -160,7 +167,10 @@ class GradientStore:
     flat      the gradients that this rank keeps, padding included
     gradients  of the holders
     contributions  their number so far, in all steps
+    view      from the index of a slot to its whole gradient, in the shape of the parameter: a view
     """
+
+    view: Callable[[int], torch.Tensor]
 
     def __init__(
         self,
@@ -194,7 +204,7 @@ class GradientStore:
         for i, holder in enumerate(holders):
             gradient = SlotGradient(self, i)
             self.gradients.append(gradient)
-            made_grads(holder.parameter).accumulator = gradient
+            accumulate(holder.parameter, gradient)
             hook = holder.parameter.register_post_accumulate_grad_hook(gradient.move)
             self.hooks.append(hook)
 
@@ -229,10 +239,6 @@ class GradientStore:
         """Where a piece begins in `flat`."""
         raise NotImplementedError
 
-    def view(self, index: int) -> torch.Tensor:
-        """Return the whole gradient of a slot, in the shape of the parameter: a view."""
-        raise NotImplementedError
-
     def _clear_rest(self, b: int, whole: torch.Tensor) -> None:
         """Zero what nothing was written to in a bucket, padding included."""
         bucket = self.layout.buckets[b]
@@ -260,10 +266,7 @@ class GradientStore:
         ]
 
     def count(self, gradient: SlotGradient) -> None:
-        """Count a contribution to a parameter, and begin the reductions for which it was the last."""
-        self.contributions += 1
-        if gradient.missing == UNARMED or not self._overlap:
-            return
+        """Count a contribution to armed buckets, and begin the reductions for which it was the last."""
         if gradient.missing == 0:
             self._refuse(gradient.index)
             return
@@ -343,10 +346,11 @@ class GradBuckets(GradientStore):
         self.sharded = sharded
         self._stays_whole = stays_whole
         self._works: list[Waitable] = []
-        self._views = [
+        views = [
             flat[slot.start : slot.stop].view(holder.parameter.shape)
             for slot, holder in zip(layout.slots, holders)
         ]
+        self.view = views.__getitem__
         self.begin()
 
     def begin(self) -> None:
@@ -357,9 +361,8 @@ class GradBuckets(GradientStore):
 
     def arm(self, stage: int | None = None) -> None:
         for holder, gradient in zip(self.holders, self.gradients):
-            if gradient.missing == UNARMED and (
-                stage is None or holder.stage in (None, stage)
-            ):
+            is_of_stage = stage is None or holder.stage in (None, stage)
+            if self._overlap and is_of_stage and gradient.missing == UNARMED:
                 gradient.missing = holder.uses
 
     def reopen(self) -> None:
@@ -384,9 +387,6 @@ class GradBuckets(GradientStore):
 
     def start_of(self, piece: SlotPiece) -> int:
         return piece.flat
-
-    def view(self, index: int) -> torch.Tensor:
-        return self._views[index]
 
     def _refuse(self, i: int) -> None:
         raise MegatronDSError(

@@ -56,6 +56,7 @@ class GradShards(GradientStore):
             layout.slot_intersections(reduction.ranks.shard),
         )
         self._pool = pool
+        self.view = self._view
         # Buffers of the pool have one length if buckets are cut by size; if buckets are units, each has its
         # own length.
         longest = max(bucket.stop - bucket.start for bucket in layout.buckets)
@@ -84,8 +85,9 @@ class GradShards(GradientStore):
             self._launch_up_to(len(self._buffers))
         self._is_armed = True
         self._restart_counting()
-        for holder, gradient in zip(self.holders, self.gradients):
-            gradient.missing = holder.uses
+        if self._overlap:
+            for holder, gradient in zip(self.holders, self.gradients):
+                gradient.missing = holder.uses
 
     def close(self, bucket: int) -> None:
         """Reduce all buckets up to this one if the cycle is armed."""
@@ -109,7 +111,7 @@ class GradShards(GradientStore):
     def start_of(self, piece: SlotPiece) -> int:
         return piece.offset
 
-    def view(self, index: int) -> torch.Tensor:
+    def _view(self, index: int) -> torch.Tensor:
         progress(self.ranks.inner)  # so that other ranks can use their buffers again
         slot = self.layout.slots[index]
         bucket = self.layout.buckets[slot.bucket]

@@ -312,6 +312,13 @@ def test_times_of_forwards_are_measured_when_asked_for():
     assert len(engine.model_times()) == 1 and engine.model_times() == []
 
 
+@pytest.mark.plan
+def test_a_module_without_generate_is_named():
+    engine = megatron_ds.init_inference(torch.nn.Linear(2, 2), dtype=torch.float32)
+    with pytest.raises(CallError, match="Linear has no method generate"):
+        engine.generate(IDS)
+
+
 # ------------------------------------------------------------------------------------ stage 3 without an optimizer
 @pytest.mark.threads
 @pytest.mark.parametrize("device", ["cpu", "none"])

@@ -40,6 +40,8 @@ FORMER = (
     "stage3_gather_fp16_weights_on_model_save",
     "zenflow",
 )
+# Keys that the installed version has no more.
+OLDER = ("mics_hierarchical_params_gather", "mics_shard_size", "zeropp_loco_param")
 REFUSED = [
     ({"stage": 4}, "stage is 4, not one of 0, 1, 2, 3"),
     ({"stages": 1}, "has no key 'stages'. Its keys are stage, "),
@@ -64,7 +66,8 @@ CONTRADICTIONS = [
 def test_values_and_defaults_are_those_of_deepspeed(block):
     expected = theirs.DeepSpeedZeroConfig(**block).model_dump(mode="json")
     wanted = {key: value for key, value in expected.items() if key not in FORMER}
-    assert _as_json(DeepSpeedZeroConfig(**block).model_dump()) == wanted
+    here = _as_json(DeepSpeedZeroConfig(**block).model_dump())
+    assert {key: v for key, v in here.items() if key not in OLDER} == wanted
 
 
 def _as_json(value):

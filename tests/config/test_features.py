@@ -15,7 +15,7 @@ from megatron_ds.config.options.option import option
 from megatron_ds.config.run import all_options
 from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import CheckpointError, ConfigError
-from megatron_ds.features import Feature, Lengths, sections_without_features
+from megatron_ds.features import Feature, Lengths, Provided, sections_without_features
 
 pytestmark = pytest.mark.plan
 MODEL = (
@@ -52,6 +52,14 @@ def module(tmp_path, monkeypatch):
     monkeypatch.setattr(features._LOADED, "origins", dict(features._LOADED.origins))
     yield name
     sys.modules.pop(name, None)
+
+
+def test_what_no_feature_has_is_named():
+    assert Provided("a missing part").find() is None
+    with pytest.raises(
+        ConfigError, match="a missing part: no feature that is installed"
+    ):
+        Provided("a missing part").get()
 
 
 def test_options_of_a_feature_are_flags_and_keys_and_a_section(tmp_path):

@@ -84,7 +84,7 @@ def test_inspect_shows_both_answers(folder, capsys):
         ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, "different messages"),
         (
             {"prompt": "Q", **FORMATS[2]},
-            "'prompt' is a text that is no message of what",
+            "'prompt' is a text that is not among the messages",
         ),
         ({"prompt": [QUESTION], "chosen": "A", "rejected": "B"}, "are list, str, str"),
         (

@@ -3,15 +3,10 @@
 import torch
 
 from megatron_ds.mpu.managed_parameter import (
-    GradientAccumulator,
     TensorAccumulator,
-    is_accumulated,
-    made_grads,
+    accumulate,
+    accumulator_of,
 )
-
-
-def accumulator_of(parameter) -> GradientAccumulator:
-    return made_grads(parameter).accumulator
 
 
 def taken(parameter) -> torch.Tensor:
@@ -29,11 +24,10 @@ def contribute(parameter, gradient) -> None:
 
 def install(parameter, total, completed=lambda: None) -> None:
     """Give a parameter an accumulator, as ZeRO does, that calls `completed` after each contribution."""
-    made_grads(parameter).accumulator = TensorAccumulator(total, completed)
+    accumulate(parameter, TensorAccumulator(total, completed))
 
 
 def accumulated(parameter) -> torch.Tensor | None:
     """The sum of its accumulator, or what autograd has accumulated."""
-    if is_accumulated(parameter):
-        return accumulator_of(parameter).view()
-    return parameter.grad
+    accumulator = accumulator_of(parameter)
+    return parameter.grad if accumulator is None else accumulator.view()

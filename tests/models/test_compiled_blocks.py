@@ -77,7 +77,7 @@ def test_compiled_blocks_train_alike_to_rounding(compiler):
     # Each of the four linear layers breaks the block, and what calls it.
     breaks = compiler["graph_break"]
     assert compiler["stats"]["unique_graphs"] > 0 and breaks
-    assert all("apply_outside_graphs" in reason for reason in breaks), breaks
+    assert all("call_outside_graphs" in reason for reason in breaks), breaks
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", BY_INDUCTOR])

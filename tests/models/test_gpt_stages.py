@@ -6,8 +6,9 @@ import torch
 
 from megatron_ds.models import MODELS, build_stage, count_uses, gpt_loss, run_layers
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.managed_parameter import accumulator_of
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
-from tests.harness.gradients import accumulated, accumulator_of, install
+from tests.harness.gradients import accumulated, install
 from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 

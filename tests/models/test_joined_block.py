@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron_ds.extensions.joined_blocks import joined_block
-from megatron_ds.extensions.joined_blocks.joined_block import Join
+from megatron_ds.extensions.joined_blocks.joined_run import JoinedRun
 from megatron_ds.models.attention import CoreAttention
-from megatron_ds.mpu.managed_parameter import made_grads
+from megatron_ds.mpu.managed_parameter import accumulator_of
 from megatron_ds.ops.norms import LayerNorm
-from tests.harness.gradients import accumulator_of
 from tests.harness.host_blocks import gpu_path, own_blocks, torch_path
 
 pytestmark = pytest.mark.plan
@@ -45,20 +44,20 @@ class Runs:
 def joined(monkeypatch):
     """How often functions were joined."""
     found = []
-    call = Join.__call__
+    functions = JoinedRun.functions
 
     def noted(self, *arguments):
-        block = call(self, *arguments)
+        block = functions(self, *arguments)
         found.append(block is not None)
         return block
 
-    monkeypatch.setattr(Join, "__call__", noted)
+    monkeypatch.setattr(JoinedRun, "functions", noted)
     return found
 
 
 def one_by_one(monkeypatch, *what):
     with monkeypatch.context() as patch:
-        patch.setattr(Join, "__call__", lambda self, *arguments: None)
+        patch.setattr(JoinedRun, "functions", lambda self, *arguments: None)
         return Runs(*what).results()
 
 
@@ -170,7 +169,7 @@ def test_a_change_of_a_layer_counts_from_the_next_forward(change, monkeypatch):
     old = results()
     change(block)
     found = results()
-    monkeypatch.setattr(Join, "__call__", lambda self, *arguments: None)
+    monkeypatch.setattr(JoinedRun, "functions", lambda self, *arguments: None)
     assert torch.equal(found, results()) and not torch.equal(found, old)
 
 
@@ -202,7 +201,7 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
     assert joined == [False, False]
     assert all(p.grad is not None and p.grad.any() for p in parameters)
     for p, accumulator in zip(parameters, accumulators):
-        made_grads(p).accumulator = accumulator
+        p.grads = accumulator
     block(x, runs.run.batch)
     assert joined[-1]
 

@@ -11,12 +11,14 @@ from torch import nn
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu.context import new_parameter
 from megatron_ds.mpu.managed_parameter import (
+    Detour,
     ManagedParameter,
     TensorAccumulator,
+    accumulate,
+    accumulator_of,
     describe,
-    grads_of,
-    is_accumulated,
-    made_grads,
+    detour_of,
+    detours,
     spec_of,
 )
 from megatron_ds.mpu.param_spec import Init, ParamSpec
@@ -28,7 +30,7 @@ def accumulated_module(device=None):
     module = nn.Module()
     module.weight = new_parameter(SPEC, device=device)
     total = torch.zeros(3, 4, device=device)
-    made_grads(module.weight).accumulator = TensorAccumulator(total)
+    accumulate(module.weight, TensorAccumulator(total))
     return module
 
 
@@ -50,7 +52,8 @@ def test_a_copy_has_the_values_and_no_accumulator(way):
     other = copied(module, way)
     assert torch.equal(other.weight, module.weight)
     assert isinstance(other.weight, nn.Parameter) and other.weight.requires_grad
-    assert not is_accumulated(other.weight) and is_accumulated(module.weight)
+    assert accumulator_of(other.weight) is None
+    assert accumulator_of(module.weight) is not None
 
 
 def test_pickling_keeps_the_spec():
@@ -62,7 +65,7 @@ def test_changes_of_the_module_keep_parameter_spec_and_accumulator():
     weight = module.weight
     module.to(torch.bfloat16).requires_grad_(False).requires_grad_(True)
     assert module.weight is weight and weight.dtype == torch.bfloat16
-    assert spec_of(weight) == SPEC and is_accumulated(weight)
+    assert spec_of(weight) == SPEC and accumulator_of(weight) is not None
 
 
 def test_on_the_meta_device():
@@ -88,11 +91,11 @@ def test_what_torch_computes_from_it_is_a_plain_tensor():
 
 def test_a_plain_parameter_of_another_module_is_given_the_same_attributes():
     plain = nn.Parameter(torch.zeros(3, 4))
-    assert grads_of(plain) is None and not is_accumulated(plain)
+    assert accumulator_of(plain) is None
+    accumulator = TensorAccumulator(torch.zeros(3, 4))
     describe(plain, SPEC)
-    made_grads(plain).accumulator = TensorAccumulator(torch.zeros(3, 4))
-    assert spec_of(plain) == SPEC and is_accumulated(plain)
-    assert made_grads(plain) is grads_of(plain)
+    accumulate(plain, accumulator)
+    assert spec_of(plain) == SPEC and accumulator_of(plain) is accumulator
 
 
 def test_a_parameter_without_a_spec_is_named_by_its_shape():
@@ -112,3 +115,14 @@ def test_an_accumulator_counts_contributions_and_not_their_parts():
     accumulator.contribute(add, torch.ones(2))
     assert len(counted) == 3
     assert torch.equal(accumulator.view(), torch.full((2,), 4.0))
+
+
+def test_detours_end_with_their_context_also_after_an_error():
+    weight = accumulated_module().weight
+    outer, inner = Detour(queue=[]), Detour(sums=object())
+    with pytest.raises(ZeroDivisionError), detours({weight: outer}):
+        with detours({weight: inner}):
+            assert detour_of(weight) is inner
+        assert detour_of(weight) is outer
+        raise ZeroDivisionError
+    assert detour_of(weight) is None

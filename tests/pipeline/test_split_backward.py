@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ds.models import MODELS, build_stage, gpt_loss
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.managed_parameter import accumulator_of
 from megatron_ds.pipeline.schedules import SCHEDULES, ScheduleFamily
 from megatron_ds.pipeline.stage import LayerHooks, Stage
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -21,7 +22,7 @@ from megatron_ds.tensor_parallel.vocabulary import (
     vocabulary_spec,
 )
 from tests.harness.gpt_runs import make_batch
-from tests.harness.gradients import accumulated, accumulator_of, install
+from tests.harness.gradients import accumulated, install
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, run_layout
 from tests.harness.model_runs import context_of
 from tests.harness.pipelines import make_batches, split_backwards

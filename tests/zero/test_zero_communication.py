@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.managed_parameter import accumulator_of
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
-from tests.harness.gradients import accumulator_of, contribute
+from tests.harness.gradients import contribute
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads

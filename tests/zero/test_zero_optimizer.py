@@ -9,6 +9,7 @@ from torch import nn
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import MegatronDSError
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.managed_parameter import accumulator_of
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS, default_groups
 from megatron_ds.zero.data_groups import DataGroups
@@ -16,7 +17,7 @@ from megatron_ds.zero.norm import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
-from tests.harness.gradients import accumulator_of, contribute, taken
+from tests.harness.gradients import contribute, taken
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads

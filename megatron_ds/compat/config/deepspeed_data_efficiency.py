@@ -148,6 +148,7 @@ def _metrics(document: JsonDocument) -> None:
         return
     known = METRIC_KEYS.find()
     assert known is not None, "_is_installed has refused the block without it"
+    # A metric of lengths that has a schedule of its own chooses samples, too.
     texts = []
     for name, block in metrics.items():
         key = f"{METRICS}.{name}"
@@ -194,7 +195,7 @@ def _lengths(
 
 
 def _is_installed(document: JsonDocument, key: str) -> bool:
-    """Whether there are curricula and random-LTD here. If not, a problem is added."""
+    """Whether curricula and random-LTD are installed. If not, a problem is added."""
     if METRIC_KEYS.find() is None:
         document.refuse(
             f'{document.path}: "{key}" is enabled, which this package does not have.'
@@ -205,7 +206,7 @@ def _is_installed(document: JsonDocument, key: str) -> bool:
 
 
 def _is_block(document: JsonDocument, key: str, block: Any, known: set[str]) -> bool:
-    """Whether it is a block with known keys. If not, a problem is added."""
+    """Whether it is a block, and all its keys are known. If not, a problem is added."""
     if not isinstance(block, dict):
         document.refuse(
             f'{document.path}: "{key}" should be a block {{ … }}, not {shown(block)}.'
@@ -222,7 +223,7 @@ def _is_block(document: JsonDocument, key: str, block: Any, known: set[str]) -> 
 
 
 def random_ltd_is_off(keys: Mapping[str, Any]) -> bool:
-    """Whether one of the three blocks around the schedule is not enabled. Its values are then ignored."""
+    """Whether one of the three blocks around the schedule is not enabled, so that its values are ignored."""
     return not all(keys.get(switch) is True for switch in SWITCHES)
 
 

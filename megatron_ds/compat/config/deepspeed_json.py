@@ -175,7 +175,8 @@ def _tag_validation(document: JsonDocument) -> None:
 
 
 def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys whose value is "auto", in the order of the block; not names with a point, which are no keys."""
+    """Return the dotted keys whose value is "auto", in the order of the block. A name with a point is no key and
+    left out."""
     found = []
     for name, value in block.items():
         if is_dotted(name):
@@ -190,7 +191,7 @@ def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
 def with_autos(
     block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """A copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
+    """Return a copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
 
     def replaced(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -234,7 +235,7 @@ def _collect(
 
 
 def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
-    """A key without an option. is_off: its block is switched off."""
+    """Answer a key that has no option. is_off: its block is switched off."""
     covered = answer_to_key(key)
     near = _near(key) if covered is None else ""
     if covered is None and _is_note(key, near):
@@ -262,7 +263,7 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
 
 
 def _is_note(key: str, near: str) -> bool:
-    """Whether an unknown key is left out, as DeepSpeed does: at the top level, and no misspelt key.
+    """Whether an unknown key is left out, as DeepSpeed does: it is at the top level and no misspelt key.
 
     near: the suggestion for it
     """
@@ -271,7 +272,7 @@ def _is_note(key: str, near: str) -> bool:
 
 
 def _declared(document: JsonDocument) -> None:
-    """Keys that an option declares."""
+    """Return the keys that options declare."""
     off = {
         block + "."
         for block in ("fp16", "bf16")
@@ -304,7 +305,7 @@ def _fp16(document: JsonDocument) -> None:
 
 
 def _offload(document: JsonDocument) -> None:
-    """Older names."""
+    """Translate the older names of offloading."""
     for key, path in (
         ("cpu_offload", "zero.offload_optimizer"),
         ("cpu_offload_params", "zero.offload_param"),
@@ -349,7 +350,7 @@ def _communication_log(document: JsonDocument) -> None:
 
 
 def _sparse_attention(document: JsonDocument) -> None:
-    """A block without a mode has DeepSpeed's default."""
+    """Translate the block; without a mode it has DeepSpeed's default."""
     keys = [key for key in document.values if key.startswith("sparse_attention.")]
     if keys and "sparse_attention.mode" not in keys:
         document.give(
@@ -360,7 +361,7 @@ def _sparse_attention(document: JsonDocument) -> None:
 
 
 def _model_parallel(document: JsonDocument) -> None:
-    """Sizes of groups that split a model or its sequences."""
+    """Translate the sizes of groups that split a model or its sequences."""
     document.copy(
         "tensor_parallel.autotp_size",
         "parallel.tensor_model_parallel_size",
@@ -455,7 +456,7 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
 
 
 def _near(key: str) -> str:
-    """A suggestion: the key of an option of this name, a key of the same block, or any other key."""
+    """Return a suggestion: the key of an option of this name, a key of the same block, or any other key."""
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *KEYS]
     siblings = {
@@ -504,5 +505,5 @@ def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
 
 @cache
 def known_keys() -> Mapping[str, Option]:
-    """All dotted keys that are read."""
+    """Return all dotted keys that are read."""
     return {**declared_keys(), **TRANSLATED}

@@ -41,14 +41,14 @@ OPTIMIZER_KEYS: Mapping[str, Option] = {
 
 
 def _numbers(value: Any) -> tuple[Any, ...]:
-    """The numbers of a parameter: none if it is not given, several for a list."""
+    """Return the numbers of a parameter: none if it is not given, several for a list."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
 
 
 def translate_optimizer(document: JsonDocument) -> None:
-    """The type, its parameters, and DeepSpeed's defaults of those that are not given."""
+    """Translate the type and its parameters. A parameter that is not given has DeepSpeed's default."""
     kind = document.take("optimizer.type")
     name = "adam" if kind is None else TYPES.get(kind.lower())
     if name is None:
@@ -58,7 +58,6 @@ def translate_optimizer(document: JsonDocument) -> None:
             "optimizer.optimizer",
         )
         return
-    # The type, and parameters that it does not have.
     facts = FACTS[name]
     if kind is not None:
         document.give("optimizer.optimizer", name, "optimizer.type")

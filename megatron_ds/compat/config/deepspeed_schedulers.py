@@ -73,8 +73,7 @@ OF_OPTIMIZER = "optimizer.params.lr"
 
 
 def translate_scheduler(document: JsonDocument) -> None:
-    """The settings of the block, and its problems."""
-    # The type.
+    """Translate the block into settings and problems."""
     kind = document.take("scheduler.type")
     if kind is None:
         return
@@ -86,7 +85,6 @@ def translate_scheduler(document: JsonDocument) -> None:
         )
         document.unread |= paths_of("scheduler.type")
         return
-    # Parameters that the type has.
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
     document.give("optimizer.lr_decay_style", kind, "scheduler.type")
     if kind == ONE_CYCLE:
@@ -114,7 +112,7 @@ def translate_scheduler(document: JsonDocument) -> None:
 
 
 def _require(document: JsonDocument, *names: str) -> None:
-    """Parameters without a default."""
+    """Add a problem for each parameter without a default that is missing."""
     for name in names:
         if f"scheduler.params.{name}" not in document.values:
             document.refuse(

@@ -46,10 +46,9 @@ _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.MULTILINE)
 
 
 def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
+    """Return (a copy of the block with the usual spelling of each key, {key without effect: the reason})."""
     notes = {key: DOTTED for key in block if is_dotted(key)}
     block = {key: value for key, value in block.items() if key not in notes}
-    # Names of blocks and keys.
     if "bfloat16" in block and "bf16" not in block:
         block = {
             "bf16" if key == "bfloat16" else key: value for key, value in block.items()
@@ -59,6 +58,7 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         kept = {k: v for k, v in block["optimizer"].items() if k not in repeated}
         block = block | {"optimizer": kept}
         notes |= {f"optimizer.{key}": SAME_VALUE for key in repeated}
+    # DeepSpeed accepts values under this block that would be refused here, and changes no number by them.
     zero = block.get(ZERO)
     if not isinstance(zero, Mapping):
         return block, notes
@@ -67,7 +67,6 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         for key, value in zero.items()
         if not (key in OFFLOADS and value is None)
     }
-    # Values that have another form, or no effect.
     if _is_small(zero.get(GROUP)):
         zero[GROUP] = LEAST_GROUP
         notes[f"{ZERO}.{GROUP}"] = (
@@ -85,7 +84,7 @@ def with_usual_names(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _repeated(optimizer: Any) -> list[str]:
-    """Parameters beside "params" whose value is in force without them; other values are refused as misplaced."""
+    """Return the parameters beside "params" whose value is in force without them. Others are refused as misplaced."""
     if not isinstance(optimizer, Mapping):
         return []
     is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
@@ -107,7 +106,7 @@ def is_dotted(key: Any) -> bool:
 
 
 def _is_small(size: Any) -> bool:
-    """Whether DeepSpeed accepts the size of a group, which is too small here."""
+    """Whether DeepSpeed accepts a size of a group that is too small here."""
     return type(size) is int and 0 <= size < LEAST_GROUP
 
 

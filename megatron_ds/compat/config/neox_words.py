@@ -16,7 +16,7 @@ LARGEST = 2**50  # of a size in a square root
 
 
 def words_of(block: Mapping[str, Any]) -> Words:
-    """(key, the words that it stands for). block: values of the types in `neox_names.TYPES`, by plain key"""
+    """Yield (key, the words that it stands for). block: values of the types in `neox_names.TYPES`, by plain key"""
     yield from _value_words(block)
     yield from _switch_words(block)
     yield from _layer_words(block)
@@ -28,7 +28,7 @@ def words_of(block: Mapping[str, Any]) -> Words:
 
 
 def _value_words(block: Mapping[str, Any]) -> Words:
-    """Keys whose value is that of a flag."""
+    """Yield the keys whose value is that of a flag."""
     for key, flag in VALUES.items():
         if key not in block:
             continue
@@ -44,7 +44,7 @@ def _value_words(block: Mapping[str, Any]) -> Words:
 
 
 def _switch_words(block: Mapping[str, Any]) -> Words:
-    """Keys that are true, each of which is a flag without a value."""
+    """Yield the keys that are true, each of which is a flag without a value."""
     for key, flag in SWITCHES.items():
         if block.get(key) is True:
             yield key, [flag]
@@ -54,8 +54,8 @@ def _switch_words(block: Mapping[str, Any]) -> Words:
 
 def _layer_words(block: Mapping[str, Any]) -> Words:
     """Positions, activation and biases of all layers."""
-    positions = block.get("pos_emb")
-    if isinstance(positions, str) and positions in POSITIONS:
+    positions = block.get("pos_emb", "")
+    if positions in POSITIONS:
         yield "pos_emb", ["--position-embedding-type", POSITIONS[positions]]
 
     # The fused kernel computes the tanh form.
@@ -132,11 +132,11 @@ def _tokenizer_words(block: Mapping[str, Any]) -> Words:
 
 
 def _initial_words(block: Mapping[str, Any]) -> Words:
-    """Standard deviations of initial weights: that of most, and that of the output projections of a block,
-    which is the first over sqrt(2 × layers) here.
+    """Yield the standard deviations of most initial weights, and of those of the output projections of a block. The
+    second is the first over sqrt(2 × layers) here.
 
-    small_init: sqrt(2 / (5 h)), Nguyen and Salazar 2019, arXiv:1910.05895, section 2.2;
-    wang_init: 2 / (L sqrt(h)), of Wang and Komatsuzaki's GPT-J.
+    small_init: sqrt(2 / (5 h)), Nguyen and Salazar 2019, arXiv:1910.05895, section 2.2; wang_init: 2 / (L
+    sqrt(h)), of Wang and Komatsuzaki's GPT-J.
     """
     layers = block.get("num_layers")
     hidden = block.get("hidden_size")

@@ -105,7 +105,7 @@ def _plain(name: object) -> str:
 def _merged(
     name: str, roots: Sequence[Block], reading: SourceReading
 ) -> dict[str, Any]:
-    """The keys of all files that have a value, with underscores."""
+    """Return the keys with a value of all files, spelt with underscores."""
     block: dict[str, Any] = {}
     for root in roots:
         for key, value in root.items():
@@ -121,7 +121,7 @@ def _merged(
 
 
 def _checked(name: str, block: Block, reading: SourceReading) -> dict[str, Any]:
-    """The block without the values of another type than their key's, which are problems."""
+    """Return the block without values of another type than their key's, each of which is a problem."""
     kept = {}
     for key, value in block.items():
         noun, fits = TYPES.get(key, ("", None))
@@ -177,7 +177,7 @@ def _read_json(name: str, block: Block, reading: SourceReading) -> None:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """A copy of the value, with the keys that a JSON would have."""
+    """Return a copy of the value, with the keys that a JSON would have."""
     if isinstance(value, list):
         return [_with_text_keys(item) for item in value]
     if not isinstance(value, dict):
@@ -245,7 +245,6 @@ def _attention_kinds(value: Any) -> set[str]:
 
 def _check_pairs(name: str, block: Block, reading: SourceReading) -> None:
     """Problems between keys."""
-    # The decay of the learning rate.
     style = block.get("lr_decay_style", "linear")
     lowest = block.get("min_lr")
     if style == "exponential" or style == "linear" and lowest:
@@ -255,7 +254,6 @@ def _check_pairs(name: str, block: Block, reading: SourceReading) -> None:
             "optimizer.lr_decay_style",
         )
 
-    # Initial weights.
     for key in ("init_method", "output_layer_init_method"):
         if block.get(key, "normal") not in INITIAL:
             reading.refuse(
@@ -263,7 +261,7 @@ def _check_pairs(name: str, block: Block, reading: SourceReading) -> None:
                 f"{', '.join(INITIAL)}."
             )
 
-    # Biases.
+    # One switch removes all biases here, and another those of attention.
     mlp = block.get("use_bias_in_mlp", True)
     attention = block.get("use_bias_in_attn_linear", True)
     if attention and not mlp:
@@ -272,7 +270,6 @@ def _check_pairs(name: str, block: Block, reading: SourceReading) -> None:
             "layers of attention have biases, those of the feed-forward have them too. Make both equal."
         )
 
-    # Checkpoints.
     if block.get("save_interval") and block.get("checkpoint_factor"):
         reading.refuse(
             f'{name}: "save_interval" and "checkpoint_factor" both set how often to save.'

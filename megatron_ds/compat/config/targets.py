@@ -103,7 +103,7 @@ def reading_for(
 
 
 def _is_taken(reading: SourceReading, setting: Setting) -> bool:
-    """Whether an engine has the option. If not, notes or refuses it."""
+    """Whether an engine takes the option. Other options are noted or refused."""
     path = setting.path
     if path in TAKEN or path.startswith(SECTIONS):
         return True
@@ -130,7 +130,6 @@ def autocast_of(
 
     Adds problems to the reading.
     """
-    # Whether the block is there and enabled.
     found = block.get(AUTOCAST)
     if found is not None and not isinstance(found, Mapping):
         reading.refuse(
@@ -139,7 +138,6 @@ def autocast_of(
         return None
     if not found or found.get("enabled", False) in (False, None, "auto"):
         return None
-    # Keys of the block, and the dtype, which is bfloat16 only.
     unknown = set(found) - {"enabled", "dtype", "lower_precision_safe_modules"}
     for key in sorted(unknown):
         reading.refuse(
@@ -170,7 +168,6 @@ def _check_accumulation(
     reading: SourceReading, name: str, block: Mapping[str, Any]
 ) -> None:
     """ "managed_gradient_accumulation": false makes each `step` of the program an update."""
-    # The value.
     value = block.get(UNMANAGED)
     if value is None or value in (True, "auto"):
         return

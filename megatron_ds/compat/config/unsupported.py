@@ -263,7 +263,7 @@ ON_BY_DEFAULT = frozenset(
 
 
 def asks_for_default(key: str, value: Any) -> bool:
-    """Whether a value of an accepted key is what the key stands for without being written."""
+    """Whether a value of an accepted key is the one that holds if the key is left out."""
     return value is not False if key in ON_BY_DEFAULT else asks_for_nothing(value)
 
 
@@ -274,7 +274,7 @@ def answer_to_flag(flag: str) -> Answer | None:
 
 
 def answer_to_key(key: str) -> tuple[str, Answer] | None:
-    """(key of the table, its answer) for a key or a key of a block under it; None without an answer.
+    """Return (key of the table, its answer) for a key or a key of a block under it; None without an answer.
 
     A key inside of a block comes before the block.
     """

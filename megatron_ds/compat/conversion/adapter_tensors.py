@@ -33,25 +33,27 @@ Parts = Mapping[int | None, Mapping[str, StoredTensor]]
 
 
 def of_layers(adapters: AdapterTensors) -> dict[str, Parts]:
-    """Layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
+    """Return layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
 
     Raises CheckpointError for names of no adapter and for single matrices.
     """
     found: dict[str, dict[int | None, dict[str, StoredTensor]]] = {}
     for name, tensor in adapters.tensors.items():
-        match = NAME.fullmatch(name)
-        if match is None:
-            raise CheckpointError(f"{tensor.place} is not a tensor of an adapter.")
-        of_layer = found.setdefault(match["layer"], {})
-        of_layer.setdefault(_part(match), {})[match["leaf"]] = tensor
+        layer, part, leaf = parts_of_name(name, tensor.place)
+        found.setdefault(layer, {}).setdefault(part, {})[leaf] = tensor
     for layer, parts in found.items():
         if any(MATRICES - leaves.keys() for leaves in parts.values()):
             raise CheckpointError(f"an adapter of {layer} lacks one of its matrices.")
-    return found
+    return {layer: parts for layer, parts in found.items()}
 
 
-def _part(match: re.Match) -> int | None:
-    return None if match["part"] is None else int(match["part"])
+def parts_of_name(name: str, place: object) -> tuple[str, int | None, str]:
+    """Return (layer, part of its rows, leaf) of the name of a tensor. Raises CheckpointError for other names."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"{place} is not a tensor of an adapter.")
+    part = None if match["part"] is None else int(match["part"])
+    return match["layer"], part, match["leaf"]
 
 
 def with_adapters(
@@ -69,7 +71,10 @@ def with_adapters(
     for layer, parts in of_layers(adapters).items():
         name = f"{layer}.weight"
         if name not in weights:
-            raise CheckpointError(f"{base.folder} has no {name}, which has an adapter.")
+            raise CheckpointError(
+                f"{base.folder} has no {name}, to which an adapter belongs. Give the folder of the weights below the "
+                "adapters: --base."
+            )
         read = partial(_sum, weights[name], specs[name], parts, adapters.scale)
         weights[name] = replace(weights[name], dtype=torch.float32, read=read)
     return replace(
@@ -89,7 +94,7 @@ def _sum(
         part: {leaf: tensor.read() for leaf, tensor in leaves.items()}
         for part, leaves in parts.items()
     }
-    return ADAPTER_MERGE.find()(weight.read(), spec, read, scale)
+    return ADAPTER_MERGE.get()(weight.read(), spec, read, scale)
 
 
 def shifted(
@@ -104,11 +109,11 @@ def shifted(
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
-        match = NAME.fullmatch(name)
-        if match["leaf"] != "m":
+        layer, part, leaf = parts_of_name(name, tensor.place)
+        if leaf != "m":
             continue
-        layer = f"{match['layer']}.weight"
-        read = partial(_shifted, tensor, below[layer], specs[layer], _part(match), sign)
+        weight = f"{layer}.weight"
+        read = partial(_shifted, tensor, below[weight], specs[weight], part, sign)
         found[name] = replace(tensor, dtype=torch.float32, read=read)
     return found
 
@@ -120,14 +125,14 @@ def _shifted(
     part: int | None,
     sign: int,
 ) -> torch.Tensor:
-    norms = ADAPTER_NORMS.find()(weight.read(), spec, part)
+    norms = ADAPTER_NORMS.get()(weight.read(), spec, part)
     return tensor.read().float() + sign * norms
 
 
 def adapters_in_memory(
     tensors: Mapping[str, torch.Tensor], place: object
 ) -> dict[str, StoredTensor]:
-    """Tensors that were read already."""
+    """Return tensors that were read already as stored ones."""
     return {
         name: StoredTensor(
             tuple(tensor.shape),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -57,11 +58,14 @@ FLAGS = {
     "qkv_packing": "--qkv-packing",
     "base": "--base",
 }
-OF_VERIFY = {"vocab_size", "qkv_packing"}  # also used to read what was written
+OF_VERIFY = {
+    "vocab_size",
+    "qkv_packing",
+}  # wishes that reading the written folder needs, too
 
 
 def size_of(text: str) -> int:
-    """Bytes of "5GB"."""
+    """Return the number of bytes that a text such as "5GB" states."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
     if not match or not (size := int(float(match[1]) * UNITS[match[2] or ""])):
         raise argparse.ArgumentTypeError(
@@ -70,8 +74,7 @@ def size_of(text: str) -> int:
     return size
 
 
-OPTIONS = {
-    # Folders and formats.
+OPTIONS: dict[str, dict[str, Any]] = {
     "--load": {
         "type": Path,
         "required": True,
@@ -106,7 +109,6 @@ OPTIONS = {
             "computes the same)"
         ),
     },
-    # Sizes of what is written.
     "--vocab-size": {
         "type": int,
         "metavar": "N",
@@ -139,7 +141,6 @@ OPTIONS = {
             "state depends on it"
         ),
     },
-    # What may differ.
     "--allow-missing": {
         "action": "append",
         "default": [],
@@ -168,7 +169,6 @@ OPTIONS = {
         "action": "store_true",
         "help": "convert weights only",
     },
-    # The check.
     "--verify": {
         "action": "store_true",
         "help": "compare the outputs of both checkpoints; needs the memory of both models in float32",
@@ -190,7 +190,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> int:
     """Read one format and write the other. Returns the exit code."""
-    # Both formats, and what the target cannot do.
+    # What the target cannot do is an error before anything is read.
     source = format_of(args.source) if args.source else detected(args.load)
     default = "huggingface" if source.name == "megatron_ds" else "megatron_ds"
     target = format_of(args.target or default)
@@ -205,7 +205,7 @@ def main(args: argparse.Namespace) -> int:
         check_transformers(source, target)
     if args.save.resolve() == args.load.resolve():
         raise ConfigError(f"--save {args.save} is --load. Give a new folder.")
-    # Flags that neither format uses are errors, before anything is read.
+    # So is a flag that neither format uses.
     wishes = Wishes(
         args.iteration,
         args.vocab_size,
@@ -270,7 +270,7 @@ def check_used(wishes: Wishes, source: Format, target: Format, verify: bool) -> 
 
 
 def described(checkpoint: LogicalCheckpoint) -> str:
-    """What was found, and what is left out."""
+    """Return the part of a line that states what was found in a checkpoint, and what is left out."""
     weights = checkpoint.tensors["weight"]
     elements = sum(
         tensor.nbytes // tensor.dtype.itemsize for tensor in weights.values()
@@ -298,7 +298,8 @@ def described(checkpoint: LogicalCheckpoint) -> str:
 def verify_written(
     source: LogicalCheckpoint, args: argparse.Namespace, target: Format
 ) -> None:
-    """Read the new folder and compare it. Raises CheckpointError, and the folder stays."""
+    """Read the new folder and compare it with the source. Raises CheckpointError if they differ; the folder then
+    stays."""
     wishes = Wishes(
         vocab_size=source.model.get("vocab_size"),
         qkv_packing=args.qkv_packing,

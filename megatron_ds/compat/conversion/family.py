@@ -62,7 +62,7 @@ class Row:
         return re.compile(escaped.format(**PLACES))
 
     def names(self, ours: str, experts: int) -> list[str] | None:
-        """Their names for our name; None if the row is of another name. experts: number of the layer's."""
+        """Return their names for our name; None if the row is of another name. experts: number of the layer's."""
         if not (found := self.pattern.fullmatch(ours)):
             return None
         patterns = self.theirs.split()
@@ -116,7 +116,7 @@ class TensorMapping:
 
 
 def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
-    """All tensors of the model. Raises CheckpointError for one that the family has no name for."""
+    """Return all tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
         entry = next(
@@ -149,7 +149,7 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
             f"{folder} needs the model option {odd[0]}, which this version lacks."
         )
     try:
-        values = {
+        values: dict[str, Any] = {
             name: value if value is None else coerce(declared[name], value, name)
             for name, value in options.items()
         }
@@ -172,9 +172,8 @@ def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
             "file is damaged."
         )
     # Widths and heads must fit before tensors are compared with the model.
-    model = ModelConfig(
-        **{"seq_length": values.get("max_position_embeddings"), **values}
-    )
+    given = {"seq_length": values.get("max_position_embeddings"), **values}
+    model = ModelConfig(**given)
     _check_widths(model, folder)
     if model.num_attention_heads % model.query_groups:
         raise CheckpointError(
@@ -214,7 +213,7 @@ def to_ours(
     stored: Mapping[str, StoredTensor],
     model: ModelConfig,
 ) -> dict[str, StoredTensor]:
-    """Our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
+    """Return our tensors, made when they are read. Raises CheckpointError listing all tensors of another shape.
 
     Entries of which any tensor is not in `stored` are left out; see `missing` and `initial`.
     """
@@ -255,7 +254,7 @@ def _ours(
 def initial(
     entries: Iterable[TensorMapping], names: Iterable[str]
 ) -> dict[str, StoredTensor]:
-    """Our tensors of these names with the values that a new model has, for weights that no file holds."""
+    """Return our tensors of these names with the values that a new model has, for weights that no file holds."""
 
     def read(spec: ParamSpec) -> torch.Tensor:
         values = torch.empty(spec.numel)
@@ -282,7 +281,7 @@ def to_theirs(
     stored: Mapping[str, StoredTensor],
     model: ModelConfig,
 ) -> dict[str, StoredTensor]:
-    """Their tensors. Those of one entry follow each other and share one reading of ours."""
+    """Return their tensors. Those of one entry follow each other and share one reading of ours."""
     found: dict[str, StoredTensor] = {}
     for entry in entries:
         if entry.ours in stored:
@@ -305,9 +304,7 @@ def _theirs(
             return last.pop(index)
 
     return {
-        name: StoredTensor(
-            shape, ours.dtype, lambda index=index: read(index), ours.place
-        )
+        name: StoredTensor(shape, ours.dtype, partial(read, index), ours.place)
         for index, (name, shape) in enumerate(zip(entry.theirs, entry.their_shapes))
     }
 
@@ -320,7 +317,7 @@ def missing(
     stored: Mapping[str, StoredTensor],
     allowed: Sequence[str],
 ) -> list[str]:
-    """Their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
+    """Return their names that the model needs and the files lack. Raises CheckpointError unless all are allowed."""
     absent = [name for entry in entries for name in entry.theirs if name not in stored]
     if refused := [name for name in absent if not matches(name, allowed)]:
         raise CheckpointError(
@@ -334,10 +331,8 @@ def missing(
 def replaced(
     entries: Iterable[TensorMapping], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """Their names in the files that are parts of a tensor of ours of which other parts are missing.
-
-    The whole tensor has new values then; see `initial`.
-    """
+    """Return their names of parts of a tensor of which other parts are missing. The whole tensor of ours then gets
+    new values; see `initial`."""
     names: list[str] = []
     for entry in entries:
         present = [name for name in entry.theirs if name in stored]
@@ -352,7 +347,8 @@ def unused(
     family: Family,
     allowed: Sequence[str],
 ) -> list[str]:
-    """Names in the files that the model has no place for. Raises CheckpointError unless all are allowed."""
+    """Return the names in the files that the model has no place for. Raises CheckpointError unless all are
+    allowed."""
     used = {name for entry in entries for name in entry.theirs}
     left = [
         name

@@ -15,10 +15,10 @@ from .files.stored_tensor import StoredTensor, Tensors
 def plan_filling(
     pieces: Iterable[Piece], tensors: Tensors, kinds: Collection[str] | None = None
 ) -> list[tuple[StoredTensor, list[Piece]]]:
-    """Each tensor that is needed with its pieces, in the order of the files.
+    """Return each tensor that is needed, with its pieces, in the order of the files. kinds: those to fill; None for
+    all.
 
-    kinds: those to fill; None for all. Raises CheckpointError listing tensors that are missing or of another
-    shape.
+    Raises CheckpointError listing tensors that are missing or of another shape.
     """
     # Several pieces may need parts of the same tensor.
     wanted: dict[str, list[Piece]] = {}

@@ -37,7 +37,7 @@ from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.file_copies import READ_BYTES, copies_of
 from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
-from .adapter_tensors import NAME
+from .adapter_tensors import parts_of_name
 from .family import model_of
 from .files.stored_tensor import AdapterTensors, LogicalCheckpoint, Tensors
 from .filling import fill, plan_filling
@@ -52,7 +52,7 @@ WIDTH = 110
 
 
 def foreign_format(load: str | None, load_format: str | None) -> str | None:
-    """Name of the format of the --load folder; None if it is this package's, or holds no checkpoint.
+    """Return the name of the format of the --load folder; None if it is this package's, or holds no checkpoint.
 
     Reads names of files only. Raises ConfigError for an unknown --load-format.
     """
@@ -74,8 +74,8 @@ def foreign_format(load: str | None, load_format: str | None) -> str | None:
 def foreign_defaults(
     argv: Sequence[str], *, with_dtype: bool = False
 ) -> dict[str, Any]:
-    """Option name → value of the model and the tokenizer in the foreign folder of the --load flag, and of the dtype
-    of its weights.
+    """Return option name → value of the model and the tokenizer in the foreign folder of the --load flag, and of the
+    dtype of its weights.
 
     {} without that flag, also if a --config file has a load. They are defaults: flags and files override
     them, and `check_foreign` names differences. Raises CheckpointError when the folder cannot be read.
@@ -85,7 +85,7 @@ def foreign_defaults(
     load = folder_of_model(given)
     tokenizer = given.get("data.tokenizer_type")
     name = foreign_format(load, given.get("checkpoint.load_format"))
-    if name is None:
+    if name is None or load is None:
         return {}
     wishes = Wishes(
         vocab_size=given.get("model.vocab_size"),
@@ -133,20 +133,21 @@ def dtype_options(checkpoint: LogicalCheckpoint) -> dict[str, bool]:
 
 
 def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | None:
-    """The checkpoint in the --load folder, of a format: headers and settings, tensors later. Not collective.
+    """Read headers and settings of the checkpoint in the --load folder; its tensors are read later. Not collective.
 
     None without a format. Raises CheckpointError, also if the model is another one than that of the run.
     """
-    if name is None:
+    load = config.checkpoint.load
+    if name is None or load is None:
         return None
     without_state = config.checkpoint.finetune or config.checkpoint.no_load_optim
     wishes = Wishes(
         vocab_size=config.model.vocab_size,
         weights_only=without_state,
         qkv_packing=config.checkpoint.qkv_packing,
-        base=_base(config.checkpoint.pretrained_checkpoint, config.checkpoint.load),
+        base=_base(config.checkpoint.pretrained_checkpoint, load),
     )
-    found = format_of(name).read(Path(config.checkpoint.load), wishes)
+    found = format_of(name).read(Path(load), wishes)
     check_foreign(found, config.model, config.checkpoint.finetune)
     _check_adapters(found, config)
     return found
@@ -154,7 +155,7 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
 
 def _base(pretrained: str | None, load: str) -> Path | None:
     """The folder of the weights below the adapters in --load."""
-    return None if pretrained in (None, load) else Path(pretrained)
+    return None if pretrained is None or pretrained == load else Path(pretrained)
 
 
 def check_foreign(
@@ -194,7 +195,7 @@ def load_foreign(
     # Optimizer state is loaded if both the folder and the run have it.
     mesh = engine.mesh
     begin = time.perf_counter()
-    failing = {"doing": f"cannot load {found.folder}", "kind": CheckpointError}
+    doing = f"cannot load {found.folder}"
     weights_only = (
         checkpoint.finetune or checkpoint.no_load_optim or found.optimizer is None
     )
@@ -207,10 +208,14 @@ def load_foreign(
     gather_from_all_ranks(
         mesh.group("world"),
         lambda: plans.append(plan_filling(pieces, _tensors(found), kinds)),
-        **failing,
+        doing=doing,
+        kind=CheckpointError,
     )
     on_all_ranks(
-        mesh.group("world"), lambda: fill(plans[0], mesh.coordinates), **failing
+        mesh.group("world"),
+        lambda: fill(plans[0], mesh.coordinates),
+        doing=doing,
+        kind=CheckpointError,
     )
     # The optimizer's own numbers, its step and its scale, follow the tensors.
     if not weights_only:
@@ -239,7 +244,8 @@ def load_foreign(
 
 
 def _require_same_weights(found: LogicalCheckpoint, world: Group) -> None:
-    """Raise ConfigError on all ranks whose copies of the folder hold other tensors. Collective over the world."""
+    """Raise ConfigError on all ranks if the copies of the folder on some ranks hold other tensors. Collective over
+    the world."""
     if world.size == 1:
         return
     files = on_all_ranks(world, lambda: _files_in(found.folder))
@@ -260,8 +266,8 @@ def _files_in(folder: Path) -> dict[str, Path]:
 
 
 def _hashes_of_tensors(found: LogicalCheckpoint) -> dict[str, tuple[str, str]]:
-    """What each tensor is → (shape, dtype and hash, place). Of tensors above READ_BYTES together, evenly spaced ones
-    have a hash."""
+    """Return the name of each tensor → (shape, dtype and hash, place). If all tensors exceed READ_BYTES, only
+    evenly spaced ones are hashed."""
     stored = {}
     for kind, tensors in _tensors(found).items():
         for name in sorted(tensors):
@@ -315,8 +321,10 @@ def _check_adapters(found: LogicalCheckpoint, config: RunConfig) -> None:
 
 
 def _check_all_layers(found: LogicalCheckpoint, adapters: AdapterTensors) -> None:
-    """Raises CheckpointError for adapters of a part of the layers that a run of their targets would give one."""
-    adapted = {NAME.fullmatch(name)["layer"] for name in adapters.tensors}
+    """Raises CheckpointError if some layers of the adapted kinds have no adapter: a run would give all of them
+    one."""
+    tensors = adapters.tensors.items()
+    adapted = {parts_of_name(name, tensor.place)[0] for name, tensor in tensors}
     kinds = {layer.rpartition(".")[2] for layer in adapted}
     layers = {name.removesuffix(".weight") for name in found.tensors[WEIGHT]}
     alike = {layer for layer in layers if layer.rpartition(".")[2] in kinds}
@@ -331,7 +339,7 @@ def _check_all_layers(found: LogicalCheckpoint, adapters: AdapterTensors) -> Non
 def origin_of(
     run: Mapping, found: LogicalCheckpoint | None, config: RunConfig
 ) -> dict[str, Any]:
-    """An entry for run.json: the format, family and settings that an export is to have again; {} if unknown.
+    """Return an entry for run.json: the format, family and settings that an export is to have again; {} if unknown.
 
     run: the run.json of the checkpoint that is continued; found: the checkpoint of another program. Ids of
     special tokens are left out where the run has another tokenizer than the folder.
@@ -342,7 +350,7 @@ def origin_of(
     files = [
         Path(path).resolve() for name in FIELDS if (path := getattr(config.data, name))
     ]
-    folder = Path(config.checkpoint.load).resolve()
+    folder = Path(config.checkpoint.load or "").resolve()
     if found is not None and any(folder not in (path, *path.parents) for path in files):
         source.pop("generation", None)
         source["settings"] = {
@@ -365,7 +373,7 @@ def log_length(config: RunConfig) -> None:
 
 
 def notes_text(found: LogicalCheckpoint) -> str:
-    """The settings of the source that the run follows otherwise or not at all, a paragraph each."""
+    """Return a paragraph for each setting of the source that the run does not follow, or follows in another way."""
     lines = [
         textwrap.fill(
             note,
@@ -391,7 +399,7 @@ def _check_optimizer(found: LogicalCheckpoint, ours: str) -> None:
 def _numbers(
     found: LogicalCheckpoint, current: Mapping[str, float]
 ) -> dict[str, float]:
-    """Numbers of the optimizer: those of the files, and of this run where they have none."""
+    """Return the numbers of the optimizer from the files; those that the files lack are the ones of this run."""
     known = {
         name: value for name, value in found.progress.scaler.items() if name in current
     }

@@ -6,6 +6,7 @@ Both models are in memory, in fp32.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -32,7 +33,7 @@ Outputs = list[torch.Tensor]
 
 
 def random_tokens(model: ModelConfig) -> torch.Tensor:
-    """int64 [2, s], s as long as the model allows, up to 128."""
+    """Return int64 [2, s], s as long as the model allows, up to 128."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(
         0,
@@ -44,7 +45,7 @@ def random_tokens(model: ModelConfig) -> torch.Tensor:
 
 @torch.inference_mode()
 def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
-    """Logits [b, s, vocabulary] of our model, and those of the order of segments of a BERT, [b, 2]."""
+    """Return the logits [b, s, vocabulary] of our model, and those of the order of segments of a BERT, [b, 2]."""
     # The whole model runs on one process, at the length of the tokens.
     model = replace(
         model_of(checkpoint.model, checkpoint.folder), seq_length=tokens.shape[1]
@@ -74,16 +75,25 @@ def our_outputs(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
         ledger=DISCARDING,
     )
     # Padding of the vocabulary is cut off.
-    output = run_layers(modules, None, batch)
-    logits, others = (
-        (output.logits, [output.order]) if model.model == "bert" else (output, [])
+    # The last layer of a BERT returns no tensor.
+    output = cast(
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
+        run_layers(modules, None, batch),
     )
+    others = []
+    if isinstance(output, tuple):
+        logits, order = output
+        others = [] if order is None else [order]
+    else:
+        logits = output
+    assert isinstance(logits, torch.Tensor), "only a run asks for logits in chunks"
     return [logits.transpose(0, 1)[..., : model.vocab_size].float(), *others]
 
 
 @torch.inference_mode()
 def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
-    """The same of transformers. Raises CheckpointError if it is not installed or cannot load the folder."""
+    """Return the outputs of transformers' model in the folder. Raises CheckpointError if it is not installed or
+    cannot load the folder."""
     try:
         import transformers
     except ImportError as error:
@@ -111,7 +121,7 @@ def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
 
 
 def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
-    """Outputs of a checkpoint: by transformers if it is a folder of Hugging Face, else by our model."""
+    """Return the outputs of a checkpoint: by transformers if it is a folder of Hugging Face, else by our model."""
     if HUGGING_FACE.detect(checkpoint.folder):
         return their_outputs(checkpoint.folder, tokens)
     return our_outputs(checkpoint, tokens)
@@ -120,7 +130,7 @@ def outputs_of(checkpoint: LogicalCheckpoint, tokens: torch.Tensor) -> Outputs:
 def largest_difference(
     some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """(largest absolute difference, largest absolute value). Raises CheckpointError for other shapes."""
+    """Return (largest absolute difference, largest absolute value). Raises CheckpointError for other shapes."""
     if [t.shape for t in some] != [t.shape for t in others]:
         raise CheckpointError(
             f"the outputs have shapes {[list(t.shape) for t in some]} and "

@@ -19,13 +19,14 @@ WRONG_KIND = (
 
 
 def refuses_malformed(read: Callable[..., Any]) -> Callable[..., Any]:
-    """`read(folder, …)`, which raises CheckpointError also where it does not check a value that is wrong."""
+    """Return `read(folder, …)` with a CheckpointError for each value of the wrong kind that it does not check
+    itself."""
 
     @wraps(read)
     def checked(folder: Path, *args: Any, **kwargs: Any) -> Any:
         try:
             return read(folder, *args, **kwargs)
-        except ConfigError as error:  # of an option in the files
+        except ConfigError as error:  # the files hold a value that our options refuse
             raise CheckpointError(f"{folder}, options in its files: {error}") from error
         except MegatronDSError:
             raise

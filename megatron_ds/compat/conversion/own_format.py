@@ -155,7 +155,7 @@ def _with_base(
     found = format.read(base, replace(wishes, iteration=step, weights_only=True))
     specs = {spec.name: spec for spec in specs_of(model_of(found.model, base))}
     own = {name: t for name, t in adapters.items() if name not in specs}
-    # What routers remember has changed in the steps of the adapters.
+    # The training of the adapters has changed what routers remember.
     remembered = {name: t for name, t in adapters.items() if name in specs}
     tensors = AdapterTensors(
         own,
@@ -228,12 +228,12 @@ def _progress(run: Mapping) -> StoredProgress:
 
 
 def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str, Path]:
-    """Names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
+    """Return names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
     copies = {field: folder / path for field, path in named_copies(folder, run).items()}
     names = next(
         (names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {}
     )
-    found = {}
+    found: dict[str, Path] = {}
     for field, path in copies.items():
         if path.is_dir():
             found |= {
@@ -245,7 +245,7 @@ def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str,
                 name: path.with_name(name)
                 for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *ENDS)
             }
-    # The target has settings of its own of the model.
+    # The target writes its own settings of the model.
     found.pop(MODEL, None)
     return {name: path for name, path in found.items() if path.is_file()}
 
@@ -291,7 +291,6 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
                 world=solo(),
                 run=run,
             )
-    # The lines for the user state what was written.
     kept = f", with {', '.join(kinds[1:])}" if len(kinds) > 1 else ", weights only"
     size = sum(piece.tensor.nbytes for piece in pieces) / 2**20
     return [f"wrote {path}: {len(items)} tensors, {size:.1f} MiB{kept}", *lines]
@@ -299,7 +298,8 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Inside, there is the folder. Where an error leaves it empty, a new one is removed. Raises CheckpointError."""
+    """Make the folder for the block. A new folder that the block leaves empty because of an error is removed.
+    Raises CheckpointError."""
     is_new = not folder.exists()
     try:
         folders.make(folder)
@@ -316,8 +316,8 @@ def _made(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _vacant(folder: Path) -> Iterator[None]:
-    """Inside, a checkpoint is written into the folder of no run, and nothing is left of it after an error. Raises
-    CheckpointError for the folder of a run."""
+    """Let the block write a checkpoint into a folder without a run; after an error nothing of it is left. Raises
+    CheckpointError if the folder holds a run."""
     there = saved_run_in(folder)
     if there is not None:
         raise CheckpointError(
@@ -333,7 +333,8 @@ def _vacant(folder: Path) -> Iterator[None]:
 
 
 def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:
-    """Without splits it is one rectangle. An optimizer may keep one number of a parameter, as 1-bit LAMB."""
+    """Return the piece of a whole tensor. Its shape may differ from the weight's: 1-bit LAMB keeps one number for
+    each parameter."""
     shape = (1,) if tuple(tensor.shape) == (1,) else spec.shape
     blank = torch.empty(math.prod(shape), device="meta")
     return MadePiece(
@@ -344,7 +345,7 @@ def _piece(spec: ParamSpec, kind: str, tensor: StoredTensor) -> MadePiece:
 def run_of(
     checkpoint: LogicalCheckpoint, model: ModelConfig, folder: Path, run_id: str
 ) -> tuple[list[str], dict[str, Any], RunConfig]:
-    """Lines for the user, run.json, and the configuration in it."""
+    """Return the lines for the user, run.json, and the configuration in it."""
     # The configuration starts from the model, the tokenizer and the stored training options.
     finetunes = checkpoint.optimizer is None
     data, lines = tokenizer_options(checkpoint)

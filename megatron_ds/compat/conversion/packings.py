@@ -35,7 +35,7 @@ class Packing:
     to_theirs: Callable[[torch.Tensor, ModelConfig], Parts]
 
     def shapes(self, shape: Sequence[int], model: ModelConfig) -> list[tuple[int, ...]]:
-        """Shapes of their tensors, from the shape of ours."""
+        """Return the shapes of their tensors, from the shape of ours."""
         ours = torch.empty(shape, device="meta")
         theirs = self.to_theirs(ours, model)
         return [tuple(part.shape) for part in theirs]
@@ -61,7 +61,7 @@ def _joined(parts: Parts, dim: int) -> torch.Tensor:
 
 
 def split_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    """Our rows [(n + 2 g) d, ..] → Q [n d, ..], K and V [g d, ..]."""
+    """Return our rows [(n + 2 g) d, ..] → Q [n d, ..], K and V [g d, ..]."""
     d = model.head_dim
     queries = model.num_attention_heads // model.query_groups
     sizes = (queries * d, d, d)
@@ -79,20 +79,20 @@ def _flattened(part: torch.Tensor) -> torch.Tensor:
 
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    """Their rows [Q; K; V] → the three parts."""
+    """Return their rows [Q; K; V] → the three parts."""
     queries = model.num_attention_heads * model.head_dim
     keys = model.query_groups * model.head_dim
     return list(rows.split((queries, keys, keys)))
 
 
 def _join_rows(parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Their rows [Q; K; V] → our rows."""
+    """Return their rows [Q; K; V] → our rows."""
     theirs = _split_rows(parts[0], model)
     return join_heads(theirs, model)
 
 
 def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    """Our rows → their rows [Q; K; V]."""
+    """Return our rows → their rows [Q; K; V]."""
     theirs = split_heads(rows, model)
     return [torch.cat(theirs)]
 
@@ -101,7 +101,7 @@ def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
 
 
 def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Their tensors, those of an expert one after the other, as one tensor of ours."""
+    """Return their tensors as one of ours; the tensors of an expert follow each other in the list."""
     rows, *rest = parts[0].shape
     experts = len(parts) // tensors_of_expert
     shape = (experts, tensors_of_expert * rows, *rest)
@@ -119,7 +119,7 @@ def _unstack(
 
 
 def _halves(parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Their columns g_1 u_1 g_2 u_2 … [E, h, 2 f], or numbers [E, 2 f], as our rows [gate; up]."""
+    """Return their columns g_1 u_1 g_2 u_2 … [E, h, 2 f], or numbers [E, 2 f], as our rows [gate; up]."""
     columns = parts[0]
     rows = columns.transpose(1, -1)
     pairs = rows.unflatten(1, (-1, 2))

@@ -58,8 +58,8 @@ def unwritten(folder: Path, reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why the system did not write a file; "" for another error. torch.save raises its own behind that of the system,
-    or without it."""
+    """Return the system's reason for not writing a file; "" for another error. torch.save raises an error of its
+    own, with that of the system as its context or without it."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__context__

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...config import DataConfig
 from ...progress.ramps import Progress
@@ -39,7 +40,8 @@ def progress_in(stored: StoredProgress) -> Progress:
 
 
 def updates_in(stored: StoredProgress) -> int:
-    """Steps of the optimizer state; those of the training where the source does not count them apart."""
+    """Return the number of updates of the optimizer; the steps of the training if the source has no count of its
+    own."""
     return (
         stored.num_updates if stored.num_updates is not None else stored.iteration or 0
     )
@@ -49,7 +51,7 @@ def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[s
     """The options of the source's tokenizer, none without one; a line for the user."""
     for kind, names in TOKENIZERS:
         if _fits(kind, names, checkpoint.tokenizer):
-            paths = {
+            paths: dict[str, Any] = {
                 field: str(checkpoint.tokenizer[name]) for field, name in names.items()
             }
             if kind == "HuggingFaceTokenizer":  # with the files beside it
@@ -64,7 +66,8 @@ def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[s
 
 
 def _fits(kind: str, names: Mapping[str, str], files: Mapping[str, Path]) -> bool:
-    """Whether all files are there, and of a BERT whether it is of this kind: lower case if not recorded."""
+    """Whether all files are there and, for a BERT, its case is that of `kind`. A BERT that records no case is
+    lower case."""
     if not all(name in files for name in names.values()):
         return False
     if kind not in LOWER_CASE:

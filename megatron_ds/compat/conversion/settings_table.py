@@ -35,7 +35,7 @@ class Key:
     option: str | None = None
 
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """{our option: value}. Raises CheckpointError."""
+        """Return {our option: value}. Raises CheckpointError."""
         value = settings.get(self.theirs)
         if value is None:
             value = self.default
@@ -56,7 +56,7 @@ class Key:
         return {self.option or self.ours: value}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{their setting: value}. A value that they lack becomes their default."""
+        """Return {their setting: value}. A value that they lack becomes their default."""
         value = getattr(model, self.ours)
         if self.values is not None:
             value = next(
@@ -79,7 +79,7 @@ class Only:
     why: str = ""
 
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """{}. Raises CheckpointError."""
+        """Return {}. Raises CheckpointError."""
         value = settings.get(self.theirs, self.values[0])
         if value not in self.values:
             raise CheckpointError(
@@ -90,7 +90,7 @@ class Only:
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{their setting: the first value}."""
+        """Return {their setting: the first value}."""
         return {self.theirs: self.values[0]}
 
 
@@ -101,35 +101,42 @@ class Fixed:
     ours: str
     value: Any
 
+    @property
+    def theirs(self) -> str:
+        return ""
+
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """{our option: the value}."""
+        """Return {our option: the value}."""
         return {self.ours: self.value}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{}."""
+        """Return {}."""
         return {}
 
 
 class SettingRule(Protocol):
-    """An entry of a table, such as those above. theirs: a setting that messages name."""
+    """An entry of a table, such as those above. theirs: a setting that messages name; "" of an entry without one."""
+
+    @property
+    def theirs(self) -> str: ...
 
     def option_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """{our option: value}. Raises CheckpointError."""
+        """Return {our option: value}. Raises CheckpointError."""
         ...
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{their setting: value}."""
+        """Return {their setting: value}."""
         ...
 
 
 def options_of(
     table: Sequence[SettingRule], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Our model options. Raises CheckpointError listing all settings that are missing or not computed, and
+    """Return our model options. Raises CheckpointError listing all settings that are missing or not computed, and
     those that give one option different values."""
     options: dict[str, Any] = {}
     problems = []
-    givers = {}
+    givers: dict[str, SettingRule] = {}
     for entry in table:
         try:
             found = entry.option_of(settings)
@@ -153,7 +160,7 @@ def _name(entry: SettingRule) -> str:
 
 
 def settings_of(table: Sequence[SettingRule], model: ModelConfig) -> dict[str, Any]:
-    """Their settings."""
+    """Return their settings."""
     settings: dict[str, Any] = {}
     for entry in table:
         settings |= entry.setting_of(model)

@@ -76,7 +76,7 @@ def merged_over_tp(
 
 
 def unknown_packing(place: object) -> str:
-    """Message for a query_key_value of Megatron-DeepSpeed whose order of rows is not recorded."""
+    """Return the message for a query_key_value of Megatron-DeepSpeed whose order of rows is not recorded."""
     return (
         f"{place}: the rows of query_key_value are in one of two orders, and the files do not record "
         "which. Programs that train with Megatron-DeepSpeed since January 2024 use all queries, then all "

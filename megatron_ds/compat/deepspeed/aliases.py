@@ -6,6 +6,7 @@ from megatron_ds.engine import Engine       is megatron_ds.compat.engine's
 
 import sys
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -59,7 +60,7 @@ def alias_spec(name: str, target: str) -> ModuleSpec:
     return ModuleSpec(name, _AliasLoader(target), origin=__file__, is_package=True)
 
 
-class _AliasLoader:
+class _AliasLoader(Loader):
     """Puts a module under another name. The import system returns what sys.modules has after `exec_module`."""
 
     def __init__(self, target: str):

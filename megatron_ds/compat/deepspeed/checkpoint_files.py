@@ -95,10 +95,8 @@ def parse_optim_states(
             f"{ds_checkpoint_dir} has {len(files)} optimizer files of {ranks} ranks. Copy all files of the tag."
         )
     key = MASTERS.get(stage, WHOLE_GROUPS)
-    weights = [_read(state[key]) for state in states]
-    if stage == 3:
-        weights = [torch.cat(groups) for groups in weights]
-    return stage, ranks, weights
+    groups = [_read(state[key]) for state in states]
+    return stage, ranks, list(map(torch.cat, groups)) if stage == 3 else groups
 
 
 def _optimizer_of(path: str) -> dict[str, Any]:

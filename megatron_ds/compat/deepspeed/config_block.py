@@ -1,7 +1,7 @@
 """`ConfigBlock`: a block of DeepSpeed's JSON as an object with an attribute for each of its keys.
 
     class Offload(ConfigBlock):
-        KEYS = {"device": Key("none", one_of("none", "cpu")), "buffer_count": Key(5, whole)}
+        KEYS = {"device": BlockKey("none", one_of("none", "cpu")), "buffer_count": BlockKey(5, whole)}
 
     Offload(buffer_count=2).device              "none"
     Offload(buffer_counts=2)                    ConfigError
@@ -20,7 +20,7 @@ Read = Callable[[Any], Any]
 B = TypeVar("B", bound="ConfigBlock")
 
 
-class Key(NamedTuple):
+class BlockKey(NamedTuple):
     """A key: its value where the block does not have it, how a value is read, and another spelling."""
 
     default: Any
@@ -29,14 +29,20 @@ class Key(NamedTuple):
 
 
 class ConfigBlock:
-    """See above. KEYS: the keys of the block, by the names of the attributes."""
+    """Has an attribute for each of the keys of a block.
 
-    KEYS: ClassVar[Mapping[str, Key]]
+    KEYS  the keys, by the names of the attributes
+    """
+
+    KEYS: ClassVar[Mapping[str, BlockKey]]
 
     def __init__(self, strict: bool = False, **given: Any):
         """Take the values of a block. strict: "auto" is a value like others."""
-        names = {key.alias: name for name, key in self.KEYS.items() if key.alias}
-        values = {name: key.default for name, key in self.KEYS.items()}
+        names = {}
+        values = {}
+        for name, key in self.KEYS.items():
+            values[name] = key.default
+            names[key.alias] = name
         for spelled, value in given.items():
             if value != "auto" or strict:
                 values[names.get(spelled, spelled)] = value
@@ -45,12 +51,12 @@ class ConfigBlock:
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self).__name__
-        if name not in self.KEYS:
-            raise ConfigError(
-                f"{kind} has no key {name!r}. Its keys are {', '.join(self.KEYS)}."
-            )
+        key = self.KEYS.get(name)
+        if key is None:
+            known = ", ".join(self.KEYS)
+            raise ConfigError(f"{kind} has no key {name!r}. Its keys are {known}.")
         try:
-            read = self.KEYS[name].read(value)
+            read = key.read(value)
         except ConfigError:
             raise  # of an inner block, which names the key
         except ValueError as error:
@@ -61,8 +67,8 @@ class ConfigBlock:
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({values})"
+        kind = type(self).__name__
+        return f"{kind}(**{self.model_dump()})"
 
     def model_dump(self) -> dict[str, Any]:
         """Return the values as a dict, of inner blocks, too."""

@@ -158,15 +158,13 @@ def _by_nodes(
     if world_size // settings.model_parallel in sizes:
         return batch, sizes, _micro_batch(settings, batch, world_size)
     # Another number of GPUs: the largest batch size that it can have.
-    replicas = world_size / per_node * replicas
+    share = world_size / per_node * replicas
     batches = [
-        math.floor(settings.max_batch / (micro_batch * replicas))
-        * micro_batch
-        * replicas
+        math.floor(settings.max_batch / (micro_batch * share)) * micro_batch * share
         for micro_batch in settings.micro_batches
     ]
-    batch = max(batches) if settings.prefers_larger else min(batches)
-    return int(batch), [int(replicas)], _micro_batch(settings, batch, world_size)
+    batch = int(max(batches) if settings.prefers_larger else min(batches))
+    return batch, [int(share)], _micro_batch(settings, batch, world_size)
 
 
 def _scaled(base: int, max_batch: int) -> int:

@@ -63,6 +63,12 @@ class DataParallelWorld:
     expert_part: int = 0
     ep: Group | None = None
 
+    @property
+    def of_experts(self) -> Group:
+        """The group `expert`, of a module that has marked experts: `check_experts` has found that it is known."""
+        assert self.expert is not None
+        return self.expert
+
     def split_data(self, size: int) -> tuple[Group, Group]:
         """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
         if self.mesh is not None:
@@ -321,14 +327,16 @@ def _adopt(axes: str, process_group: Any, size: int, traffic: Traffic) -> Group:
         return solo(axes, dist.get_rank() if dist.is_initialized() else 0)
     from ...mpu.launch import transport_over
 
-    transport = transport_over(process_group or dist.group.WORLD, axes)
-    if transport.size != size:
+    over = process_group or dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(over))
+    if len(ranks) != size:
         raise ConfigError(
             f"mpu gives {size} as the size of its {axes} group, but the process group has "
-            f"{transport.size} ranks. Correct the mpu: the two must be equal, and "
+            f"{len(ranks)} ranks. Correct the mpu: the two must be equal, and "
             "data-parallel size × model-parallel size must be the world size."
         )
-    return Group(axes, transport.ranks, transport.rank, transport, traffic)
+    transport = transport_over(over, axes)
+    return Group(axes, ranks, dist.get_rank(over), transport, traffic)
 
 
 def _check_stages(stages: int) -> None:

@@ -10,7 +10,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,13 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     return [part * size + min(part, larger) for part in range(num_parts + 1)]
 
 
+def _heaviest(
+    best: Sequence[float], sums: Sequence[float], items: int, cut: int
+) -> float:
+    """Return the weight of the heaviest part of the first items, whose last part begins at `cut`."""
+    return max(best[cut], sums[items] - sums[cut])
+
+
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Bounds of consecutive parts, of which the heaviest is as light as possible."""
     sums = [0.0, *np.cumsum(weights, dtype=float).tolist()]
@@ -174,10 +181,10 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     cuts = []
     for _ in range(num_parts - 1):
         cut = [
-            min(range(i + 1), key=lambda k, i=i: max(best[k], sums[i] - sums[k]))
+            min(range(i + 1), key=partial(_heaviest, best, sums, i))
             for i in range(n + 1)
         ]
-        best = [max(best[k], sums[i] - sums[k]) for i, k in enumerate(cut)]
+        best = [_heaviest(best, sums, i, k) for i, k in enumerate(cut)]
         cuts.append(cut)
     bounds = [n]
     for cut in reversed(cuts):
@@ -259,9 +266,10 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
 
 def _within(item: Any, change: Callable[[Any], Any]) -> Any:
+    kind: Callable[[Any], Any] = type(item)
     if isinstance(item, Mapping):
-        return type(item)({key: change(value) for key, value in item.items()})
-    return type(item)(map(change, item)) if type(item) in (list, tuple) else item
+        return kind({key: change(value) for key, value in item.items()})
+    return kind(map(change, item)) if type(item) in (list, tuple) else item
 
 
 def set_random_seed(seed: int) -> None:

@@ -119,8 +119,9 @@ def route(
     loss = _balance(routing, k if rule.balances_all else 1, used)
     # Slots of padding and those beyond the capacity are dropped.
     if used is not None:
-        routing = routing.keeping(used[:, None].expand_as(experts))
-        experts = experts.masked_fill(~routing.kept, -1)
+        of_tokens = used[:, None].expand_as(experts)
+        routing = routing.keeping(of_tokens)
+        experts = experts.masked_fill(~of_tokens, -1)
     if capacity.factor is not None:
         priority = rule.prioritize(weights.detach(), random)
         routing = routing.keeping(

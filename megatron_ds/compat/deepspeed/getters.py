@@ -9,11 +9,15 @@ positions in their group.
 Each raises NotInitializedError before `initialize_model_parallel`.
 """
 
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from ...errors import ConfigError
 from ...mpu.group import Group
 from ...mpu.mesh import Mesh, get_mesh
+
+if TYPE_CHECKING:
+    from ...mpu.transport import TorchTransport
 
 
 def get_tensor_model_parallel_group():
@@ -214,7 +218,9 @@ _alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()
 def _process_group(*axes: str):
     mesh = get_mesh()
     transport = mesh.group(*axes).transport
-    return _lone_group() if transport is None else transport.process_group
+    if transport is None:
+        return _lone_group()
+    return cast("TorchTransport", transport).process_group
 
 
 def _lone_group():

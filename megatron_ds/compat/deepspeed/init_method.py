@@ -30,7 +30,8 @@ def launch_by(
     rank, world_size: negative if they were not given. Raises ConfigError for a wrong URL, for numbers that are
     missing, and where the environment has others.
     """
-    url = urlsplit(init_method or "env://")
+    init_method = init_method or "env://"
+    url = urlsplit(init_method)
     if url.scheme not in ("env", "tcp", "file"):
         raise ConfigError(
             f"init_method={init_method!r}: the methods are env://, tcp://HOST:PORT and file:///FOLDER/NEW_FILE. "

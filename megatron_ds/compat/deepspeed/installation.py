@@ -60,7 +60,7 @@ def initialize(*args: Any, **options: Any) -> Any:
         default = f"global_step{made.engine.global_steps}"
         return save(save_dir, default if tag is None else tag, *others, **named)
 
-    made.engine.save_checkpoint = save_checkpoint
+    vars(made.engine)["save_checkpoint"] = save_checkpoint
     return made
 
 

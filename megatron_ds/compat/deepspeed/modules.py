@@ -14,6 +14,7 @@ instantiation or call raises ConfigError with advice. Where this package has a m
 (`megatron_ds.utils`), it is used, and its `__getattr__` looks here for the names that it lacks.
 """
 
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
@@ -159,7 +160,7 @@ class Finder:
         if not is_module(name.partition(".")[2]):
             return None
         return importlib.machinery.ModuleSpec(
-            name, _Loader, origin=__file__, is_package=True
+            name, _Loader(), origin=__file__, is_package=True
         )
 
 
@@ -181,7 +182,7 @@ class DeepSpeedFinder:
         return alias_spec(name, f"{PACKAGE}.{inner}")
 
 
-class _Loader:
+class _Loader(importlib.abc.Loader):
     """Makes a module whose names are those of the tables and of the module that has the same names."""
 
     @staticmethod

@@ -43,10 +43,12 @@ def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of both."""
-    shared, experts = split_params_into_shared_and_expert_params(
-        p for p in group if p.grad is not None
-    )
-    return [p.grad for p in shared], [p.grad for p in experts]
+    shared, experts = split_params_into_shared_and_expert_params(group)
+    return _gradients(shared), _gradients(experts)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [grad for p in parameters if (grad := p.grad) is not None]
 
 
 def split_params_into_different_moe_groups_for_optimizer(

@@ -82,6 +82,10 @@ class RecvGrad(BufferOpInstruction):
 
 
 # ------------------------------------------------------------------------------------------- schedules
+Needs = list[tuple[type[BufferOpInstruction], int | None]]
+"""Exchanges with neighbours, and the micro-batch of each; None: there is none at this tick."""
+
+
 class PipeSchedule(ABC):
     """The instructions of one stage, tick by tick: iterate over it, or over `steps()`."""
 
@@ -177,7 +181,7 @@ class TrainSchedule(PipeSchedule):
 
     def _exchanges(self, tick: int) -> list[PipeInstruction]:
         """Neighbours meet in one order: activations go first with the stage before, and with the next one."""
-        needs = []
+        needs: Needs = []
         if not self.is_first_stage:
             needs += [(RecvActivation, self._forward(tick))]
             needs += [(SendGrad, self._backward(tick - 1))]
@@ -198,14 +202,16 @@ class InferenceSchedule(PipeSchedule):
         for tick in range(self.micro_batches + self.stages - 1):
             now = self._micro_batch(tick, self.stage_id, 1)
             before = self._micro_batch(tick - 1, self.stage_id, 1)
-            needs = []
+            needs: Needs = []
             if not self.is_last_stage:
                 needs.append((SendActivation, before))
             if not self.is_first_stage:
                 needs.append((RecvActivation, now))
             if self.stage_id % 2:
                 needs.reverse()
-            commands = [kind(self._buffer(m)) for kind, m in needs if m is not None]
+            commands: list[PipeInstruction] = [
+                kind(self._buffer(m)) for kind, m in needs if m is not None
+            ]
             if now is not None:
                 commands += [*self._loads(now), ForwardPass(self._buffer(now))]
             yield commands
@@ -220,7 +226,8 @@ class DataParallelSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
-            commands = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+            commands: list[PipeInstruction] = [LoadMicroBatch(0)]
+            commands += [ForwardPass(0), BackwardPass(0)]
             if m == self.micro_batches - 1:
                 commands += [ReduceGrads(), OptimizerStep()]
             yield commands

@@ -13,8 +13,8 @@ WRAPPER = ".random_ltd_layer"  # of DeepSpeed's names of parameters
 
 
 def convert_to_random_ltd(
-    model: nn.Module, convert_type: type[nn.Module] | tuple[type[nn.Module], ...]
-) -> nn.Module:
+    model: Any, convert_type: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> Any:
     """Let layers of an engine drop tokens, by the schedule of its JSON; returns the engine.
 
     model         what `initialize` returned

@@ -35,6 +35,8 @@ class SparseSelfAttention(nn.Module):
     A layout with random blocks is that of rank 0 on all ranks: the first forward broadcasts it.
     """
 
+    master_layout: torch.Tensor
+
     def __init__(
         self,
         sparsity_config: SparsityConfig | None = None,
@@ -46,7 +48,9 @@ class SparseSelfAttention(nn.Module):
         for mode in (key_padding_mask_mode, attn_mask_mode):
             if mode not in MODES:
                 raise ConfigError(f"a mask has the mode {mode!r}: it is add or mul.")
-        self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
+        self.sparsity_config: SparsityConfig = sparsity_config or FixedSparsityConfig(
+            num_heads=4
+        )
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer(
@@ -202,6 +206,6 @@ def _masked(
     """Attention with all scores, [b, n, s, d]."""
     places = torch.arange(query.shape[2], device=query.device)
     closed = layout.hidden(places, places)
-    bias = sum(mask.to(query.dtype) for mask in masks)
-    bias = bias.masked_fill(closed, -torch.inf)
+    first, *others = (mask.to(query.dtype) for mask in masks)
+    bias = sum(others, first).masked_fill(closed, -torch.inf)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)

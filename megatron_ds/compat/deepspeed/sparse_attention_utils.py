@@ -23,6 +23,9 @@ RESERVED = {"bert": 0, "roberta": 2}
 TABLES = ("position_ids", "token_type_ids")
 
 
+Padded = torch.Tensor | None
+
+
 class SparseAttentionUtils:
     """Functions, as in DeepSpeed: they change a model in place and return it."""
 
@@ -33,6 +36,7 @@ class SparseAttentionUtils:
         Raises ConfigError unless the model has fewer, and is of BERT or RoBERTa.
         """
         encoder, reserved = _encoder(model)
+        config: Any = model.config
         embeddings = encoder.embeddings
         table = embeddings.position_embeddings
         weight = table.weight.data
@@ -45,7 +49,7 @@ class SparseAttentionUtils:
         repeated = reserved + torch.arange(max_position, device=weight.device) % tokens
         table.weight.data = torch.cat((weight[:reserved], weight[repeated]))
         table.num_embeddings = reserved + max_position
-        model.config.max_position_embeddings = reserved + max_position
+        config.max_position_embeddings = reserved + max_position
         # Buffers with an element for each position.
         for name in TABLES:
             old = getattr(embeddings, name, None)
@@ -74,23 +78,24 @@ class SparseAttentionUtils:
         Raises ConfigError unless the model is an encoder of BERT or RoBERTa.
         """
         encoder, reserved = _encoder(model)
-        if getattr(model.config, "is_decoder", False):
+        config: Any = model.config
+        if getattr(config, "is_decoder", False):
             raise ConfigError(
                 "the model is a decoder (config.is_decoder), whose tokens see earlier ones only: sparse attention "
                 "replaces that of encoders."
             )
-        model.config.max_position_embeddings = max_position + reserved
+        config.max_position_embeddings = max_position + reserved
         SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
-            model.config, encoder.encoder.layer, sparsity_config
+            config, encoder.encoder.layer, sparsity_config
         )
         return model
 
     @staticmethod
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any,
-        layers: Iterable[nn.Module],
+        layers: Iterable[Any],
         sparsity_config: SparsityConfig | None = None,
-    ) -> Iterable[nn.Module]:
+    ) -> Iterable[Any]:
         """Replace `attention.self` of each layer; its query, key and value projections are kept."""
         for layer in layers:
             old = layer.attention.self
@@ -112,7 +117,7 @@ class SparseAttentionUtils:
         inputs_embeds: torch.Tensor | None,
         pad_token_id: int,
         model_embeddings: Any,
-    ) -> tuple[int, torch.Tensor | None, ...]:
+    ) -> tuple[int, Padded, Padded, Padded, Padded, Padded]:
         """Pad the inputs of a model at the end, to a multiple of the block.
 
         input_ids, attention_mask, token_type_ids, position_ids  [b, s] or None
@@ -121,6 +126,11 @@ class SparseAttentionUtils:
         where there is padding, so that no token attends to it.
         """
         given = input_ids if input_ids is not None else inputs_embeds
+        if given is None:
+            raise ConfigError(
+                "pad_to_block_size: neither input_ids nor inputs_embeds are given, so there is no length to pad. "
+                "Give one of them."
+            )
         batch, length = given.shape[:2]
         padding = -length % block_size
         if not padding:
@@ -161,7 +171,7 @@ class SparseAttentionUtils:
 class _EncoderSelfAttention(BertSparseSelfAttention):
     """The module has the call and the result of Hugging Face's self-attention."""
 
-    def forward(
+    def forward(  # type: ignore[override]  # the result is that of Hugging Face's layers
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
@@ -181,8 +191,11 @@ class _EncoderSelfAttention(BertSparseSelfAttention):
         return super().forward(hidden_states, attention_mask), None
 
 
-def _encoder(model: nn.Module) -> tuple[nn.Module, int]:
-    """The encoder of a model with a head, and its reserved positions. Raises ConfigError for others."""
+def _encoder(model: nn.Module) -> tuple[Any, int]:
+    """The encoder of a model with a head, and its reserved positions. Raises ConfigError for others.
+
+    Encoders are of Hugging Face's classes, which are not imported here.
+    """
     for name, reserved in RESERVED.items():
         if hasattr(model, name):
             return getattr(model, name), reserved

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...features import Provided, missing_wings
 
 ATTENTION_OPTIONS: Provided[Any] = Provided("attention options")
-LAYOUTS_OF_HEADS: Provided[Any] = Provided("layouts of heads")
+LAYOUTS_OF_HEADS: Provided[Any] = Provided("layouts of heads")  # by modes
 
 UNI = "unidirectional"
 BI = "bidirectional"
@@ -61,6 +61,12 @@ class SparsityConfig:
             layout[1:] = layout[0]
         return layout
 
+    def make_layout(self, seq_len: int) -> torch.Tensor:
+        """Return int64 [heads, blocks, blocks], 1 where a block of queries (row) sees a block of keys."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no make_layout(seq_len). Define it, or use one of the classes below it."
+        )
+
     @property
     def is_random(self) -> bool:
         """Whether the layout has random blocks, which differ between processes."""
@@ -86,8 +92,8 @@ class _PatternConfig(SparsityConfig):
         layout = self.setup_layout(seq_len)
         blocks = layout.shape[1]
         self._check(blocks)
-        make = _layouts_of_heads()[self.mode]
-        options = ATTENTION_OPTIONS.find()(
+        make = _found(LAYOUTS_OF_HEADS)[self.mode]
+        options = _found(ATTENTION_OPTIONS)(
             sparse_attention=self.mode, sparse_block=self.block, **self._options(blocks)
         )
         is_causal = self.attention == UNI
@@ -117,8 +123,9 @@ class _PatternConfig(SparsityConfig):
 
     def _draw(self, blocks: int) -> Any:
         """The random blocks of a row, drawn as DeepSpeed draws them."""
+        drawn: int = getattr(self, "num_random_blocks", 0)
         return lambda head, row, candidates, count: np.array(
-            random.sample(range(candidates), self.num_random_blocks), dtype=int
+            random.sample(range(candidates), drawn), dtype=np.int64
         )
 
 
@@ -312,9 +319,9 @@ class LocalSlidingWindowSparsityConfig(_PatternConfig):
         return {"sparse_num_sliding_window_blocks": self.num_sliding_window_blocks}
 
 
-def _layouts_of_heads() -> Any:
-    """Mode → the function of a head's blocks. Raises ConfigError where the wing is not installed."""
-    found = LAYOUTS_OF_HEADS.find()
+def _found(provided: Provided[Any]) -> Any:
+    """Return what the wing of sparse layouts provides. Raises ConfigError where it is not installed."""
+    found = provided.find()
     if found is None:
         raise ConfigError(
             f"sparse attention has no layouts in this package.{missing_wings()}"

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ... import foreign_name
+from ...errors import CallError
 from ..engine import local_parts
 
 
@@ -36,10 +37,14 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the gradient that the next `engine.step()` applies."""
     engine = _engine_of(param)
-    if engine is None:
-        param.grad.copy_(value)
-    else:
+    if engine is not None:
         engine.gradients.set_full(param, value)
+    elif param.grad is None:
+        raise CallError(
+            "the parameter has no gradient to set: no backward has reached it. Call backward first."
+        )
+    else:
+        param.grad.copy_(value)
 
 
 def safe_update_full_grad_vectorized(
@@ -55,7 +60,9 @@ def safe_update_full_grad_vectorized(
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The whole weight in fp32: the master of a 16-bit parameter. None of a frozen one."""
     engine = _engine_of(param)
-    return None if not _has_state(engine, param) else engine.gradients.full_state(param)
+    if engine is None or not engine.gradients.is_trained(param):
+        return None
+    return engine.gradients.full_state(param)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -72,7 +79,7 @@ def safe_get_full_optimizer_state(
     Raises ConfigError for another name.
     """
     engine = _engine_of(param)
-    if not _has_state(engine, param):
+    if engine is None or not engine.gradients.is_trained(param):
         return None
     return engine.gradients.full_state(param, optim_state_key)
 
@@ -125,10 +132,6 @@ def safe_set_local_optimizer_state(
     """Replace this rank's part of a state of the optimizer."""
     if (engine := _engine_of(param)) is not None:
         local_parts.set_local_state(engine, param, value, optim_state_key)
-
-
-def _has_state(engine: Any | None, param: nn.Parameter) -> bool:
-    return engine is not None and engine.gradients.is_trained(param)
 
 
 def _engine_of(param: nn.Parameter) -> Any | None:

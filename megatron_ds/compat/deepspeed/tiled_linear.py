@@ -66,10 +66,15 @@ class TiledLinear(nn.Module):
         rows = [_sum(outputs) for outputs in self._outputs(x)]
         return torch.cat(rows, dim=-1) if self.combine_out_splits else rows
 
+    @property
+    def _rows(self) -> list[list[Any]]:
+        """The tiles, row by row: modules of the class that the program gave."""
+        return [list(row.children()) for row in self.linears]
+
     @torch.no_grad()
-    def copy_params_from(self, other: nn.Module) -> None:
+    def copy_params_from(self, other: Any) -> None:
         """Give the tiles the values of a linear layer of the same sizes, whose parameters are whole."""
-        for row, (first, last) in zip(self.linears, pairwise(self.out_parts)):
+        for row, (first, last) in zip(self._rows, pairwise(self.out_parts)):
             for tile, (left, right) in zip(row, pairwise(self.in_parts)):
                 tile.weight.copy_(other.weight[first:last, left:right])
             if self.use_bias:
@@ -97,7 +102,7 @@ class TiledLinear(nn.Module):
         parts = x
         if not self.input_is_already_split:
             parts = x.split(_sizes(self.in_parts), dim=-1)
-        return [[tile(part) for tile, part in zip(row, parts)] for row in self.linears]
+        return [[tile(part) for tile, part in zip(row, parts)] for row in self._rows]
 
 
 class TiledLinearReturnBias(TiledLinear):

@@ -3,7 +3,7 @@ as DeepSpeed's do; the engine uses none.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .accelerator import get_accelerator
 from .utils import log_dist
@@ -17,7 +17,7 @@ class DeviceTimer:
         self.started_ = False
         self._began = 0.0
         self._total = 0.0
-        self._records = []
+        self._records: list[float] = []
 
     def start(self) -> None:
         """Begin to measure, after the device's work so far."""
@@ -138,7 +138,7 @@ class ThroughputTimer:
         start_step: int = 2,
         steps_per_output: int | None = None,
         monitor_memory: bool = False,
-        logging_fn: object = None,
+        logging_fn: Callable[[str], None] | None = None,
     ):
         self.batch_size = max(1, batch_size)
         self.start_step = start_step

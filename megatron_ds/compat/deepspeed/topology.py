@@ -7,11 +7,15 @@ with them. Ranks are numbered with the last axis fastest. An engine takes the gr
 """
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import ConfigError
+
+
+def _coordinates(axes: Sequence[str]) -> Callable[..., Any]:
+    return namedtuple("ProcessCoord", axes)
 
 
 class ProcessTopology:
@@ -25,9 +29,9 @@ class ProcessTopology:
             )
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)
+        self.ProcessCoord = _coordinates(self.axes)
         places = product(*map(range, dims))
-        self.mapping: dict[NamedTuple, int] = {
+        self.mapping: dict[Any, int] = {
             self.ProcessCoord(*place): rank for rank, place in enumerate(places)
         }
         self._places = list(self.mapping)

@@ -3,8 +3,8 @@
     zero = DeepSpeedZeroConfig(**json["zero_optimization"])
     zero.stage, zero.prefetch_bucket_size, zero.offload_optimizer.device, zero.leaf_module.classes
 
-Programs read there what a JSON says, and DeepSpeed's defaults where it says nothing. An engine reads the
-JSON itself (engine/json_settings.py), which refuses what it cannot do.
+Programs read the values of a JSON there, and DeepSpeed's defaults of the keys that it leaves out. An engine
+reads the JSON itself (engine/json_settings.py), and refuses what it cannot do.
 """
 
 import sys
@@ -17,8 +17,8 @@ from ...errors import ArgumentError, ConfigError
 from ..engine.leaf_modules import DEFAULT_CLASSES
 from .classes import OffloadDeviceEnum
 from .config_block import (
+    BlockKey,
     ConfigBlock,
-    Key,
     block,
     count,
     flag,
@@ -42,10 +42,10 @@ class DeepSpeedZeroLeafModuleConfig(ConfigBlock):
     classes: list[str]
     names: list[str]
     name_suffixes: list[str]
-    KEYS: ClassVar[Mapping[str, Key]] = {
-        "classes": Key(DEFAULT_LEAF_MODULE_CLASSES, texts),
-        "names": Key(DEFAULT_LEAF_MODULE_NAMES, texts),
-        "name_suffixes": Key(DEFAULT_LEAF_MODULE_NAME_SUFFIXES, texts),
+    KEYS: ClassVar[Mapping[str, BlockKey]] = {
+        "classes": BlockKey(DEFAULT_LEAF_MODULE_CLASSES, texts),
+        "names": BlockKey(DEFAULT_LEAF_MODULE_NAMES, texts),
+        "name_suffixes": BlockKey(DEFAULT_LEAF_MODULE_NAME_SUFFIXES, texts),
     }
 
 
@@ -58,13 +58,13 @@ class DeepSpeedZeroOffloadParamConfig(ConfigBlock):
     buffer_size: int
     max_in_cpu: int
     pin_memory: bool
-    KEYS: ClassVar[Mapping[str, Key]] = {
-        "device": Key("none", DEVICES),
-        "nvme_path": Key(None, optional(Path)),
-        "buffer_count": Key(5, count),
-        "buffer_size": Key(10**8, count),
-        "max_in_cpu": Key(10**9, count),
-        "pin_memory": Key(True, flag),
+    KEYS: ClassVar[Mapping[str, BlockKey]] = {
+        "device": BlockKey("none", DEVICES),
+        "nvme_path": BlockKey(None, optional(Path)),
+        "buffer_count": BlockKey(5, count),
+        "buffer_size": BlockKey(10**8, count),
+        "max_in_cpu": BlockKey(10**9, count),
+        "pin_memory": BlockKey(True, flag),
     }
 
 
@@ -81,17 +81,17 @@ class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
     ratio: float
     super_offload: bool
     cpuadam_cores_perc: float
-    KEYS: ClassVar[Mapping[str, Key]] = {
-        "device": Key("none", DEVICES),
-        "nvme_path": Key(None, optional(Path)),
-        "buffer_count": Key(4, count),
-        "pin_memory": Key(True, flag),
-        "pipeline_read": Key(False, flag),
-        "pipeline_write": Key(False, flag),
-        "fast_init": Key(False, flag),
-        "ratio": Key(1.0, share),
-        "super_offload": Key(False, flag),
-        "cpuadam_cores_perc": Key(0.8, share),
+    KEYS: ClassVar[Mapping[str, BlockKey]] = {
+        "device": BlockKey("none", DEVICES),
+        "nvme_path": BlockKey(None, optional(Path)),
+        "buffer_count": BlockKey(4, count),
+        "pin_memory": BlockKey(True, flag),
+        "pipeline_read": BlockKey(False, flag),
+        "pipeline_write": BlockKey(False, flag),
+        "fast_init": BlockKey(False, flag),
+        "ratio": BlockKey(1.0, share),
+        "super_offload": BlockKey(False, flag),
+        "cpuadam_cores_perc": BlockKey(0.8, share),
     }
 
     @property
@@ -102,17 +102,21 @@ class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
 
 def _stage_3(name: str, default: int | bool, read: Callable[[Any], Any]) -> dict:
     """Return a key that the JSON spells with "stage3_" before it."""
-    return {name: Key(default, read, f"stage3_{name}")}
+    return {name: BlockKey(default, read, f"stage3_{name}")}
 
 
-def _flags(default: bool, names: str) -> dict[str, Key]:
-    return {name: Key(default, flag) for name in names.split()}
+def _flags(default: bool, names: str) -> dict[str, BlockKey]:
+    return {name: BlockKey(default, flag) for name in names.split()}
+
+
+def _on_cpu(value: Any) -> dict[str, str] | None:
+    return {"device": "cpu"} if value is not None and flag(value) else None
 
 
 # Former key → the key in its place, and its value from that of the former one.
 FORMER: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "cpu_offload": ("offload_optimizer", lambda value: _on_cpu(value)),
-    "cpu_offload_param": ("offload_param", lambda value: _on_cpu(value)),
+    "cpu_offload": ("offload_optimizer", _on_cpu),
+    "cpu_offload_param": ("offload_param", _on_cpu),
     "stage3_gather_fp16_weights_on_model_save": (
         "gather_16bit_weights_on_model_save",
         flag,
@@ -120,12 +124,8 @@ FORMER: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def _on_cpu(value: Any) -> dict[str, str] | None:
-    return {"device": "cpu"} if value is not None and flag(value) else None
-
-
 class DeepSpeedZeroConfig(ConfigBlock):
-    """See above. Raises ConfigError for keys and values that DeepSpeed does not know, and for ZenFlow."""
+    """Has the keys of "zero_optimization". Keys and values that DeepSpeed does not know are refused, and ZenFlow."""
 
     stage: int
     overlap_comm: bool
@@ -134,8 +134,8 @@ class DeepSpeedZeroConfig(ConfigBlock):
     offload_param: DeepSpeedZeroOffloadParamConfig | None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None
     leaf_module: DeepSpeedZeroLeafModuleConfig
-    KEYS: ClassVar[Mapping[str, Key]] = {
-        "stage": Key(0, one_of(0, 1, 2, 3)),
+    KEYS: ClassVar[Mapping[str, BlockKey]] = {
+        "stage": BlockKey(0, one_of(0, 1, 2, 3)),
         **_flags(
             True,
             "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
@@ -146,15 +146,18 @@ class DeepSpeedZeroConfig(ConfigBlock):
             False,
             "elastic_checkpoint legacy_stage1 round_robin_gradients parameter_alignment "
             "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
-            "pipeline_loading_checkpoint log_trace_cache_warnings "
+            "mics_hierarchical_params_gather pipeline_loading_checkpoint log_trace_cache_warnings "
             "enable_sanity_checks save_muon_momentum_buffer_in_memory",
         ),
-        "overlap_comm": Key(None, optional(flag)),
-        "cpu_offload_use_pin_memory": Key(None, optional(flag)),
-        "reduce_bucket_size": Key(500_000_000, count),
-        "allgather_bucket_size": Key(500_000_000, count),
-        "sub_group_size": Key(10**9, count),
-        "zero_hpz_partition_size": Key(1, count),
+        "overlap_comm": BlockKey(None, optional(flag)),
+        "cpu_offload_use_pin_memory": BlockKey(None, optional(flag)),
+        "reduce_bucket_size": BlockKey(500_000_000, count),
+        "allgather_bucket_size": BlockKey(500_000_000, count),
+        "sub_group_size": BlockKey(10**9, count),
+        "zero_hpz_partition_size": BlockKey(1, count),
+        # Of versions before 0.19.8.
+        "mics_shard_size": BlockKey(-1, whole),
+        "zeropp_loco_param": BlockKey(None, optional(dict)),
         **_stage_3("prefetch_bucket_size", 50_000_000, count),
         **_stage_3("param_persistence_threshold", 100_000, count),
         **_stage_3("model_persistence_threshold", sys.maxsize, count),
@@ -164,11 +167,13 @@ class DeepSpeedZeroConfig(ConfigBlock):
         **_stage_3("gather_16bit_weights_on_model_save", False, flag),
         **_stage_3("use_all_reduce_for_fetch_params", False, flag),
         **_stage_3("allgather_sequential", False, flag),
-        "offload_param": Key(None, optional(block(DeepSpeedZeroOffloadParamConfig))),
-        "offload_optimizer": Key(
+        "offload_param": BlockKey(
+            None, optional(block(DeepSpeedZeroOffloadParamConfig))
+        ),
+        "offload_optimizer": BlockKey(
             None, optional(block(DeepSpeedZeroOffloadOptimizerConfig))
         ),
-        "leaf_module": Key({}, block(DeepSpeedZeroLeafModuleConfig)),
+        "leaf_module": BlockKey({}, block(DeepSpeedZeroLeafModuleConfig)),
     }
 
     def __init__(self, strict: bool = False, **given: Any):

@@ -155,7 +155,7 @@ def _write_for_torch(
     for path in paths:
         os.replace(path.with_name(f".{path.name}.writing"), path)
     if len(files) > 1:
-        places = {}
+        places: dict[str, str] = {}
         total = 0
         for path, entries in zip(paths, files):
             places |= {entry.name: path.name for entry in entries}

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ...zero.optimizer import StepResult
+from ..deepspeed.external_groups import DataParallelWorld
+
 RECOVERY = '''"""Take the fp32 weights out of checkpoints: python zero_to_fp32.py . pytorch_model.bin"""
 
 from megatron_ds.compat.deepspeed.weights_of_zero import run_tool
@@ -23,6 +26,8 @@ class EngineAnswers(nn.Module):
 
     config: Mapping[str, Any]
     module: nn.Module
+    world: DataParallelWorld
+    _last: StepResult | None
 
     def optimizer_name(self) -> str | None:
         """The type of the JSON's optimizer, in lower case; None without one."""

@@ -7,12 +7,13 @@ until the timeout of the process group. The error then lists which rank was in w
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...errors import CommunicationError
 from ...mpu.stuck_ranks import doing
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 LAYERS = (
     "ZeRO stage 3 gathers layers together, so all ranks must call the same layers in the same order. "
     "Mark a module inside of which they choose different ones, such as a list of experts, before "
@@ -20,11 +21,13 @@ LAYERS = (
 )
 
 
-def collective(method: Method) -> Method:
+def collective(
+    method: Callable[Concatenate[Any, Given], Result],
+) -> Callable[Concatenate[Any, Given], Result]:
     """The method of an engine, with its name in errors of collectives."""
 
     @wraps(method)
-    def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(engine: Any, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         try:
             with doing(
                 f"engine.{method.__name__} (global_steps {engine.global_steps})"

@@ -445,7 +445,7 @@ def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
     """Ranks that sum gradients have equal buffers: data-parallel ones, of experts the expert-data ones."""
     world = engine.world
     of_experts = set(global_names(engine.module, world).values())
-    replica = lambda name: (world.expert if name in of_experts else world.data).rank
+    replica = lambda name: (world.of_experts if name in of_experts else world.data).rank
     return [
         ParameterPiece(
             ParamSpec(name, tuple(buffer.shape), NOT_DRAWN),
@@ -467,15 +467,12 @@ def loop_state(engine: EngineStatus) -> dict[str, Any]:
         }
         for group, first in zip(engine.optimizer.param_groups, engine.configured_groups)
     ]
-    scheduler = (
-        engine.lr_scheduler.state_dict()
-        if hasattr(engine.lr_scheduler, "state_dict")
-        else None
-    )
+    scheduler: Any = engine.lr_scheduler
+    stored = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     return {
         "micro_steps": engine.micro_steps,
         "param_groups": plain(changed, "param_groups"),
-        "lr_scheduler": plain(scheduler, "the state_dict() of lr_scheduler"),
+        "lr_scheduler": plain(stored, "the state_dict() of lr_scheduler"),
         "data_efficiency": data_efficiency_state(engine),
         "missed_updates": dict(engine.optimizer.missed),
         "trained_later": list(engine.changes.late),
@@ -509,5 +506,6 @@ def load_loop_state(
     saved = restored(state.get("lr_scheduler"))
     if saved is None and isinstance(engine.lr_scheduler, JsonScheduler):
         saved = {"last_batch_iteration": engine.global_steps - engine.skipped_steps - 1}
-    if saved is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
-        engine.lr_scheduler.load_state_dict(saved)
+    scheduler: Any = engine.lr_scheduler
+    if saved is not None and hasattr(scheduler, "load_state_dict"):
+        scheduler.load_state_dict(saved)

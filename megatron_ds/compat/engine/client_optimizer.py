@@ -60,10 +60,10 @@ def client_optimizers(
 
     # The optimizer of a rank's pieces, with the pieces of the state that the client began with.
     def make(groups: list[Group]) -> torch.optim.Optimizer:
-        parameters = {}
+        parameters: dict[str, nn.Parameter] = {}
         for group in client.param_groups:
             parameters |= {p.spec.name: p for p in group["params"]}
-        initial = {}
+        initial: dict[torch.Tensor, dict] = {}
         if begun:
             for tensor in (t for group in groups for t in group["params"]):
                 state = begun.get(id(parameters[tensor.spec.name]), {})
@@ -76,7 +76,7 @@ def client_optimizers(
 def twin_of(
     client: torch.optim.Optimizer,
     groups: list[Group],
-    initial: dict[nn.Parameter, dict] | None = None,
+    initial: dict[torch.Tensor, dict] | None = None,
     restarts: bool = False,
 ) -> torch.optim.Optimizer:
     """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
@@ -104,7 +104,7 @@ def twin_of(
 
     restart(twin)
     if restarts:
-        twin.restart = MethodType(restart, twin)
+        vars(twin)["restart"] = MethodType(restart, twin)
     return twin
 
 
@@ -193,7 +193,9 @@ def _updates(
     group = {**client.param_groups[0], "params": parameters}
     if not group.get("lr", 1):
         group["lr"] = 0.01
-    initial = {p: _fresh_state(client, p) for p in parameters} if has_begun else {}
+    initial: dict[torch.Tensor, dict] = {}
+    if has_begun:
+        initial |= {p: _fresh_state(client, p) for p in parameters}
     twin = twin_of(client, [group], initial)
     if zeros and not has_begun:
         _create_zeros(twin, group, parameters)
@@ -210,8 +212,8 @@ def _create_zeros(
     twin: torch.optim.Optimizer, group: Group, parameters: list[nn.Parameter]
 ) -> None:
     """Create the state by an update that changes nothing, as `InnerOptimizer` does."""
-    numbers = {key: group[key] for key in ("lr", "weight_decay") if key in group}
-    group.update(dict.fromkeys(numbers, 0.0))
+    numbers: Group = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+    group.update({key: 0.0 for key in numbers})
     for p in parameters:
         p.grad = torch.zeros_like(p)
     twin.step()

@@ -28,7 +28,7 @@ def record_communication(wish: ProfilerConfig, world: DataParallelWorld) -> None
     """
     found = _log.get()
     log = found[0] if found else make_log(wish, world.rank, world.device)
-    if wish.comms_logger:
+    if wish.comms_logger and log is not None:
         world.traffic.log = log
         _log.set((log, world.world))
 

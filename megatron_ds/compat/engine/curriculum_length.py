@@ -52,8 +52,9 @@ def curriculum_length(
     """The length that a JSON asks for, where the module takes it. Raises ConfigError for a wrong block."""
     # Whether the block is there and enabled, and the module takes a length.
     found = block.get(BLOCK)
-    is_on = isinstance(found, Mapping) and found.get("enabled") is True
-    if not is_on or not takes_length(module):
+    if not isinstance(found, Mapping) or found.get("enabled") is not True:
+        return CurriculumLength()
+    if not takes_length(module):
         return CurriculumLength()
     # Its keys; the values are checked by the schedule.
     for key in found:

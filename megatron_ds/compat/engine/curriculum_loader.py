@@ -140,7 +140,7 @@ class CurriculumLoader:
     def __next__(self) -> Any:
         """The next micro-batch of the last iteration that was begun."""
         if self._iteration is None:
-            iter(self)
+            self._iteration = iter(self.dataloader)
         batch = next(self._iteration)
         self.data_sampler.deliver()
         if self.post_process_func is None:

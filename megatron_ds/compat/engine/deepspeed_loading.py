@@ -8,6 +8,7 @@ scale, the scheduler's state, client_state.
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,15 @@ def fill_from_deepspeed(
         )
 
     # Both phases end with the same error on all ranks.
-    failing = {
-        "doing": f"cannot load {path}, which DeepSpeed saved",
-        "kind": CheckpointError,
-    }
-    on_all_ranks(world, plan, **failing)
+    together = partial(
+        on_all_ranks,
+        world,
+        doing=f"cannot load {path}, which DeepSpeed saved",
+        kind=CheckpointError,
+    )
+    together(plan)
     raw, filling = plans[0]
-    on_all_ranks(world, lambda: fill(filling, engine.world.coordinates), **failing)
+    together(lambda: fill(filling, engine.world.coordinates))
     return raw
 
 

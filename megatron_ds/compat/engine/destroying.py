@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from . import watched
-from .gradients import EngineParameter
+from .gradients import EngineParameter, store_of
 from .status import EngineStatus
 
 # Attributes of the parameters of an engine (zero/buckets.py, initialization.py).
@@ -31,7 +31,7 @@ def destroy(engine: EngineStatus) -> None:
     # Curves, then plain parameters and modules.
     engine.monitor.close()
     for s in engine.zero.trained:
-        for hook in s.buckets.hooks:
+        for hook in store_of(s).hooks:
             hook.remove()
     for p, value in values.items():
         for name in ADDED:

@@ -188,11 +188,12 @@ class DroppedTokens:
     ) -> Any:
         """Write the output, or the first of several, over the chosen tokens."""
         whole = self._whole
-        if whole is None:
+        index = self._index
+        if whole is None or index is None:
             return None
         self._whole = None
         part = out[0] if isinstance(out, tuple) else out
-        joined = whole.to(part.dtype).scatter(self.positions, self._index, part)
+        joined = whole.to(part.dtype).scatter(self.positions, index, part)
         return (joined, *out[1:]) if isinstance(out, tuple) else joined
 
     def _draw(self, whole: torch.Tensor, kept: int, length: int) -> torch.Tensor:

@@ -271,7 +271,9 @@ class Engine(EngineStatus):
                 ) from None
             return getattr(module, name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]  # torch's overloads add no argument
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """The module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""
         if self.gathering and not self.gathering.is_whole:
             raise ConfigError(
@@ -281,7 +283,7 @@ class Engine(EngineStatus):
             )
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
+    def load_state_dict(  # type: ignore[override]  # values are copied, so there is no assign=
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
         """Load rank 0's values into the module and the fp32 masters of all ranks. Collective.

@@ -36,7 +36,12 @@ class ProfileWish:
 
 
 # Types of JSON values for the annotations above.
-TYPES = {bool: bool, int: int, float: (int, float), str | None: (str, type(None))}
+TYPES: Mapping[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+    str | None: (str, type(None)),
+}
 
 
 def profile_wish(name: str, block: Mapping[str, Any]) -> ProfileWish:
@@ -52,7 +57,7 @@ def profile_wish(name: str, block: Mapping[str, Any]) -> ProfileWish:
             raise ConfigError(
                 f'{name}: unknown key "{BLOCK}.{key}". The block has {", ".join(types)}.'
             )
-        is_number = isinstance(value, bool) and types[key] is not bool
+        is_number = isinstance(value, bool) and bool not in types[key]
         if is_number or not isinstance(value, types[key]):
             raise ConfigError(
                 f'{name}: "{BLOCK}.{key}" is {shown(value)}, of the wrong type.'

@@ -23,8 +23,9 @@ from what is shown, the buffers are scaled in place when `p.grad` is first read,
 import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import FrameType, GetSetDescriptorType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,7 +44,8 @@ from .sharded_names import ShardedNames
 
 Part = tuple[SlotPiece, torch.Tensor]
 """Elements of a parameter, and what a rank holds of them: a flat tensor."""
-OWN = torch.Tensor.grad  # the attribute in which autograd accumulates
+# The attribute in which autograd accumulates; torch's stub has the value in place of the descriptor.
+OWN = cast(GetSetDescriptorType, torch.Tensor.grad)
 WEIGHT = "weight"
 # The modules with zero_grad().
 TORCH = (
@@ -83,7 +85,14 @@ def _engine_of(parameter: nn.Parameter) -> EngineParts | None:
     return parameter.__dict__.get("engine", lambda: None)()
 
 
-class _Place(NamedTuple):
+def store_of(s: ParameterSet) -> GradientStore:
+    """Return the gradients of a set of `ZeroOptimizer.trained`."""
+    assert s.buckets is not None  # of frozen sets alone
+    return s.buckets
+
+
+@dataclass(frozen=True)
+class _Place:
     """A trained parameter in its set. index: of its slot."""
 
     set: ParameterSet
@@ -91,7 +100,7 @@ class _Place(NamedTuple):
 
     @property
     def store(self) -> GradientStore:
-        return self.set.buckets
+        return store_of(self.set)
 
     @property
     def gradient(self) -> SlotGradient:
@@ -128,7 +137,7 @@ class Gradients:
         self._engine = weakref.proxy(engine)
         self._places: dict[nn.Parameter, _Place] = {}
         for s in engine.zero.trained:
-            for i, holder in enumerate(s.buckets.holders):
+            for i, holder in enumerate(store_of(s).holders):
                 self._places[holder.parameter] = _Place(s, i)
         self._parts = weakref.WeakSet(engine.module.modules())
         self._parts -= {engine.module, getattr(engine.module, COMPILED, engine.module)}
@@ -257,7 +266,10 @@ class Gradients:
             return None
         self._check(parameter)
         if self._is_local(place):
-            flat = self.shown(parameter).view(-1)
+            whole = self.shown(parameter)
+            if whole is None:
+                return None
+            flat = whole.view(-1)
             return [(piece, flat[piece.start : piece.stop]) for piece in place.pieces]
         self._complete()
         self._show()

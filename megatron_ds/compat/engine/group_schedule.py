@@ -1,9 +1,15 @@
 """`GroupSchedule`: a scheduler in DeepSpeed's way, of the JSON or made by a program from a torch optimizer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from ...progress.cycles import CycledBeta
+
+class NumberOfStep(Protocol):
+    """A learning rate or a beta, by the number of the step."""
+
+    def at(self, index: int, /) -> float:
+        """Return the value after index + 1 steps."""
+        ...
 
 
 class GroupSchedule:
@@ -17,9 +23,9 @@ class GroupSchedule:
     def __init__(
         self,
         optimizer: Any,
-        rates: Sequence[Any],
+        rates: Sequence[NumberOfStep],
         last_batch_iteration: int = -1,
-        betas: Sequence[CycledBeta] | None = None,
+        betas: Sequence[NumberOfStep] | None = None,
     ):
         self.optimizer = optimizer
         self._rates = list(rates)

@@ -18,7 +18,7 @@ from ...errors import ArgumentError, ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks
 from ...mpu.group import solo
-from ...mpu.managed_parameter import ManagedParameter, is_accumulated
+from ...mpu.managed_parameter import ManagedParameter, accumulator_of
 from ...mpu.stuck_ranks import doing
 from ...planning.run_model import DTYPES
 from ...zero.data_groups import DataGroups
@@ -150,10 +150,11 @@ def initialize(
     """
     # Arguments and process groups.
     config = config_of(args, config, config_params)
-    _check_arguments(model, optimizer, decay, mesh_param)
+    module = _checked_module(model)
+    _check_arguments(optimizer, decay, mesh_param)
     _take_local_rank(args)
-    world = with_expert_ranks(model, _join(mpu, distributed_port, dist_init_required))
-    _end_earlier_engines(model, world)
+    world = with_expert_ranks(module, _join(mpu, distributed_port, dist_init_required))
+    _end_earlier_engines(module, world)
     # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
     # `agree`.
     trained = _Trained(optimizer, model_parameters, decay)
@@ -161,7 +162,7 @@ def initialize(
         world.world,
         lambda: _prepare(
             config,
-            Sources(args, model, world.data.size, _samples(training_data)),
+            Sources(args, module, world.data.size, _samples(training_data)),
             world,
             trained,
             draw,
@@ -170,10 +171,10 @@ def initialize(
     require_same_settings(ready.settings, world)
     require_same_data_efficiency(ready.data_efficiency, world)
     set_log_level(log_level_of("config", ready.block))
-    agree(model, world)
+    agree(module, world)
     require_same_groups(ready.inner.groups, world)
     # The engine, then what a program may leave out: scheduler and loader.
-    engine = _build_engine(model, world, ready, draw or zeros)
+    engine = _build_engine(module, world, ready, draw or zeros)
     if world.rank == 0 and (accepted := report_without_effect(ready.settings)):
         show(accepted)
     engine.lr_scheduler = make_scheduler(ready.settings, engine.optimizer, lr_scheduler)
@@ -264,7 +265,7 @@ def _engines_of(model: nn.Module) -> list[Engine]:
     found = {}
     for name, p in model.named_parameters():
         engine = p.engine() if hasattr(p, "engine") else None
-        if engine is None and is_accumulated(p):
+        if engine is None and accumulator_of(p) is not None:
             raise ConfigError(
                 f"the module belongs to an engine that is gone ({name}): its hooks are still in the module. "
                 "Call engine.destroy() before the last reference to an engine goes, or make a new module."
@@ -320,12 +321,16 @@ def _build_engine(
     return engine
 
 
-def _check_arguments(model: Any, optimizer: Any, decay: Any, mesh_param: Any) -> None:
+def _checked_module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ArgumentError(
             f"model is {type(model).__name__}, not a torch module: an engine needs its "
             "parameters."
         )
+    return model
+
+
+def _check_arguments(optimizer: Any, decay: Any, mesh_param: Any) -> None:
     if optimizer is not None and decay is not None:
         raise ConfigError(
             "decay= chooses the parameters with weight decay for the config's optimizer, but "

@@ -377,21 +377,21 @@ class Sources:
 
 def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     """A copy with a value for every "auto" that can be filled; those of stage 3 are left out at others."""
-    block = copy.deepcopy(dict(block))
-    zero = block.get("zero_optimization")
+    filled: Mapping[str, Any] = copy.deepcopy(dict(block))
+    zero = filled.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") != 3:
         kept = {
             key: value
             for key, value in zero.items()
             if value != "auto" or not key.startswith("stage3_")
         }
-        block["zero_optimization"] = kept
+        filled = {**filled, "zero_optimization": kept}
     for _ in range(2):  # the second time with the batch sizes that the first has filled
-        for key in auto_keys(block):
-            value = _value(key, block, sources)
+        for key in auto_keys(filled):
+            value = _value(key, filled, sources)
             if value is not None:
-                block = with_autos(block, {key: value})
-    return block
+                filled = with_autos(filled, {key: value})
+    return dict(filled)
 
 
 def source_of(key: str) -> str | None:
@@ -416,10 +416,10 @@ def _accumulation(block: Mapping[str, Any], sources: Sources) -> int | None:
     total = block.get("train_batch_size")
     micro = block.get("train_micro_batch_size_per_gpu")
     once = micro * sources.data_parallel_size if isinstance(micro, int) else 0
-    follows = isinstance(total, int) and once and total % once == 0
-    return sources.argument(*NAMES["gradient_accumulation_steps"]) or (
-        total // once if follows else None
-    )
+    given = sources.argument(*NAMES["gradient_accumulation_steps"])
+    if given or not isinstance(total, int) or not once or total % once:
+        return given or None
+    return total // once
 
 
 def _train_batch(block: Mapping[str, Any], sources: Sources) -> int | None:
@@ -430,8 +430,9 @@ def _train_batch(block: Mapping[str, Any], sources: Sources) -> int | None:
 
 
 def _betas(block: Mapping[str, Any], sources: Sources) -> list[float] | None:
-    betas = [sources.argument("adam_beta1"), sources.argument("adam_beta2")]
-    return None if None in betas else betas
+    first = sources.argument("adam_beta1")
+    second = sources.argument("adam_beta2")
+    return None if first is None or second is None else [first, second]
 
 
 def _total_steps(block: Mapping[str, Any], sources: Sources) -> int | None:

@@ -56,14 +56,13 @@ class EngineLoader:
 
     def __next__(self) -> Any:
         """The next micro-batch of the last iteration that was begun."""
-        if self._iteration is None:
-            iter(self)
-        return next(self._iteration)
+        return next(iter(self) if self._iteration is None else self._iteration)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the samples; each epoch has another one."""
-        if hasattr(self.data_sampler, "set_epoch"):
-            self.data_sampler.set_epoch(epoch)
+        choose = getattr(self.data_sampler, "set_epoch", None)
+        if choose is not None:
+            choose(epoch)
 
 
 class RepeatingLoader:

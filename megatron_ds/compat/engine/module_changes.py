@@ -33,7 +33,7 @@ from ...mpu.managed_parameter import ManagedParameter, spec_of
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.tiers import DEVICE
 from ...zero.unused import PathCheck
-from .gradients import EngineParameter, Gradients
+from .gradients import EngineParameter, Gradients, store_of
 from .module_specs import name_of
 from .parts import EngineParts
 
@@ -145,10 +145,14 @@ class ModuleChanges:
     def _new_check(self) -> "_Check":
         zero = self._engine.zero
         world = self._engine.world
-        zero.path_check = _Check(
-            zero.path_check, world.data, world.model, self._refusal
+        check = _Check(
+            zero.path_check,
+            world.data,
+            world.model,
+            self._refusal,
         )
-        return zero.path_check
+        zero.path_check = check
+        return check
 
 
 def refusal_to_follow(zero: ZeroOptimizer) -> str | None:
@@ -249,16 +253,17 @@ def _differences(
     return found
 
 
-class _Check:
+class _Check(PathCheck):
     """A `PathCheck` of zero/unused.py that compares what ranks found in their modules, too.
 
     found  on this rank, before the update
     """
 
-    def __init__(self, base: Any, data: Group, model: Group, refusal: str | None):
-        self._base: PathCheck = base._base if isinstance(base, _Check) else base
-        self._data = data
-        self._model = model
+    def __init__(self, base: PathCheck, data: Group, model: Group, refusal: str | None):
+        super().__init__(base.rule, data, model, base._paths)
+        self._base: PathCheck = base
+        if isinstance(base, _Check):
+            self._base = base._base
         self._refusal = refusal
         self.found = Found()
 
@@ -328,7 +333,7 @@ def retrain(
     state = {_place(piece): piece.tensor for piece in old.pieces()}
     numbers = old.extra_state()
     for s in old.trained:
-        for hook in s.buckets.hooks:
+        for hook in store_of(s).hooks:
             hook.remove()
 
     # The new one: what it trains requires gradients while it is made.

@@ -45,13 +45,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ...mpu.managed_parameter import spec_of
-from ...zero.gathering import LayerGathering, Unit
+from ...zero.gathering import GatherUnit, LayerGathering, Unit
 from .leaf_modules import with_gradient, z3_leaf_module
 from .module_specs import ModuleLayer, tensors_in, units_of_layers
 from .watched import Hook, WatchedParameters
@@ -229,8 +229,9 @@ class ModuleGathering:
 
     def _lend(self, unit: Unit, layer: int) -> None:
         """Gather a unit for a layer to which it does not belong, from now on."""
-        needs = self.gathering.needs[layer]
-        in_backward = self.gathering.in_backward[layer]
+        # Lists, as `find_layers` and `ZeroOptimizer` make them.
+        needs = cast(list[GatherUnit], self.gathering.needs[layer])
+        in_backward = cast(list[GatherUnit], self.gathering.in_backward[layer])
         needs.append(unit)
         if in_backward is not needs:
             in_backward.append(unit)

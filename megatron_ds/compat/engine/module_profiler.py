@@ -289,7 +289,7 @@ def get_model_profile(
         raise ValueError(
             "get_model_profile has nothing to give to the model. Give input_shape, or args or kwargs."
         )
-    function = model.generate if mode == "generate" else model
+    function: Any = model.generate if mode == "generate" else model
     call = lambda: function(*args, **(kwargs or {}))
     model.eval()
     for _ in range(warm_up):

@@ -36,6 +36,7 @@ orders).
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -156,16 +157,17 @@ def _is_distinct(p: nn.Parameter) -> bool:
 
 
 def _global_name(
-    name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld
+    name: str, lists: Mapping[str, nn.Module], world: DataParallelWorld
 ) -> str:
-    on_path = []
+    on_path: dict[str, nn.ModuleList] = {}
     declared = []
     called_experts = []
     for owner in _owners(name):
-        if not isinstance(lists.get(owner), nn.ModuleList):
+        held = lists.get(owner)
+        if not isinstance(held, nn.ModuleList):
             continue
-        on_path.append(owner)
-        if isinstance(lists[owner], ExpertList):
+        on_path[owner] = held
+        if isinstance(held, ExpertList):
             declared.append(owner)
         if "expert" in owner.rpartition(".")[2]:
             called_experts.append(owner)
@@ -173,9 +175,9 @@ def _global_name(
         return f"{name}.expert_part_{world.expert_part}_of_{world.expert_parts}"
 
     # The index in the list of experts counts the experts of earlier ranks, too.
-    chosen = (declared or called_experts[-1:] or on_path)[0]
+    chosen = (declared or called_experts[-1:] or list(on_path))[0]
     index, _, rest = name[len(chosen) :].lstrip(".").partition(".")
-    at = world.expert_part * len(lists[chosen]) + int(index)
+    at = world.expert_part * len(on_path[chosen]) + int(index)
     return ".".join(filter(None, (chosen, str(at), rest)))
 
 
@@ -306,13 +308,16 @@ def units_of_layers(
 ) -> dict[nn.Parameter, Unit]:
     """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
-    units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
-    gathered = {}
+    units = {}
+    for unit in chain.from_iterable(gathering.needs):
+        if isinstance(unit, Unit):  # others are those of predictions
+            units[storage(unit.flat)] = unit
+    gathered: dict[nn.Parameter, Unit] = {}
     for layer in layers:
         for p in layer.parameters:
-            unit = units.get(storage(p))
-            if unit is not None:
-                gathered[p] = unit
+            own = units.get(storage(p))
+            if own is not None:
+                gathered[p] = own
     return gathered
 
 

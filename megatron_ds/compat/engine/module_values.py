@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,9 +60,9 @@ def prepare(
     # Tensors on "meta" need a function that draws them.
     formats.apply(module, dtype)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    if draw is None and (name := next((n for n, t in tensors if t.is_meta), None)):
+    if draw is None and (undrawn := next((n for n, t in tensors if t.is_meta), None)):
         raise ConfigError(
-            f"{name} is on the meta device, and nothing is given to draw its values with. Give "
+            f"{undrawn} is on the meta device, and nothing is given to draw its values with. Give "
             "draw=function(name, start, out), for instance from_safetensors(folder)."
         )
     # Buffers that have values move; the others are drawn.
@@ -70,7 +71,7 @@ def prepare(
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device).contiguous()
     for name, buffer in list(module.named_buffers()):
-        if buffer.is_meta:
+        if buffer.is_meta and draw is not None:
             path, _, last = name.rpartition(".")
             values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             draw(name_of(name), 0, values.view(-1))
@@ -112,7 +113,7 @@ def _values(
         if not p.is_meta:
             yield name, p, world.by_axes[spec_of(p).reduced_over]
     for name, buffer in module.named_buffers():
-        yield name, buffer, world.expert if name in of_experts else world.data
+        yield name, buffer, world.of_experts if name in of_experts else world.data
 
 
 def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
@@ -136,7 +137,7 @@ def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
     if len({dense for _, dense, _ in digests}) == 1 and len(experts) == len(parts):
         return
     # The ranks differ, which each of them knows, so all exchange the facts of every parameter.
-    facts = {}
+    facts: dict[str, tuple[Any, bool, int]] = {}
     for expert, found in here.items():
         part = world.expert_part if expert else 0
         facts |= {name: (fact, expert, part) for name, fact in found.items()}
@@ -434,7 +435,7 @@ def _stream(engine: EngineStatus, dtype: torch.dtype | None) -> TensorStream:
             spec = ParamSpec(name, tuple(buffer.shape), NOT_DRAWN)
             pieces.append(
                 ParameterPiece(
-                    spec, buffer.detach().view(-1), replica=world.expert.rank
+                    spec, buffer.detach().view(-1), replica=world.of_experts.rank
                 )
             )
     return TensorStream(

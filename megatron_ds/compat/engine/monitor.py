@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -23,6 +24,7 @@ from ...mpu.host_reads import read_number
 from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
     PointSink,
+    Sink,
     Tolerant,
     check_folder,
 )
@@ -30,7 +32,7 @@ from ...training.observe.tensorboard import EventFile
 from .json_settings import in_words_of_json
 
 # Option of a folder → its key, and the sink that writes there.
-FILES: Mapping[str, tuple[str, Callable[[Path], PointSink]]] = {
+FILES: Mapping[str, tuple[str, Callable[[Path], EventFile | CsvFiles]]] = {
     "tensorboard_dir": ('"tensorboard.output_path"', EventFile),
     "csv_monitor_dir": ('"csv_monitor.output_path"', CsvFiles),
 }
@@ -38,7 +40,7 @@ FILES: Mapping[str, tuple[str, Callable[[Path], PointSink]]] = {
 logger = logging.getLogger(__name__)
 
 
-def sinks_of(config: RunConfig) -> Iterator[PointSink]:
+def sinks_of(config: RunConfig) -> Iterator[EventFile | CsvFiles | PointSink]:
     """The sinks that the JSON enables. Raises ConfigError where a folder is not writable.
 
     A service whose package is missing, or that cannot begin, is left out with a warning: a program that only asks for
@@ -73,7 +75,8 @@ class Monitor:
             found = [] if config is None else list(sinks_of(config))
         except ConfigError as error:
             raise ConfigError(in_words_of_json(str(error))) from error
-        self._sinks = [Tolerant(sink) for sink in found]
+        # It gives a sink what it gets itself: here points in place of records.
+        self._sinks = [Tolerant(cast(Sink, sink)) for sink in found]
 
     @property
     def enabled(self) -> bool:

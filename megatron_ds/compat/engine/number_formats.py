@@ -45,9 +45,9 @@ class NumberFormats:
     keep: tuple[str, ...] | None = None
     buffers: torch.dtype | None = None
 
-    def kept(self, module: nn.Module, dtype: torch.dtype) -> "NamesInFp32":
+    def kept(self, module: nn.Module, dtype: torch.dtype | None) -> "NamesInFp32":
         """What stays fp32 in a module whose parameters get `dtype`."""
-        if dtype not in HALVES:
+        if dtype is None or dtype not in HALVES:
             return NamesInFp32(())
         return NamesInFp32(
             _patterns_of(module, dtype)
@@ -112,7 +112,8 @@ def formats_of(
     rest = {
         key: value for key, value in data_types.items() if key not in (KEEP, BUFFERS)
     }
-    formats = NumberFormats(None if keep == AUTO else tuple(keep), DTYPES.get(buffers))
+    of_buffers = None if buffers is None else DTYPES[buffers]
+    formats = NumberFormats(None if keep == AUTO else tuple(keep), of_buffers)
     others = {key: value for key, value in block.items() if key != BLOCK}
     return formats, others | ({BLOCK: rest} if rest else {})
 

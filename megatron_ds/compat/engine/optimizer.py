@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -30,12 +30,12 @@ from ...config.training_schedule import make_beta1, make_learning_rate
 from ...errors import ArgumentError, CallError, ConfigError
 from ...optim import OptimizerTraits, ParamGroup, RegisteredOptimizer, default_groups
 from ...optim.optimizers import NO_NEEDS
-from ...progress.cycles import CycledBeta, CycleRate, RangeTest
 from ...progress.ramps import DeepSpeedRate
 from ...zero.optimizer import StepResult, ZeroOptimizer
 from ...zero.shard_optimizer import Leaf
-from .group_schedule import GroupSchedule
+from .group_schedule import GroupSchedule, NumberOfStep
 from .module_specs import named_parameters
+from .parameter_offload import ParameterOffload
 
 Group = dict[str, Any]
 LR_FACTOR = "lr_factor"  # of a group, if its learning rate is not that of the JSON
@@ -69,9 +69,9 @@ class InnerOptimizers:
         self.traits = traits
         self._pairs: list[tuple[Group, Group]] = []  # (inner, the user's)
 
-    def __call__(self, inner: list[Group], **options: Any) -> torch.optim.Optimizer:
+    def __call__(self, inner: list[Group], /, **options: Any) -> torch.optim.Optimizer:
         """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
-        group_of = {}
+        group_of: dict[str, int] = {}
         for i, group in enumerate(self.groups):
             group_of |= {p.spec.name: i for p in group["params"]}
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -107,19 +107,40 @@ class InnerOptimizers:
             )
 
 
+class OptimizersOfGroups(Protocol):
+    """`InnerOptimizers`, or several as one (engine/several_optimizers.py)."""
+
+    kind: str
+    groups: list[Group]
+    client: torch.optim.Optimizer | None
+
+    def param_groups(self) -> tuple[ParamGroup, ...]:
+        """Return the groups of `ZeroOptimizer`."""
+        ...
+
+    def forget(self) -> None:
+        """Forget the inner optimizers that were made: others take their place."""
+
+    def refresh(self) -> None:
+        """Copy the numbers of the user's groups to the inner ones."""
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
-    Numbers of its param_groups may be changed at any time and take effect in the next step.
+    NumberOfStep of its param_groups may be changed at any time and take effect in the next step.
 
     missed  name of a parameter → updates that left it out, because it was frozen; 0 of those without an entry
     make    makes a `ZeroOptimizer` of the parameters that require gradients then
+    parameter_offload  at stage 3 alone
     """
+
+    parameter_offload: ParameterOffload
 
     def __init__(
         self,
         zero: ZeroOptimizer,
-        inner: InnerOptimizers,
+        inner: OptimizersOfGroups,
         defaults: Group,
         make: Callable[[], ZeroOptimizer],
     ):
@@ -129,7 +150,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.defaults = defaults
         self.param_groups = inner.groups
-        self.state = {}
+        self.state = defaultdict(None)
         self.overflow = False
         self.missed: dict[str, int] = {}
         self._make = make
@@ -149,7 +170,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> NoReturn:
         """Raises ConfigError: `engine.step()` makes the update."""
         raise ConfigError(
             "the optimizer of an engine is stepped by engine.step(), which also averages the "
@@ -171,7 +192,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = result.skipped
         for optimizer in filter(None, (self, self.inner.client)):
             # Otherwise torch's schedulers warn of steps in the wrong order.
-            optimizer._opt_called = True
+            vars(optimizer)["_opt_called"] = True
         return result
 
     def remake(self) -> ZeroOptimizer:
@@ -394,8 +415,8 @@ class JsonScheduler(GroupSchedule):
     def __init__(
         self,
         optimizer: EngineOptimizer,
-        rate: DeepSpeedRate | CycleRate | RangeTest,
-        beta1: CycledBeta | None = None,
+        rate: NumberOfStep,
+        beta1: NumberOfStep | None = None,
         kind: str = "",
     ):
         groups = optimizer.param_groups
@@ -431,8 +452,9 @@ def make_scheduler(
         return (
             JsonScheduler(
                 optimizer,
-                make_learning_rate(settings),
-                make_beta1(settings),
+                # Those of DeepSpeed's styles have a value for each step.
+                cast(NumberOfStep, make_learning_rate(settings)),
+                cast(NumberOfStep | None, make_beta1(settings)),
                 settings.optimizer.lr_decay_style,
             )
             if optimizer.param_groups

@@ -17,13 +17,19 @@ class EngineParts(Protocol):
     settings: RunConfig
     zero: ZeroOptimizer
     world: DataParallelWorld
-    device: torch.device
     gradients: Any
     gathering: Any
     optimizer: Any
     backwards: Any
-    has_gradients: bool
     divisor: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an update has begun."""
 
     def zero_grad(self) -> None:
         """Discard gradients where the accumulation permits it."""

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import nn
 
 from ...config import OptimizerConfig
@@ -33,7 +34,7 @@ class SeveralOptimizers:
     groups  of all: torch's parameter groups of the engine
     """
 
-    client = None
+    client: torch.optim.Optimizer | None = None
 
     def __init__(self, kind: str, inner: Sequence[InnerOptimizers]):
         self.kind = kind
@@ -165,9 +166,9 @@ def _muon(
         "momentum": o.muon_momentum,
         "weight_decay": o.weight_decay,
     }
-    scalar = facts_of(o.muon_scalar_optimizer).numbers(o) | {
-        "lr": o.muon_scalar_lr or o.lr
-    }
+    facts = facts_of(o.muon_scalar_optimizer)
+    assert facts is not None  # the option has no other choices
+    scalar = facts.numbers(o) | {"lr": o.muon_scalar_lr or o.lr}
     return [
         registered_optimizer("muon", o, _only(groups, in_matrices, True), muon),
         registered_optimizer(

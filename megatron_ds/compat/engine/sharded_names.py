@@ -8,10 +8,21 @@ Parameters of `zero.Init` and those of an engine at stage 3, also on one rank, h
 """
 
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    WholeParameter = nn.Parameter
+else:
+    WholeParameter = object  # two bases with a layout in C do not combine
+
+
+class _Shard(Protocol):
+    """What the names read of `zero_init.Partition`."""
+
+    part: torch.Tensor
 
 
 class ZeroParamStatus(enum.Enum):
@@ -22,10 +33,11 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class ShardedNames:
+class ShardedNames(WholeParameter):
     """The attributes, for subclasses of `nn.Parameter`. Each raises AttributeError if it is not sharded."""
 
     __slots__ = ()
+    partition: _Shard  # of a parameter of `zero.Init`
 
     @property
     def ds_id(self) -> int:

@@ -5,7 +5,8 @@ Methods of DeepSpeed are methods here; its counters and ranks are attributes. Fu
 whole values (engine/checkpoint.py, module_values.py) see this half of `Engine`, whose methods they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .answers import EngineAnswers
 from .autotuning_trial import trial_of
 from .backwards import Backwards
 from .curriculum_length import curriculum_length
+from .curriculum_loader import CurriculumLoader
 from .data_efficiency import data_efficiency_of
 from .dropped_tokens import schedule_of
 from .forward_profile import ForwardProfile, profile_wish
@@ -63,6 +65,11 @@ class EngineStatus(EngineAnswers):
     configured_groups  the parameter groups before any scheduler has changed them
     """
 
+    # Of `Engine`.
+    discard_gradients: Callable[[], None]
+    is_gradient_accumulation_boundary: Callable[[], bool]
+    gathered_parameters: Callable[..., AbstractContextManager[None]]
+
     def __init__(
         self,
         module: nn.Module,
@@ -87,7 +94,7 @@ class EngineStatus(EngineAnswers):
         self.gradients, self.backwards = Gradients(self), Backwards(self)
         self.step_state = StepState([module], world.data, world.device)
         self.lr_scheduler: Any | None = None
-        self.training_dataloader: EngineLoader | None = None
+        self.training_dataloader: EngineLoader | CurriculumLoader | None = None
         self.progress = Progress()
         self.micro_steps = 0
         # Numbers of the config, to which a loaded checkpoint is compared.
@@ -114,7 +121,7 @@ class EngineStatus(EngineAnswers):
         # Rank 0 prints its own times.
         is_timed = self.wall_clock_breakdown() and world.world.rank == 0
         self.clock = StepClock(is_timed, world.device)
-        optimizer.zero_grad = self.zero_grad
+        vars(optimizer)["zero_grad"] = self.zero_grad
         self.changes = ModuleChanges(self)
         self.discard_gradients()  # begins the first update
 

@@ -29,7 +29,7 @@ class StepClock:
             return
         start = self._timeline.now()
         yield
-        self._timeline.add(name, start)
+        self._timeline.add(name, start)  # type: ignore[arg-type]  # it keeps any name
 
     def count_update(self) -> None:
         """An update is complete."""
@@ -40,9 +40,10 @@ class StepClock:
 
         The host waits for the device.
         """
+        assert self._timeline is not None  # without times no line is asked for
         seconds = dict.fromkeys((FORWARD, BACKWARD, STEP), 0.0)
         for name, start, end in self._timeline.read():
-            seconds[name] += end - start
+            seconds[name] += end - start  # type: ignore[index]  # as above
         means = [
             f"{name}: {1000 * total / self._updates:.2f}"
             for name, total in seconds.items()

@@ -16,6 +16,7 @@ import math
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,14 @@ def _read_dtype(content: str) -> torch.dtype:
     return dtype
 
 
+def _read_items(kind: Callable[[Any], Any], content: list) -> Any:
+    return kind(map(_restored, content))
+
+
+def _read_table(kind: Callable[[Any], Any], content: list) -> Any:
+    return kind(dict(_pairs(content)))
+
+
 def _read_namespace(kind: type, content: list) -> Any:
     made = kind()
     for key, value in _pairs(content):
@@ -269,19 +278,10 @@ TEXTS: dict[type, str] = {
     torch.device: "device",
 }
 READERS: dict[str, Callable[[Any], Any]] = {
-    **{
-        name: lambda content, kind=kind: kind(map(_restored, content))
-        for kind, name in ITEMS.items()
-    },
+    **{name: partial(_read_items, kind) for kind, name in ITEMS.items()},
     "size": lambda content: torch.Size(list(map(_restored, content))),
-    **{
-        name: lambda content, kind=kind: kind(dict(_pairs(content)))
-        for kind, name in TABLES.items()
-    },
-    **{
-        name: lambda content, kind=kind: _read_namespace(kind, content)
-        for kind, name in NAMESPACES.items()
-    },
+    **{name: partial(_read_table, kind) for kind, name in TABLES.items()},
+    **{name: partial(_read_namespace, kind) for kind, name in NAMESPACES.items()},
     "defaultdict": _read_default,
     "bytes": _read_bytes,
     "tensor": _read_tensor,

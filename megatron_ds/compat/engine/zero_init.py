@@ -126,8 +126,10 @@ class HiddenParameter(ShardedNames, nn.Parameter):
     such as adapters, to the device of the parameters that are there.
     """
 
+    partition: Partition
+
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's stub has an attribute
         """Where its values are when it is gathered."""
         return self.partition.device
 
@@ -198,10 +200,12 @@ class Init:
             self._making: list[tuple[nn.Module, list[nn.Parameter]]] = []
             self._watched: list[nn.Module] = []
             kinds = [kind for kind in _kinds(nn.Module) if "__init__" in kind.__dict__]
-            self._replaced = [(kind, kind.__init__) for kind in kinds]
+            self._replaced = [(kind, kind.__dict__["__init__"]) for kind in kinds]
             for kind, original in self._replaced:
-                kind.__init__ = self._wrapped(original)
-            nn.Module.__init_subclass__ = classmethod(self._new_kind)
+                _set_init(kind, self._wrapped(original))
+            type.__setattr__(
+                nn.Module, "__init_subclass__", classmethod(self._new_kind)
+            )
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -209,15 +213,16 @@ class Init:
             return
         del nn.Module.__init_subclass__
         for kind, original in self._replaced:
-            kind.__init__ = original
+            _set_init(kind, original)
         for module in self._watched:
             module._parameters = dict(dict.items(module._parameters))
 
-    def _new_kind(self, kind: type, **options) -> None:
+    def _new_kind(self, kind: type[nn.Module], **options: Any) -> None:
         super(nn.Module, kind).__init_subclass__(**options)
-        if "__init__" in kind.__dict__:
-            self._replaced.append((kind, kind.__init__))
-            kind.__init__ = self._wrapped(kind.__init__)
+        original = kind.__dict__.get("__init__")
+        if original is not None:
+            self._replaced.append((kind, original))
+            _set_init(kind, self._wrapped(original))
 
     def _wrapped(self, original: Callable) -> Callable:
         @wraps(original)
@@ -259,10 +264,14 @@ class Init:
 class _Gathering(WatchedParameters):
     """Gathers its parameters also when a module iterates over them."""
 
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:
+    def items(  # type: ignore[override]  # for iteration, of which nn.Module does no more
+        self,
+    ) -> list[tuple[str, nn.Parameter | None]]:
         return [(name, self[name]) for name in self]
 
-    def values(self) -> list[nn.Parameter | None]:
+    def values(  # type: ignore[override]  # as `items`
+        self,
+    ) -> list[nn.Parameter | None]:
         return [self[name] for name in self]
 
 
@@ -421,8 +430,12 @@ def _dtype_of(
     return enabled[0] if enabled else None
 
 
+def _set_init(kind: type, function: Callable) -> None:
+    type.__setattr__(kind, "__init__", function)
+
+
 def _kinds(kind: type) -> list[type]:
-    found = {sub: None for sub in kind.__subclasses__()}
+    found: dict[type, None] = dict.fromkeys(kind.__subclasses__())
     for sub in list(found):
         found.update(dict.fromkeys(_kinds(sub)))
     return list(found)

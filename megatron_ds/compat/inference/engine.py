@@ -36,7 +36,7 @@ def init_inference(
     config: Mapping[str, Any] | str | os.PathLike | None = None,
     **options: Any,
 ) -> "InferenceEngine":
-    """An engine that computes with `model`. Collective over the tensor-parallel ranks.
+    """Return an engine that computes with `model`. Collective over the tensor-parallel ranks.
 
     config   DeepSpeed's inference config, as a dict or the path of a JSON file
     options  keys of the config as arguments; docs/use/inference_engine.md lists the keys
@@ -45,16 +45,14 @@ def init_inference(
     default torch.half), on this rank's device. Raises one ConfigError with all problems of the keys, or where the
     model cannot be divided over the ranks.
     """
-    # Arguments.
     if not isinstance(model, nn.Module):
         raise ArgumentError(
             f"model is {type(model).__name__}, not a torch module: give the model itself, such as pipeline.model."
         )
     settings = read_inference_settings(_block_of(config), options)
     group = _group_of(settings)
-    # The whole model, and what it computes.
+    # The results of the whole model are kept for a comparison with those of the divided one.
     plan, whole = on_all_ranks(group, lambda: _prepare(model, settings, group))
-    # This rank's part.
     if group.size > 1:
         on_all_ranks(group, lambda: split(model, plan, group))
     if not settings.on_host:
@@ -101,7 +99,7 @@ def _group_of(settings: InferenceSettings) -> Group:
 def _prepare(
     model: nn.Module, settings: InferenceSettings, group: Group
 ) -> tuple[Mapping[str, str], torch.Tensor | None]:
-    """(plan of the division, results to compare with), of a model with its weights in their format."""
+    """Return (plan of the division, results to compare with), of a model with its weights in their format."""
     if settings.checkpoint is not None:
         load_whole(model, settings.checkpoint, settings.base_dir)
     lacking = [name for name, p in model.named_parameters() if p.is_meta]
@@ -166,7 +164,13 @@ class InferenceEngine(nn.Module):
         if self.group.size > 1:
             drawn = int(torch.randint(2**62, ()))
             torch.manual_seed(all_gather_object(drawn, self.group)[0])
-        return self.module.generate(*inputs, **options)
+        generate = getattr(self.module, "generate", None)
+        if generate is None:
+            raise CallError(
+                f"{type(self.module).__name__} has no method generate. Give init_inference a model of transformers, or "
+                "call the engine for the outputs of the module."
+            )
+        return generate(*inputs, **options)
 
     def _require_same_inputs(self, inputs: Any, options: Any) -> None:
         """Raises CallError, on all ranks, unless the tensors of the arguments are alike on all of them."""
@@ -190,7 +194,7 @@ class InferenceEngine(nn.Module):
         self._times = []
 
     def model_times(self) -> list[float]:
-        """Seconds of the forwards since the last call. Raises CallError without `profile_model_time`."""
+        """Return the seconds of the forwards since the last call. Raises CallError without `profile_model_time`."""
         if self._times is None:
             raise CallError(
                 "engine.model_times() before engine.profile_model_time(): nothing is measured. Call it first."

@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
     "moe_type": "the model's own layers are used",
 }
 # key → (values that change nothing, what to do instead)
-REFUSED = {
+REFUSED: dict[str, tuple[tuple, str]] = {
     "zero": (
         ({}, None),
         'give initialize {"zero_optimization": {"stage": 3, "offload_param": …}} without an optimizer '
@@ -125,7 +125,6 @@ def read_inference_settings(
 ) -> InferenceSettings:
     """The settings of a config and of keyword arguments. Raises one ConfigError with all problems."""
     problems: list[str] = []
-    # One dict under DeepSpeed's present names.
     given: dict[str, Any] = {}
     for key, value in [*config.items(), *options.items()]:
         name = SPELLINGS.get(key, key)
@@ -135,7 +134,6 @@ def read_inference_settings(
             )
         given[name] = value
     problems += _misplaced(given)
-    # Each key by its reader.
     values: dict[str, Any] = {}
     for key, reader in READERS.items():
         if key in given:
@@ -146,7 +144,7 @@ def read_inference_settings(
 
 
 def _misplaced(given: Mapping[str, Any]) -> list[str]:
-    """Problems of keys that are not known or cannot be followed."""
+    """Return the problems of keys that are not known or cannot be followed."""
     problems = [
         f'init_inference: unknown key "{key}"{did_you_mean(key, list(KNOWN))} Leave it out.'
         for key in given
@@ -165,7 +163,7 @@ def _misplaced(given: Mapping[str, Any]) -> list[str]:
 
 
 def _is_one_expert(value: Any) -> bool:
-    """Whether a block of keys divides nothing: `moe` with one rank, `zero` at stage 0."""
+    """Whether a block of keys divides nothing: `moe` with one rank, or `zero` at stage 0."""
     if not isinstance(value, Mapping) or not value.keys() & {"ep_size", "stage"}:
         return False
     return value.get("ep_size", 1) == 1 and value.get("stage", 0) == 0
@@ -252,7 +250,7 @@ def _read_quant(value: Any, values: dict, problems: list[str]) -> None:
             f'init_inference: "quant" is {value!r}: write {{"weight": {{"num_bits": 8, "q_groups": 64}}}}.'
         )
         return
-    # What is asked for beside the weights, then the weights.
+    # Only weights can be stored as integers, so other requests are refused first.
     weight = value.get("weight") or {}
     activation = value.get("activation") or {}
     if activation and activation.get("enabled", True):
@@ -289,7 +287,7 @@ def _read_tokens(value: Any, values: dict, problems: list[str]) -> None:
 
 
 def _read_places(value: Any, values: dict, problems: list[str]) -> None:
-    """`checkpoint_config`: the former spelling of three keys."""
+    """Read `checkpoint_config`, the former spelling of three keys."""
     places = value or {}
     if places.get("save_mp_checkpoint_path"):
         problems.append(
@@ -303,7 +301,7 @@ def _read_places(value: Any, values: dict, problems: list[str]) -> None:
 
 
 def _kept(name: str) -> Callable[[Any, dict, list[str]], None]:
-    """A reader that stores the value as it is."""
+    """Return a reader that stores the value as it is."""
 
     def read(value: Any, values: dict, problems: list[str]) -> None:
         if value is not None:

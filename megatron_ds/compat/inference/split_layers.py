@@ -61,7 +61,7 @@ def split(model: nn.Module, plan: Plan, group: Group) -> None:
             modules[name].register_forward_hook(partial(_sum, group))
         elif id(modules[name].weight) not in tied:
             _split_linear(name, modules[name], style, group)
-    # The counts of heads of modules that have lost columns.
+    # A module that has lost columns has fewer heads.
     columns = {
         name.rpartition(".")[0] for name, style in plan.items() if style == COLUMN
     }
@@ -81,13 +81,15 @@ def _split_linear(name: str, linear: nn.Module, style: str, group: Group) -> Non
     dim = int(is_column == transposed)
     fused = (parts for end, parts in FUSED.items() if f".{name}".endswith(f".{end}"))
     parts = next(fused, 1) if is_column else 1
-    linear.weight = _cut(name, linear.weight, dim, parts, group)
+    weight = _cut(name, linear.get_parameter("weight"), dim, parts, group)
+    linear.weight = weight
     # Outputs have their own biases; a sum has the bias once.
-    if linear.bias is not None and is_column:
-        linear.bias = _cut(name, linear.bias, 0, parts, group)
-    elif linear.bias is not None and group.rank:
-        linear.bias = _parameter(torch.zeros_like(linear.bias), linear.bias)
-    inputs, outputs = linear.weight.shape[:: 1 if transposed else -1]
+    bias = linear.bias
+    if isinstance(bias, torch.Tensor) and is_column:
+        linear.bias = _cut(name, bias, 0, parts, group)
+    elif isinstance(bias, torch.Tensor) and group.rank:
+        linear.bias = _parameter(torch.zeros_like(bias), bias)
+    inputs, outputs = weight.shape[:: 1 if transposed else -1]
     sizes = (
         {"nf": outputs}
         if transposed
@@ -95,7 +97,6 @@ def _split_linear(name: str, linear: nn.Module, style: str, group: Group) -> Non
     )
     for attribute, size in sizes.items():
         setattr(linear, attribute, size)
-    # What is communicated.
     if style == SLICED:
         linear.register_forward_pre_hook(partial(_slice_input, group))
     if after := {ROW: _sum, SLICED: _sum, GATHERED: _gather}.get(style):
@@ -121,9 +122,9 @@ def _split_parameter(owner: nn.Module, name: str, style: str, group: Group) -> N
 
 
 def _cut(
-    name: str, value: nn.Parameter, dim: int, parts: int, group: Group
+    name: str, value: torch.Tensor, dim: int, parts: int, group: Group
 ) -> nn.Parameter:
-    """This rank's piece along `dim`, of each of equal `parts` in turn."""
+    """Return this rank's piece along `dim`, of each of equal `parts` in turn."""
     size = value.shape[dim]
     if size % (parts * group.size):
         raise ConfigError(
@@ -134,7 +135,7 @@ def _cut(
     return _parameter(torch.cat(pieces, dim), value)
 
 
-def _parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+def _parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value.contiguous(), requires_grad=like.requires_grad)
 
 
@@ -153,7 +154,7 @@ def _reduce_counts(owner: nn.Module, group: Group) -> None:
                 "divide. Give a tp_size that does."
             )
         setattr(owner, name, count // group.size)
-    # Biases of its own, and those that it is given.
+    # Biases that it owns are cut now, those among its inputs at each call.
     heads = next((counts[name] for name in HEADS if name in counts), None)
     if heads is None:
         return
@@ -169,7 +170,7 @@ def _reduce_counts(owner: nn.Module, group: Group) -> None:
 def _slice_biases(
     group: Group, heads: int, module: nn.Module, inputs: tuple, options: dict
 ) -> tuple[tuple, dict]:
-    """This rank's heads of biases that the model made for all: [batch, heads, …] or [batch × heads, …]."""
+    """Return this rank's heads of biases that the model made for all: [batch, heads, …] or [batch × heads, …]."""
     for name in BIASES:
         bias = options.get(name)
         if not torch.is_tensor(bias):

@@ -28,7 +28,7 @@ SUMMED = "moe_tp_experts"
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 STYLES = (COLUMN, ROW, GATHERED, SLICED, PACKED, SUMMED)
 
-# Linear layers whose results are summed, by the end of their names; and those of which each rank needs all.
+# Ends of names of linear layers whose results are summed, and of those that each rank needs whole.
 ROWS = (
     "o_proj",
     "out_proj",
@@ -73,7 +73,7 @@ Plan = Mapping[str, str]
 def plan_of(
     model: nn.Module, policy: Mapping[Any, tuple[str, ...]] | None, ranks: int
 ) -> Plan:
-    """Name of a module or parameter → style. Raises ConfigError if the model cannot be divided by `ranks`."""
+    """Return name of a module or parameter → style. Raises ConfigError if the model cannot be divided by `ranks`."""
     check_heads(model, ranks)
     if policy is not None:
         return _plan_of_policy(model, policy)
@@ -85,7 +85,8 @@ def plan_of(
 def check_heads(model: nn.Module, ranks: int) -> None:
     """Raises ConfigError if the attention heads of a transformers model are not divisible by `ranks`."""
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text_config = getattr(config, "get_text_config", None)
+    config = config if text_config is None else text_config()
     for name in COUNTS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count % ranks:
@@ -136,7 +137,7 @@ def _plan_of_policy(
 
 def _plan_of_patterns(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     """transformers' plan, whose names have `*` for numbers. Raises ConfigError for a style that is not known."""
-    plan = {}
+    plan: dict[str, str] = {}
     names = [*dict(model.named_modules()), *dict(model.named_parameters())]
     for pattern, style in patterns.items():
         written = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -167,7 +168,7 @@ def _plan_of_names(model: nn.Module) -> dict[str, str]:
 def repeated_layers(
     module: nn.Module, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the members of the outermost module lists."""
+    """Yield (name, module) of the members of the outermost module lists."""
     for name, child in module.named_children():
         at = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList):

@@ -48,6 +48,7 @@ def require_same_results(model: nn.Module, whole: torch.Tensor | None) -> None:
     kind = type(model).__name__
     with _shapes_reported(kind):
         found = results_of(model)
+    assert found is not None, "the whole model had results"
     most = whole.abs().max()
     difference = (found - whole).abs().max() / most.clamp(min=1e-30)
     bound = BOUNDS[next(model.parameters()).dtype]

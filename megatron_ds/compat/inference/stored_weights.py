@@ -16,10 +16,12 @@ from .split_plan import is_linear
 
 
 class StoredWeight:
-    """The `weight` of a linear layer from its codes and scales. The first base of a linear layer's class."""
+    """A `weight` that is computed from codes and scales at each use. It is the first base of the class of a linear
+    layer."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    stored: tuple[torch.Size, torch.dtype, int, int]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -49,7 +51,7 @@ def store(model: nn.Module, form: StoredFormat) -> int:
 
 
 def _store_one(name: str, linear: nn.Module, form: StoredFormat) -> None:
-    weight = linear.weight.detach()
+    weight = linear.get_parameter("weight").detach()
     block = NEIGHBOURS
     if form.groups is not None:
         block, rest = divmod(weight.numel(), form.groups)
@@ -60,7 +62,9 @@ def _store_one(name: str, linear: nn.Module, form: StoredFormat) -> None:
             )
     codes, scales = quantize(weight.contiguous(), form.bits, block)
     del linear.weight
-    linear.__class__ = _stored_class(type(linear))
+    kind: type = type(linear)
+    linear.__class__ = _stored_class(kind)
+    assert isinstance(linear, StoredWeight)
     linear.stored = (weight.shape, weight.dtype, form.bits, block)
     linear.register_buffer("codes", codes)
     linear.register_buffer("scales", scales)
@@ -68,5 +72,5 @@ def _store_one(name: str, linear: nn.Module, form: StoredFormat) -> None:
 
 @cache
 def _stored_class(kind: type) -> type:
-    """The class of a linear layer, with `StoredWeight.weight` in place of the parameter."""
+    """Make the class of a linear layer with `StoredWeight.weight` in place of the parameter."""
     return type(f"Stored{kind.__name__}", (StoredWeight, kind), {})

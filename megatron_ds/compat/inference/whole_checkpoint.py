@@ -29,7 +29,7 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
     stored: dict[str, torch.Tensor] = {}
     for path in files_of(checkpoint, base_dir):
         stored |= _read(path)
-    # Names: files of a base model lack its prefix.
+    # Files of a base model lack its prefix.
     own = model.state_dict(keep_vars=True)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     if not stored.keys() & own.keys():
@@ -41,7 +41,7 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
                 f"{name} has the shape {list(value.shape)} in the checkpoint and {list(own[name].shape)} in the "
                 "model. Give the checkpoint of this model."
             )
-    # Values. Weights that share memory need one name only.
+    # Weights that share memory need one name only.
     given = {id(own[name]) for name in stored}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = [
@@ -55,8 +55,9 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
             "all its files."
         )
     model.load_state_dict(stored, strict=False, assign=True)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    tie_weights = getattr(model, "tie_weights", None)
+    if tie_weights is not None:
+        tie_weights()
     _fill_buffers(model)
 
 
@@ -87,8 +88,9 @@ def files_of(checkpoint: Any, base_dir: str) -> list[Path]:
 def _names_of(block: Mapping[str, Any]) -> list[str]:
     names = block.get("checkpoints")
     kind = str(block.get("type", "")).lower()
+    is_divided = kind in ("ds_model", "megatron")
     is_list = isinstance(names, list | tuple) and all(map(_is_text, names))
-    if kind in ("ds_model", "megatron") or not is_list:
+    if is_divided or names is None or not is_list:
         raise ConfigError(
             f'checkpoint: "type": {block.get("type")!r} with "checkpoints" of type {type(names).__name__} is not '
             "available: give a list of files with whole weights under Hugging Face's names, or a folder of them. "
@@ -168,7 +170,7 @@ def _fill_buffers(model: nn.Module) -> None:
 
 
 def _with_parameters_on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
-    """A model whose parameters have no memory, and whose buffers have their values."""
+    """Return a model whose parameters have no memory, and whose buffers have their values."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> None:
@@ -178,8 +180,9 @@ def _with_parameters_on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
                 parameter.to("meta"), requires_grad=parameter.requires_grad
             )
 
-    nn.Module.register_parameter = on_meta
+    # As torch's own contexts for deferred initialization do it.
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         return kind(config)
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -13,11 +13,11 @@ from .shell_tokens import CLOSE, OPEN, ShellError
 
 LARGEST_FILE = 1_000_000  # bytes of a recipe, and of each file that it reads
 LARGEST_YAML = 200_000  # bytes; reading one takes 50 times as long as a script's
-CHARACTERS = 4_000_000  # that all expansions give together
+CHARACTERS = 4_000_000  # characters of all expansions together
 SECONDS = 10.0  # of this process's own time
 LONGEST_PATTERN = 1_000  # characters of a pattern of `case`, `[[ … ]]` and `${A%…}`
 LONGEST_EXPRESSION = 1_000  # characters of `$((…))`
-MOST_LAUNCHES = 100  # training commands
+MOST_LAUNCHES = 100  # training commands of a recipe
 MOST_FLAGS = 1_000  # of a training command, or keys of a JSON
 MOST_WORDS = 100_000  # of a training command: a blend of many corpora has thousands
 MOST_RANKS = 10_000_000
@@ -32,7 +32,7 @@ class Budget:
     began: float | None = None
 
     def spend(self, characters: int) -> None:
-        """Take characters, before the value that has them is made. Raises ShellError when none are left."""
+        """Take characters, before a value with as many is made. Raises ShellError when none are left."""
         now = time.process_time()
         self.began = now if self.began is None else self.began
         self.characters -= characters
@@ -47,7 +47,7 @@ class Budget:
             )
 
     def replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
-        """`text.replace(old, new, count)`."""
+        """Return `text.replace(old, new, count)`."""
         found = text.count(old) if count < 0 else min(text.count(old), count)
         self.spend(len(text) + found * max(len(new) - len(old), 0))
         return text.replace(old, new, count)

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The flags that stop most files come first.
     if args.summary:
         print(f"\n{accepted} of {len(args.files)} accepted")
-        for name, count in (+obstacles).most_common():  # those that occur
+        for name, count in (+obstacles).most_common():
             print(f"{count:5}  {name}")
     # An unreadable file is worse than one that is not accepted.
     if obstacles[UNREADABLE]:
@@ -93,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
-    # The recipes, and what a shell would know about them.
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="shell script, YAML or JSON"
     )
+    # A shell knows arguments and environment, and the file does not state them.
     parser.add_argument(
         "--arguments",
         nargs="*",
@@ -140,7 +140,7 @@ def _parser() -> Arguments:
 
 
 def _read_by_engine(path: Path, ranks: int) -> tuple[list[str], list[str]]:
-    """(why `megatron_ds.initialize` would refuse a DeepSpeed JSON, the keys whose "auto" a program fills)."""
+    """Return (why `megatron_ds.initialize` would refuse a DeepSpeed JSON, the keys whose "auto" a program fills)."""
     from megatron_ds.compat.config.deepspeed_json import load_json
     from megatron_ds.compat.engine.json_settings import read_settings
     from megatron_ds.compat.recipes.trainer_values import with_trainer_values
@@ -220,7 +220,7 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
         or "a DeepSpeed JSON for pretrain_gpt.py (--for engine: for initialize)"
     )
     yield f"{path}, {reader}"
-    # The flags, by what happens to them.
+    # Verdicts of one kind stand together, since the reader fixes them in the same way.
     for kind in Kind:
         rows = [verdict for verdict in assessment.verdicts if verdict.kind is kind]
         if rows:
@@ -232,10 +232,8 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
                 if not verdict.text
                 else f"{left:<48}  {_with_short_words(verdict.text)}"
             )
-    # Flags that are good alone, but not together.
     for problem in assessment.problems:
         yield f"  refused together: {_with_short_words(problem)}"
-    # What to run instead.
     if assessment.command:
         yield f"  write here, for {assessment.ranks} process{'es' if assessment.ranks > 1 else ''}:"
         yield from _wrapped(map(_quoted, assessment.command))
@@ -245,19 +243,19 @@ def _report(path: Path, training, assessment) -> Iterator[str]:
 
 
 def _with_short_words(text: str) -> str:
-    """A message. Values in it may have any length."""
+    """Return a message with its long words cut: values in it may have any length."""
     return re.sub(r"\S+", lambda word: shortened(word[0]), text)
 
 
 def _quoted(word: str) -> str:
-    """A word of a command line; of one that no program can get, the begin."""
+    """Return a word quoted for a command line. A word that is too long for any program is cut."""
     if len(word) > LONGEST_ARGUMENT:
         return shortened(shlex.quote(word))
     return _open_word(word) if "\x01" in word else shlex.quote(word)
 
 
 def _open_word(word: str) -> str:
-    """A word whose value the recipe does not state: its variable, or a gap where a command computes it."""
+    """Return a word whose value the recipe does not state: its variable, or a gap where a command computes it."""
     from megatron_ds.compat.recipes.shell_values import IS_OPEN, shown
 
     if any(re.search(r"[(`]", inner) for inner in IS_OPEN.findall(word)):

@@ -18,7 +18,6 @@ def edited_value(value: str, action: str, word: str, budget: Budget) -> str | No
 
     action: the operator, such as "%%"; word: what follows it, expanded
     """
-    # Letters of the other case.
     if action == "^^":
         return value.upper()
     if action == ",,":
@@ -42,7 +41,8 @@ def edited_value(value: str, action: str, word: str, budget: Budget) -> str | No
 
 
 def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
-    """`${A%pattern}` and `${A#pattern}`: without the shortest end or beginning that fits, or the longest."""
+    """Return the text without the shortest end (`${A%pattern}`) or beginning (`${A#pattern}`) that fits; without
+    the longest where the sign is doubled."""
     lengths = range(len(value) + 1)
     is_longest = len(action) == 2
     for length in reversed(lengths) if is_longest else lengths:

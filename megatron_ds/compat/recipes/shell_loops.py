@@ -15,7 +15,7 @@ COUNTED = re.compile(
 
 
 def rounds(name: str, words: Sequence[str], scope: Scope) -> Iterator[tuple[str, str]]:
-    """(variable, value) of each round, at most MOST_ROUNDS. The variable is "" for a group in braces."""
+    """Yield (variable, value) of each round, at most MOST_ROUNDS. The variable is "" for a group in braces."""
     if name == COUNTING:
         yield from _counted(words[0], scope)
         return

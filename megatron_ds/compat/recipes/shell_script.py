@@ -53,9 +53,9 @@ COUNTS = {
     "ntasks": "world",
 }
 WORLD_NAMES = ("WORLD_SIZE", "NUM_GPUS", "num_gpus")
-EDITS = ("s/", "s#", "s|", "s@", "s,", "-")  # beginnings of edits and options of sed
+EDITS = ("s/", "s#", "s|", "s@", "s,", "-")  # how edits and options of sed begin
 DEEPEST = 5  # scripts that start scripts
-MOST = 20_000  # statements that are read
+MOST = 20_000  # statements of a script; the rest is not read
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Script:
     depth: int = 0
     read: int = 0
     output: list[str] | None = None  # of the commands in a `$(…)` that is followed
-    is_silent: bool = True  # whether no other command was met in it
+    is_silent: bool = True  # whether it has no other command
 
     def run(self, text: str) -> None:
         """Follow the statements of the text. Raises ShellError."""
@@ -255,7 +255,7 @@ class Script:
             self.copies.discard(name)
 
     def _fields(self, words: Sequence[str]) -> list[str]:
-        """The words that these words become."""
+        """Expand the words, and return the words that result."""
         fields: list[str] = []
         for word in words:
             fields += fields_of(word, self.scope)
@@ -277,21 +277,21 @@ class Script:
         return True
 
     def _source(self, command: ShellCommand) -> tuple[str | None, bool]:
-        """(the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
+        """Return (the text that `cat FILE` or `sed … FILE` reads, None if it is not known and for other commands;
         whether it is that of a neighbour)."""
         words = self._fields(command.words)
         if not words or words[0] not in ("sed", "cat"):
             return None, False
         if command.document is not None:
             return self._document(command.document, command.is_literal), False
-        # The first word that is no option and no edit is the file.
+        # The file is the first word that is no option and no edit.
         for word in words[1:]:
             if word in self.files or not word.startswith(EDITS):
                 return self.text_of(word), self.is_copy(word)
         return None, False
 
     def is_copy(self, name: str) -> bool:
-        """Whether `text_of` is the text of a neighbour, and not one that the script itself has."""
+        """Whether the text of the file is that of a neighbour, and not one that the script itself writes."""
         return name in self.copies or name not in self.files
 
     def text_of(self, name: str) -> str | None:
@@ -322,7 +322,6 @@ class Script:
                 text = edited(text, words, self.scope.budget)
                 self._write(command.writes, text, is_copy)
             return None
-        # An edit in place.
         if name == "sed" and any(word.startswith("-i") for word in words):
             target = words[-1]
             text = self.text_of(target)
@@ -406,7 +405,7 @@ class Script:
         self._inner(lambda: self.run(text), arguments)
 
     def _launch(self, words: Sequence[str], at: int, line: int) -> None:
-        """Record a training, unless it has no flags: then it is another program."""
+        """Record a training. A command without flags is another program."""
         after = words[at + 1 :]
         if not any(re.match(r"--?[A-Za-z]", word) for word in after):
             return

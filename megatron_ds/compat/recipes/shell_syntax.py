@@ -92,7 +92,7 @@ class Parser:
     depth: int = 0
 
     def script(self) -> tuple[Statement, ...]:
-        """All statements. Raises ShellError for a word that closes nothing."""
+        """Return all statements. Raises ShellError for a word that closes nothing."""
         body = self._body(set())
         if self._word() is not None:
             raise ShellError(f"line {self._line()}: {self._word()!r} closes no block.")
@@ -186,26 +186,29 @@ class Parser:
                 return If(tuple(branches))
 
     def _for(self) -> For:
-        first = self._word() or ""
-        if first.startswith("(("):
+        name = self._word() or ""
+        self.at += 1
+        if name.startswith("(("):
+            words = [name]
             name = COUNTING
-            words = [first]
-            self.at += 1
         else:
-            name = first
-            words = []
-            self.at += 1
-            self._skip("\n")
-            if self._word() == "in":
-                self.at += 1
-                while (word := self._word()) is not None and not self._is_operator():
-                    words.append(word)
-                    self.at += 1
+            words = self._words_of_for()
         self._expect("do")
         body = self._body({"done"})
         self._expect("done")
         self._redirections()
         return For(name, tuple(words), body)
+
+    def _words_of_for(self) -> list[str]:
+        """Read the words after `in`, if there are any."""
+        words: list[str] = []
+        self._skip("\n")
+        if self._word() == "in":
+            self.at += 1
+            while (word := self._word()) is not None and not self._is_operator():
+                words.append(word)
+                self.at += 1
+        return words
 
     def _while(self) -> For:
         self._body({"do"})
@@ -254,7 +257,7 @@ class Parser:
         return ShellFunction(name, self._group().body)
 
     def _group(self) -> For:
-        """A block in braces; as a statement it is read like a loop over one value."""
+        """Return a block in braces; as a statement it is read like a loop over one value."""
         body = self._body({"}"})
         self._expect("}")
         self._redirections()

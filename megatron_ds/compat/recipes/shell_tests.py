@@ -69,7 +69,7 @@ def _condition(words: Sequence[str], scope: Scope) -> bool:
         texts = (left.strip(), right.strip())
         numbers = [int(text) if NUMBER.fullmatch(text) else 0 for text in texts]
         return NUMERIC[relation](*numbers)
-    # Texts are compared, or matched with a pattern.
+    # An asterisk makes a pattern of the text at the right.
     if relation in ("=", "==", "!="):
         pattern = right.replace('"', "")
         is_equal = matches(left, pattern) if "*" in pattern else left == pattern

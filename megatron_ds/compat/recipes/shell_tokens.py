@@ -60,7 +60,7 @@ OPERATORS = (
 
 
 def tokens_of(text: str) -> Iterator[Token]:
-    """Words and operators, in order. A here-document is the body of its `<<`."""
+    """Yield the words and operators, in order. A here-document is the body of its `<<`."""
     at = 0
     line = 1
     waiting = []
@@ -73,7 +73,6 @@ def tokens_of(text: str) -> Iterator[Token]:
         elif text.startswith("\\\n", at):
             at = at + 2
             line = line + 1
-        # Comments.
         elif text[at] == "#":
             at = _line_end(text, at)
         elif text.startswith("((", at):  # arithmetic
@@ -125,7 +124,7 @@ def _skip_blanks(text: str, at: int) -> int:
 
 
 def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
-    """(the lines up to the word `end`, the place after them)."""
+    """Return (the lines up to the word `end`, the place after them)."""
     end = end.strip("'\"").replace("\\", "")
     lines = []
     while at < len(text):
@@ -142,7 +141,7 @@ def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
 
 
 def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
-    """(the word that begins at `at`, as written, the place after it). An array `NAME=(…)` is one word."""
+    """Return (the word that begins at `at`, as written, the place after it). An array `NAME=(…)` is one word."""
     start = at
     while at < len(text) and text[at] not in " \t\n;|&<>)":
         if text[at] == "(":
@@ -157,13 +156,11 @@ def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
 def skip_unit(text: str, at: int, line: int = 0) -> int:
     """The place after the quoted text, the expansion or the plain characters at `at`."""
     character = text[at]
-    # Open values, and escaped characters.
     if character == OPEN:
         end = text.find(CLOSE, at)
         return len(text) if end < 0 else end + 1
     if character == "\\":
         return min(at + 2, len(text))
-    # Quotes.
     if character in "'`":
         end = text.find(character, at + 1)
         if end < 0:

@@ -26,7 +26,7 @@ PLAIN = re.compile(r"[^\\$`]*+")
 
 
 def opened(text: str) -> str:
-    """An open value that is shown as `text`."""
+    """Return an open value that is shown as `text`."""
     return OPEN + re.sub(f"[{OPEN}{CLOSE}]", "", text) + CLOSE
 
 
@@ -89,7 +89,7 @@ class Scope:
 
 # ------------------------------------------------------------------------------------------------- words
 class _Fields:
-    """The words that become of one word, the last of which may still grow."""
+    """The words into which one word is split. The last of them may still grow."""
 
     def __init__(self):
         self.done: list[str] = []
@@ -114,7 +114,7 @@ class _Fields:
 
 
 def fields_of(word: str, scope: Scope) -> list[str]:
-    """The words that a word as written becomes; without quotes, values are split at blanks."""
+    """Return the words that a word as written becomes. A value without quotes is split at its blanks."""
     fields = _Fields()
     for text, is_quoted in _units(word, scope):
         # "${A[@]}" is one field for each element.
@@ -138,7 +138,9 @@ def value_of(word: str, scope: Scope) -> str:
     """The value of a word that is not split, as in an assignment."""
     texts = []
     for text, _ in _units(word, scope):
-        texts.append(text if isinstance(text, str) else " ".join(text))
+        if isinstance(text, list):
+            text = " ".join(text)
+        texts.append(text)
     return "".join(texts)
 
 
@@ -219,7 +221,7 @@ def _double_quoted(inner: str, scope: Scope) -> list[Unit]:
 
 
 def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
-    """(the value of the expansion at `at`, the place after it). Raises ShellError at the end of the budget."""
+    """Return (the value of the expansion at `at`, the place after it). Raises ShellError when the budget is spent."""
     value, end = _unbounded_expansion(text, at, scope)
     cost = len(value)
     if isinstance(value, list):
@@ -231,7 +233,7 @@ def _expansion(text: str, at: int, scope: Scope) -> tuple[str | list[str], int]:
 def _unbounded_expansion(
     text: str, at: int, scope: Scope
 ) -> tuple[str | list[str], int]:
-    """`_expansion` without its cost."""
+    """Return the result of `_expansion` without taking from the budget."""
     # $((…))
     if text.startswith("$((", at):
         end = skip_unit(text, at)
@@ -288,14 +290,7 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
     if index in ("[@]", "[*]"):
         value = _as_list(value)
     elif isinstance(value, list) and name not in "@*":
-        place = "0"
-        if index:
-            place = closed(arithmetic(index[1:-1], scope))
-        number = whole(place)
-        if number is None or number >= len(value):
-            value = None
-        else:
-            value = value[number]
+        value = _element(value, index, scope)
     # ${#NAME} is its length. Without an operator the value is returned as it is.
     if prefix == "#":
         return str(len(value or ""))
@@ -304,8 +299,19 @@ def _parameter(inner: str, scope: Scope) -> str | list[str]:
     return _acted(value, name, action, word, inner, scope)
 
 
+def _element(values: list[str], index: str, scope: Scope) -> str | None:
+    """Return the element at an index such as "[2]", the first without one; None if there is none."""
+    place = "0"
+    if index:
+        place = closed(arithmetic(index[1:-1], scope))
+    number = whole(place)
+    if number is None or number >= len(values):
+        return None
+    return values[number]
+
+
 def _unknown(inner: str) -> str:
-    """`${inner}` as an open value."""
+    """Return `${inner}` as an open value."""
     return opened("${" + inner + "}")
 
 
@@ -313,7 +319,9 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     """The elements of a variable; one of a text, none of a variable that is not set."""
     if value is None:
         return []
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value]
+    return value
 
 
 def _acted(

@@ -29,7 +29,7 @@ VOCABULARY = 250
 EXPERTS = 4
 WIDTH = HEADS * HEAD_DIM
 FIRST_SCALE = 1024.0  # of the loss in fp16
-ROUNDS = 8  # of leaving out what does not fit
+ROUNDS = 8  # of leaving out options that do not fit
 SOURCE = Source("yaml", "the tiny run")
 # Sections and options that have their defaults in a tiny run.
 LEFT_SECTIONS = (
@@ -144,7 +144,7 @@ def shrunk(
 def _misfits(
     config: RunConfig, error: ConfigError, fixed: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """(option that a problem names, the problem), of those that the recipe gives and that are not fixed."""
+    """Yield (option, problem) for each problem that names an option which the recipe gives and which may change."""
     problems = error.problems if isinstance(error, ConfigProblems) else (str(error),)
     for problem in problems:
         flags = re.findall(r"--[a-zA-Z0-9_-]+", problem)
@@ -174,7 +174,7 @@ COPIES = "data"  # the data-parallel size, which is no option
 
 
 def _parallel_sizes(config: RunConfig) -> dict[str, int]:
-    """Two ranks for each kind of parallelism that has several, in the order of the list, up to RANKS."""
+    """Return two ranks for each kind of parallelism that has several, in the order of the list, up to RANKS."""
     has_copies = config.data_parallel_size and config.data_parallel_size > 1
     order = (
         (TENSOR, COPIES, PIPELINE, CONTEXT)
@@ -197,13 +197,13 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
-    """Options that have their defaults."""
+    """Return the options that take their defaults."""
     paths = [path for path in all_options() if path.partition(".")[0] in LEFT_SECTIONS]
     return {path: all_options()[path].default for path in (*paths, *LEFT_OPTIONS)}
 
 
 def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Sizes of the model. Options that the recipe leaves to their default stay there."""
+    """Return the sizes of the model. Options that the recipe leaves to their default stay there."""
     # Every chunk of every stage has a layer, and a small pipeline has two.
     model = config.model
     stages = sizes[PIPELINE]
@@ -260,7 +260,7 @@ def _has_chunks(config: RunConfig) -> bool:
 
 
 def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Batch and lengths: STEPS steps, whose warm-up and final decay have one each."""
+    """Return the batch and lengths: STEPS steps, whose warm-up and final decay have one each."""
     # The batch has enough micro-batches to fill the pipeline.
     train = config.train
     rate = config.optimizer
@@ -301,7 +301,7 @@ def _training(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _files(config: RunConfig, scratch: str) -> dict[str, Any]:
-    """Mock data, a log of every step, and a folder for what is offloaded to a disk."""
+    """Return mock data, a log of every step, and a folder for what is offloaded to a disk."""
     values = {
         "data.mock_data": True,
         "data.tokenizer_type": "NullTokenizer",
@@ -317,7 +317,7 @@ def _files(config: RunConfig, scratch: str) -> dict[str, Any]:
 
 
 def changed(config: RunConfig, tiny: Tiny) -> Sequence[str]:
-    """`--flag value (was value)` of the sizes that differ from the recipe's."""
+    """Return `--flag value (was value)` of the sizes that differ from the recipe's."""
     shown = (
         "model.num_layers",
         "model.hidden_size",

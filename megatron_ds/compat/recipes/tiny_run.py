@@ -11,7 +11,7 @@ from pathlib import Path
 from ...errors import ConfigError
 from .tiny import STEPS, Tiny
 
-SECONDS = 300  # until a run counts as stuck
+SECONDS = 300  # after which a run counts as stuck
 LAST_LINES = 6  # of the output of a run that fails
 
 

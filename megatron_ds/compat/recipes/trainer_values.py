@@ -44,7 +44,7 @@ class ModelOfTrainer(nn.Module):
 def with_trainer_values(
     block: Mapping[str, Any], ranks: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """(a copy of the block with values for "auto", the keys that got one)."""
+    """Return (a copy of the block with values for "auto", the keys that got one)."""
     asked = auto_keys(block)
     # An engine derives the open sizes from a batch that is given, as a program's arguments must fit to it.
     if isinstance(block.get(BATCH_SIZES[0]), int):

@@ -53,7 +53,7 @@ OPEN_IN_JSON = (
     re.compile(rf'"[^"\n{OPEN}]*+(?:{OPEN_VALUE}[^"\n{OPEN}]*+)++"'),
     re.compile(OPEN_VALUE),
 )
-# A name in capitals that sed replaces, or a variable: of a template that is read by itself.
+# A name in capitals or a variable, which sed would replace in a template.
 TEMPLATE_NAME = re.compile(
     r"(?<=[:\s\[,])(?:(?!true|false|null)[A-Z][A-Z0-9_a-z]*|\$\{\w+\})(?=\s*[,}\]\n])"
 )
@@ -177,7 +177,7 @@ def config_of(training: Training, ranks: int) -> RunConfig:
 def _read_words(
     training: Training,
 ) -> tuple[CommandLine, list[Verdict], set[str], list[str]]:
-    """(the flags that are read, a verdict for each, paths with open values, the words to write here)."""
+    """Return (the flags that are read, a verdict for each, paths with open values, the words to write here)."""
     # Words that belong to no flag are collected apart.
     line = CommandLine()
     verdicts = []
@@ -216,7 +216,7 @@ def _read_words(
 def _of_flag(
     typed: str, flag: str, words: list[str]
 ) -> tuple[Verdict, CommandLine, set[str]]:
-    """(verdict, what the flag sets, the paths whose value is open)."""
+    """Return (verdict, what the flag sets, the paths whose value is open)."""
     value = shown(" ".join(words))
     meaning = FORK_READERS.get(flag, (flag, None))[0]
     spelling = spellings().get(meaning)
@@ -275,7 +275,8 @@ def _not_known(
 
 
 def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
-    """Whether a text of one word is left out, or written as several words: "your tokenizer path"."""
+    """Whether the reader of the recipe is to fill in a value: it is left out, or it is several words, such as
+    "your tokenizer path"."""
     option = spelling.option
     if (
         spelling.is_switch
@@ -314,8 +315,9 @@ def _read_file(name: str, text: str, is_copy: bool) -> SourceReading:
 
 
 def _read_json(name: str, text: str, is_copy: bool) -> SourceReading:
-    """The reading of a JSON whose open values, and names that sed would replace, are "auto". is_copy: the
-    text is not the recipe's own; problems and notes then show no text of its values.
+    """Read a JSON whose open values, and names that sed would replace, are "auto".
+
+    is_copy: the text is not the recipe's own; problems and notes then show no text of its values
     """
     for pattern in OPEN_IN_JSON:
         text = pattern.sub('"auto"', text)
@@ -389,7 +391,7 @@ def _texts_in(block: Mapping[str, Any], name: str) -> set[str]:
 
 
 def _without(texts: set[str], problem: str) -> str:
-    """The problem with … for each of the texts, longest first; of short ones, where they stand in quotes."""
+    """Replace each of the texts in a problem by …, the longest first. Short texts are replaced only in quotes."""
     for text in sorted(texts, key=len, reverse=True):
         for spelled in (text, text.lower()):
             quoted = (repr(spelled), json.dumps(spelled))
@@ -412,8 +414,8 @@ def _of_json(reading: SourceReading) -> Iterator[Verdict]:
 
 # -------------------------------------------------------------------------------------------- the whole
 def _fewest(line: CommandLine, readings: Sequence[SourceReading]) -> int:
-    """The fewest processes that hold one copy of the model, with its experts divided as asked; as many copies
-    as the batch sizes imply, if they do."""
+    """Return the number of copies that the batch sizes imply, or one, times the fewest processes that hold a copy
+    of the model with its experts divided as asked."""
     found = dict.fromkeys(
         ("micro_batch_size", "global_batch_size", "gradient_accumulation_steps")
     )
@@ -441,7 +443,7 @@ def _problems(
     rules: Sequence[Rule],
     unread: set[str],
 ) -> list[str]:
-    """Problems between options, which no single flag has."""
+    """Return the problems of several options together, which are the fault of no single flag."""
     try:
         config, problems = assembled(line, readings, ranks, defaults)
     except ConfigError as error:
@@ -464,7 +466,7 @@ def _command(training: Training, ranks: int, words: Sequence[str]) -> tuple[str,
 
 
 def _launcher(training: Training, ranks: int) -> tuple[str, ...]:
-    """The words that start a module: those of the recipe for DeepSpeed's launcher, else torchrun's."""
+    """Return the words that start a module: those that the recipe gives to DeepSpeed's launcher, else torchrun's."""
     if training.launcher is not None and training.ranks in (None, ranks):
         words = (w for w in training.launcher if w not in ("--module", "--no_python"))
         return ("megatron-ds", "launch", *words, "--module")

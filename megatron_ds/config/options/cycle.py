@@ -10,7 +10,7 @@ RANGE_TEST = "LRRangeTest"
 
 
 def _of_scheduler(default=None, *, name: str, **more):
-    """An option of one style, whose JSON key is a parameter of the scheduler."""
+    """Declare an option of one style, whose JSON key is a parameter of the scheduler."""
     style = RANGE_TEST if "range_test" in name else ONE_CYCLE
     more.setdefault("needs", need("optimizer.lr_decay_style", style))
     return option(default, json=f"scheduler.params.{name}", **more)

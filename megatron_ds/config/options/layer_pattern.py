@@ -46,7 +46,7 @@ def _sum(rest: list[str]) -> list[int]:
 
 
 def _term(rest: list[str]) -> list[int]:
-    """A list or a sum in brackets, perhaps repeated. Raises IndexError, or OverflowError for too many."""
+    """Return a list or a sum in brackets, perhaps repeated. Raises IndexError, or OverflowError for too many."""
     token = rest.pop()
     if token == "(":
         values = _sum(rest)

@@ -347,6 +347,6 @@ class ModelConfig(AttentionOptions, *added_options("model"), BlockOptions, MoEOp
         return self.max_position_embeddings or self.seq_length
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Rows of the embedding over all tensor-parallel ranks."""
+        """Return the rows of the embedding over all tensor-parallel ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return math.ceil(self.vocab_size / multiple) * multiple

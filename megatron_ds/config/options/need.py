@@ -28,7 +28,7 @@ class Need:
 
 
 def need(path: str, *values: Any) -> Need:
-    """The option `path` has one of these values; without values, it is turned on."""
+    """Need the option `path` to have one of these values; without values, to be turned on."""
     return Need(((path, values),))
 
 

@@ -35,7 +35,7 @@ DTYPE_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }
-# of a whole number: torch and numpy hold no larger one
+# torch and numpy hold no larger whole number
 LARGEST = 2**63 - 1
 MOST_DIGITS = 40
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -124,7 +124,7 @@ class Option:
 
 
 def option(default: Any = None, *, help: str, **more: Any) -> Any:
-    """A dataclass field with the `Option` in its metadata. A required one is None until a source gives it."""
+    """Return a dataclass field with the `Option` in its metadata. A required one is None until a source gives it."""
     more["flags"] = tuple(more.get("flags", ()))
     return field(
         default=default, metadata={"option": Option(default=default, help=help, **more)}
@@ -132,7 +132,7 @@ def option(default: Any = None, *, help: str, **more: Any) -> Any:
 
 
 def json_key(kind: type, help: str, **more: Any) -> Option:
-    """A key of a DeepSpeed JSON that is translated to other options. help: its meaning, for
+    """Return a key of a DeepSpeed JSON that is translated to other options. help: its meaning, for
     docs/reference/flags.md."""
     return Option(None, help, kind=kind, **more)
 
@@ -169,7 +169,7 @@ def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
 
 
 def _separated(items: Iterable[Any], separators: str) -> Iterator[Any]:
-    """The items, those of text divided at the separators and at spaces."""
+    """Yield the items; text is divided at the separators and at spaces."""
     spaces = str.maketrans(dict.fromkeys(separators, " "))
     for item in items:
         if isinstance(item, str):
@@ -179,7 +179,7 @@ def _separated(items: Iterable[Any], separators: str) -> Iterator[Any]:
 
 
 def coerce(option: Option, raw: Any, where: str) -> Any:
-    """`raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
+    """Return `raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
     if not option.is_list:
         return _one(option, raw, where)
     if isinstance(raw, list | tuple):
@@ -199,7 +199,7 @@ def _one(option: Option, raw: Any, where: str) -> Any:
     # YAML reads the choice `on` as true.
     if isinstance(raw, bool) and shown(raw) in option.values:
         raw = shown(raw)
-    # Such as "optim" for stage 1.
+    # A word may stand for a number, such as "optim" for stage 1.
     if option.kind is not str and isinstance(raw, str) and raw in option.values:
         return option.values[raw]
     value = _CONVERT[option.kind](raw)
@@ -240,10 +240,10 @@ def _check_range(option: Option, value: Any, raw: Any, where: str) -> None:
 
 
 def shown(raw: Any) -> str:
-    """A value as it was written, for messages."""
+    """Return a value as it was written, for messages."""
     if isinstance(raw, bool):
         return str(raw).lower()
-    if isinstance(raw, list):  # of a YAML file: all items are strings
+    if isinstance(raw, list):  # all items of a list in a YAML file are strings
         return f"[{', '.join(map(str, raw))}]"
     return "an empty value" if raw is None or raw == "" else repr(raw)
 
@@ -256,7 +256,7 @@ def _int(raw: Any) -> int | None:
         digits = raw.replace("_", "").lstrip("0")[:MOST_DIGITS]
         return int(digits or "0") if raw.strip("+-_") else None
     number = _float(raw)
-    # Such as 5e8 and 1e6.
+    # 5e8 and 1e6 are whole, too.
     return int(number) if number is not None and number.is_integer() else None
 
 

@@ -6,7 +6,7 @@ from .need import need
 from .option import DTYPE_NAMES, option
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-# Other names of them; the last three are MindSpeed's.
+# Other names of the kinds of context parallelism; the last three are MindSpeed's.
 CP_NAMES = {
     "allgather": "all_gather",
     "megatron_cp_algo": "p2p",
@@ -14,7 +14,7 @@ CP_NAMES = {
     "hybrid_cp_algo": "a2a+p2p",
 }
 
-# Groups of ranks that communicate, by their axes; and Megatron's names of some.
+# Groups of ranks that communicate, named by their axes; below, Megatron's names of some.
 COMM_GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "ep", "edp", "tp-cp", "tp-pp")
 GROUP_NAMES = {"dp_cp": "dp-cp", "tp_cp": "tp-cp", "mp": "tp-pp", "ep_dp": "edp"}
 
@@ -467,7 +467,7 @@ class ZeroConfig:
         return self.offload_param_nvme_path or self.offload_nvme_path
 
     def disk_folders(self) -> dict[str, str | None]:
-        """Path of each option that offloads to a disk → its folder, or None if none is given."""
+        """Return the path of each option that offloads to a disk → its folder; None if none is given."""
         folders = {
             "zero.offload_optimizer": self.offload_nvme_path,
             "zero.offload_param": self.param_nvme_path,

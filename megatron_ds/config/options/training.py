@@ -27,7 +27,7 @@ LR_STYLES = (
 )
 
 
-# The learning rates of a run: that of most parameters, and that of word embeddings and output layers if they
+# Names of learning rates: that of most parameters, and that of word embeddings and output layers if they
 # have their own.
 MAIN_RATE = "main"
 DECOUPLED_RATE = "decoupled"

@@ -41,7 +41,7 @@ BYTES_PER_THREAD = 60  # and dataset, besides the result: see csrc/data/blend_in
 SPARE = 1 / 2000  # of the result, for that
 COUNTED_AT_ONCE = 1 << 22
 MOST_ROWS = 24  # of the table of draws
-# A range of documents, before a prefix.
+# A range of documents, which stands before a prefix.
 RANGE = re.compile(r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)")
 
 
@@ -60,8 +60,8 @@ class BlendSources(NamedTuple):
 
 
 def read_sources(data: "DataConfig") -> BlendSources:
-    """Reads only the files of --(per-split-)data-args-path and of @FILE. Raises DataError for a wrong one."""
-    # A JSON file with a list for each part.
+    """Return the data paths of a run. Reads only the files of --(per-split-)data-args-path and of @FILE. Raises
+    DataError for a malformed one."""
     if data.per_split_data_args_path:
         flag = "--per-split-data-args-path"
         path = data.per_split_data_args_path
@@ -70,7 +70,7 @@ def read_sources(data: "DataConfig") -> BlendSources:
             None,
             tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS),
         )
-    # Lists for each part on the command line.
+    # Rules of the configuration admit one of these ways only.
     if data.has_split_paths:
         paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
         return BlendSources(
@@ -80,7 +80,6 @@ def read_sources(data: "DataConfig") -> BlendSources:
                 for part, words in paths.items()
             ),
         )
-    # A file with one list, which --split divides.
     if data.data_args_path:
         flag = "--data-args-path"
         path = data.data_args_path
@@ -94,7 +93,7 @@ def read_sources(data: "DataConfig") -> BlendSources:
 
 
 def parse_split(text: str) -> tuple[float, ...]:
-    """`"969, 30, 1"` → (0.969, 0.03, 0.001): the share of each of PARTS; missing shares are 0.
+    """Return `"969, 30, 1"` → (0.969, 0.03, 0.001): the share of each of PARTS; missing shares are 0.
 
     Any proportions, separated by commas, spaces or "/". Raises ConfigError for other text.
     """
@@ -125,7 +124,7 @@ def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
 
 
 def _written_out(flag: str, words: tuple[str, ...]) -> DataPath:
-    """The data path, with the words of the file for @FILE."""
+    """Return the data path with the words of the file in place of @FILE."""
     if len(words) != 1 or not words[0].startswith("@"):
         return DataPath(flag, words)
     path = words[0][1:]
@@ -231,7 +230,7 @@ class Blend:
         return self.weights
 
     def times(self, sizes: Sequence[float]) -> "Blend":
-        """Each weight times its size: turns epochs of each corpus into samples."""
+        """Multiply each weight by its size, which turns epochs of each corpus into samples."""
         return replace(
             self, weights=tuple(w * size for w, size in zip(self._given, sizes))
         )
@@ -248,7 +247,7 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`["0.3", "a", "0.7", "0:0.6", "b"]`, or prefixes alone, each with or without a range of its documents.
+    """Return `["0.3", "a", "0.7", "0:0.6", "b"]`, or prefixes alone, each with or without a range of its documents.
 
     Corpora of weight 0 are left out. Raises ConfigError.
     """
@@ -280,7 +279,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
             f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
             "Merge some."
         )
-    # Corpora of weight 0 are named, but not read.
+    # Logs name a corpus of weight 0, which is not read.
     kept, left_out = (
         [i for i, w in enumerate(weights) if bool(w) == wanted]
         for wanted in (True, False)
@@ -319,16 +318,18 @@ def _slice(item: str | CorpusSlice) -> CorpusSlice:
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Summed by numpy, as in Megatron: another order of summation could break a tie differently."""
+    """Return weights that sum to 1. They are summed by numpy, as in Megatron: another order of summation could
+    break a tie differently."""
     array = np.array(weights, np.float64)
     return (array / array.sum()).tolist()
 
 
 def samples_to_provide(num_samples: int, share: float) -> int:
-    """Samples that a dataset is built with for its share: half a percent more, as in Megatron.
+    """Return the number of samples that a dataset of this share is built with: half a percent more than its share, as
+    in Megatron.
 
-    The number decides how often documents repeat and how they are shuffled. It is always enough: lags sum to
-    0, so the largest is not negative, so no dataset gets more than share · (num_samples − 1) + 1.
+    The number decides how often documents repeat and how they are shuffled. It is always enough: lags sum to 0, so
+    the largest is not negative, and no dataset gets more than share · (num_samples − 1) + 1.
     """
     return math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS))
 
@@ -336,12 +337,12 @@ def samples_to_provide(num_samples: int, share: float) -> int:
 def build_blend_index(
     shares: Sequence[float], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(int16 [size] the dataset, int64 [size] the sample in it) of each step; shares sum to 1."""
+    """Return (int16 [size] the dataset, int64 [size] the sample in it) of each step; shares sum to 1."""
     return _draw(np.asarray(shares, np.float64), size, None)
 
 
 def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(int16 [n] the dataset, int64 [n] the sample in it) of each step, n the sum of the sizes.
+    """Return (int16 [n] the dataset, int64 [n] the sample in it) of each step, n the sum of the sizes.
 
     Every sample of every dataset occurs once; exhausted datasets are skipped.
     """
@@ -360,21 +361,21 @@ def _draw(
 
 
 def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
-    """(threads that draw, steps that one draws at a time).
+    """Return (threads that draw, steps that one draws at a time).
 
     Each thread needs a state of every dataset. All processors draw if these states are small compared with
     the result; a short blend of many datasets is drawn by fewer threads.
     """
     affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
     threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
-    # Two turns each, to balance the threads.
+    # Each thread draws twice, which balances the threads.
     return threads, size if threads == 1 else size // (2 * threads)
 
 
 def plain_draw(
     shares: np.ndarray, size: int, limits: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All lags at every step, by numpy.  limits: samples of each dataset, None for any number."""
+    """Draw by numpy, which computes all lags at every step. limits: samples of each dataset; None for any number."""
     which = np.empty(size, np.int16)
     sample = np.empty(size, np.int64)
     drawn = np.zeros(len(shares))
@@ -418,7 +419,7 @@ class Draw:
 
 
 def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
-    """Samples drawn from each dataset; int64 [num_datasets]."""
+    """Return the samples drawn from each dataset; int64 [num_datasets]."""
     counts = np.zeros(num_datasets, np.int64)
     # bincount converts its input to int64, so a part at a time.
     for first in range(0, len(dataset_index), COUNTED_AT_ONCE):
@@ -429,7 +430,7 @@ def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
 
 
 def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
-    """A table of samples, share and epochs of each corpus, or of those that are read most often.
+    """Return a table of samples, share and epochs of each corpus, or of those that are read most often.
 
     train data                           share asked      samples   share drawn     epochs
       web_text_document                       70.00%          700        70.00%       0.31

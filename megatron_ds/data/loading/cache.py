@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 20  # read at a time, by each of THREADS
 THREADS = 8  # zlib releases the interpreter lock
-ALWAYS_BYTES = 1 << 26  # a twentieth of a second
+ALWAYS_BYTES = 1 << 26  # bytes that are read in a twentieth of a second
 # Folders that cannot be written, each reported once a process.
 _warned: set[Path] = set()
 
@@ -106,7 +106,7 @@ def cached_arrays(
 
 
 def _load(entry: CacheEntry) -> dict[str, np.ndarray] | None:
-    """The arrays; None if there are none, and, with a warning, if the entry is damaged."""
+    """Return the arrays; None if there are none or, with a warning, if the entry is damaged."""
     try:
         return entry.load(verify_large=True)
     except DamagedEntry as e:
@@ -125,7 +125,7 @@ def _in_memory(
     error: OSError,
     build: Callable,
 ) -> dict[str, np.ndarray]:
-    """Arrays that the cache cannot store, as on a full disk. Partial files have temporary names."""
+    """Return arrays that the cache cannot store, as on a full disk, and warn. Partial files have temporary names."""
     why = error.strerror or str(error)
     if arrays is not None:
         why += f"; they take {_mib(arrays):.1f} MiB"
@@ -247,7 +247,7 @@ class CacheEntry:
         if text == self._description:  # written by an earlier version
             raise DamagedEntry("they were written without checksums")
         if not text.startswith(self._description + "\n"):
-            raise DamagedEntry(f"{self._done.name} describes others")
+            raise DamagedEntry(f"{self._done.name} describes other arrays")
         sums = json.loads(text.removeprefix(self._description))["checksums"]
         return {name: sums[name] for name in self._names}
 

@@ -152,7 +152,8 @@ def fit_default_split(
 
 
 def identify(values: Sequence[str]) -> list[str]:
-    """The values of a data path, each corpus as its name and a hash of its lengths, without its folder."""
+    """Return the values of a data path with the name of each corpus, without its folder, and a hash of its lengths
+    in place of its path."""
     blend = parse_blend(values, "the data path") if values else Blend((), None)
     names = [
         f"{Path(piece.prefix).name} ({IndexedDataset(piece.prefix).fingerprint()[:8]}){piece.range_text}"
@@ -285,7 +286,7 @@ class _Builder:
         return dataset
 
     def _cyclic(self, part: _Part, planned: Sequence[int], blend: Blend) -> Dataset:
-        """The samples of a cyclic order, which depends on the number of all samples of the dataset."""
+        """Return the samples of a cyclic order, which changes with the number of all samples; a change is logged."""
         dataset = self._training(part, planned[-1], blend)
         before = len(self._training(part, planned[-2], blend))
         if len(dataset) != before:
@@ -321,7 +322,7 @@ class _Builder:
         )
 
     def corpus(self, flag: str, prefix: str) -> IndexedDataset:
-        """A corpus, opened when it is first asked for."""
+        """Return a corpus, opened when it is first asked for."""
         try:
             return self._corpora.get(prefix) or self._corpora.setdefault(
                 prefix, IndexedDataset(prefix)
@@ -340,7 +341,7 @@ class _Builder:
         return any(self._lengths(part, piece).any() for piece in slices)
 
     def _with_text(self, part: _Part, blend: Blend) -> Blend:
-        """The blend of those corpora that have text in this part, with their weights in proportion.
+        """Return the blend of the corpora that have text in this part, with their weights in proportion.
 
         Missing training data, and a part without any text, raise an error later, when they are opened.
         """
@@ -389,14 +390,14 @@ class _Builder:
         return int(self._lengths(part, piece).sum(dtype=np.int64))
 
     def _lengths(self, part: _Part, piece: CorpusSlice) -> np.ndarray:
-        """Tokens of each sequence of the part."""
+        """Return the tokens of each sequence of the part."""
         corpus = self.corpus(part.flag, piece.prefix)
         bounds = self.kind.documents(corpus)
         documents = self._documents(part, piece)
         return corpus.lengths[bounds[documents.start] : bounds[documents.stop]]
 
     def _documents(self, part: _Part, piece: CorpusSlice) -> range:
-        """The documents of the part: --split divides those of the slice."""
+        """Return the documents of a slice that --split assigns to the part."""
         chosen = self.documents(part.flag, piece)
         cut_here = cut(len(chosen), part.shares)[PARTS.index(part.name)]
         return chosen[cut_here.start : cut_here.stop]
@@ -424,7 +425,7 @@ class _Builder:
         datasets: Sequence[Dataset],
         first_prefix: str,
     ) -> BlendedDataset:
-        """Each sample at most once, in proportion to the sizes."""
+        """Blend the corpora in proportion to their sizes, each sample at most once."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
         wanted = total if wanted is None else wanted

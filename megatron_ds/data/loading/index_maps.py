@@ -84,14 +84,16 @@ def build_index_maps(
 def epochs_of(
     tokens_per_epoch: int, seq_length: int, num_samples: int | None
 ) -> tuple[int, bool]:
-    """(number of epochs, whether the last is shuffled separately): all that the maps have of the number of samples."""
+    """Return (number of epochs, whether the last is shuffled separately). The maps depend on the number of samples
+    by these alone."""
     epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
     separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
     return epochs, separate
 
 
 def num_samples_in(num_tokens: int, seq_length: int) -> int:
-    """Samples in a stream of tokens: each takes s + 1, the last of which it shares with the next."""
+    """Return the number of samples in a stream of tokens. Each takes s + 1 tokens and shares the last one with the
+    next sample."""
     return (num_tokens - 1) // seq_length
 
 
@@ -125,7 +127,7 @@ def last_epoch_is_separate(
 def build_document_index(
     documents: np.ndarray, epochs: int, separate: bool, random: np.random.RandomState
 ) -> np.ndarray:
-    """`epochs` copies of `documents` shuffled together; if `separate`, the last copy is shuffled alone.
+    """Return `epochs` copies of `documents` shuffled together; if `separate`, the last copy is shuffled alone.
 
     int32, or int64 if a document number needs it.
     """
@@ -141,7 +143,7 @@ def build_document_index(
 
 
 def sum_of(lengths: np.ndarray, documents: np.ndarray) -> int:
-    """Tokens of the documents. Without a copy if they are a range of the corpus, the usual case."""
+    """Return the number of tokens of the documents. A range of the corpus, the usual case, is not copied."""
     first, last = (int(documents[0]), int(documents[-1])) if len(documents) else (0, -1)
     is_range = last - first + 1 == len(documents) and bool(
         (documents[1:] > documents[:-1]).all()
@@ -159,7 +161,7 @@ def build_sample_index(
     seq_length: int,
     num_tokens: int | None = None,
 ) -> np.ndarray:
-    """[M + 1, 2]: where the samples begin, and where the last one ends. int32, or int64 if a number needs it.
+    """Return [M + 1, 2]: where the samples begin, and where the last one ends. int32, or int64 if a number needs it.
 
     Row i names the document that holds token i·s of the stream, so never an empty document, except that row 0
     is always the beginning.  num_tokens: of all documents of the index, if known.
@@ -203,7 +205,7 @@ def plain_sample_index(
 def build_shuffle_index(
     first: int, total: int, random: np.random.RandomState
 ) -> np.ndarray:
-    """[0, first) shuffled, then [first, total) shuffled. uint32, or int64 where needed."""
+    """Return [0, first) shuffled, then [first, total) shuffled. uint32, or int64 where needed."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(total, dtype=dtype)
     shuffle(index[:first], random)
@@ -224,7 +226,7 @@ def extension() -> ModuleType | Any:
 
 
 def num_threads() -> int:
-    """Threads to build with: the processors that this process may run on, at most MOST_THREADS."""
+    """Return the number of threads to build with: the processors that this process may use, at most MOST_THREADS."""
     allowed = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -234,7 +236,8 @@ def num_threads() -> int:
 
 
 def shuffle(array: np.ndarray, random: np.random.RandomState) -> None:
-    """`random.shuffle(array)`, in place: the same order, and the same state of `random` afterwards."""
+    """Shuffle in place as `random.shuffle(array)` does: to the same order, and with the same state of `random`
+    afterwards."""
     is_supported = (
         1 < len(array) <= 2**32
         and array.itemsize in (4, 8)

@@ -67,7 +67,7 @@ class Loader:
         *,
         training: bool = True,
     ) -> Batch:
-        """This rank's [G / dp, s] of the global batch after `consumed` samples; see `Batch.split`.
+        """Return this rank's [G / dp, s] of the global batch after `consumed` samples; see `Batch.split`.
 
         Rows are ordered by micro-batch; `sample_ids` are positions in the stream, the same under every
         layout. Raises DataError when the data ends, ConfigError when the sizes do not divide.
@@ -90,15 +90,15 @@ class Loader:
         return futures.pop(wanted[0]).result()
 
     def indices(self, first: int, size: int) -> list[int]:
-        """Where in the dataset the samples at positions `first` to `first + size` of the stream are: [size],
-        in the order of positions. Nothing is read. Raises DataError when the data ends."""
+        """Return the samples in the dataset that the stream has at positions `first` to `first + size`: [size], in
+        the order of positions. Nothing is read. Raises DataError when the data ends."""
         return self._places(range(first, first + size))
 
     def _places(self, positions: Sequence[int]) -> list[int]:
         return self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
 
     def with_collator(self, collate: Collator) -> "Loader":
-        """Another loader of the same samples, with threads of its own."""
+        """Make a loader of the same samples with another collator and threads of its own."""
         return Loader(
             self.dataset,
             collate,
@@ -148,7 +148,7 @@ def local_positions(
 
 
 def single(positions: np.ndarray, total: int) -> np.ndarray:
-    """The dataset once, in its own order. Raises DataError after its end."""
+    """Read the dataset once, in its own order. Raises DataError after its end."""
     if len(positions) and positions[-1] >= total:
         raise DataError(
             f"the data ends: the run needs sample {positions[-1]}, and the dataset has {total}. "
@@ -168,7 +168,7 @@ def cyclic(
     changes with the number of ranks.
     """
     chunk = micro_batch * shards
-    bucket = total // chunk * micro_batch  # samples of a shard
+    bucket = total // chunk * micro_batch
     if not bucket:
         raise DataError(
             f"a dataset of {total} samples does not fill one round of {chunk}. Use more data."

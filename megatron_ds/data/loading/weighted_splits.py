@@ -37,14 +37,15 @@ def words_of_groups(groups: Sequence[str], flag: str) -> list[str]:
 
 
 def file_of_groups(words: Sequence[str], flag: str) -> list[str]:
-    """The data path "@FILE" of the name of a file. It is read when the data are opened."""
+    """Return the data path "@FILE", which stands for the words in a file. The file is read when the data are
+    opened."""
     if len(words) != 1:
         raise ConfigError(f"{flag} needs the name of one file after it.")
     return [f"@{words[0]}"]
 
 
 def words_of_file(text: str, flag: str) -> list[str]:
-    """The words of a file: a group in quotes, or else weights, ranges and prefixes. Raises ConfigError."""
+    """Return the words of a file: those of a group in quotes, or weights, ranges and prefixes. Raises ConfigError."""
     if not text.lstrip().startswith('"'):
         return text.split()
     try:

@@ -135,7 +135,7 @@ def make_fim(data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
 
 
 def _cut(tokens: np.ndarray, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(piece, the token after it or none) between the tokens `at`."""
+    """Return (piece, the token after it, if there is one) for the pieces between the tokens `at`."""
     start = 0
     for end in np.flatnonzero(tokens == at).tolist():
         yield tokens[start:end], tokens[end : end + 1]
@@ -148,8 +148,7 @@ def _id_of(tokenizer: Tokenizer, flag: str, name: str) -> int:
     ids = [int(name)] if name.isdecimal() else tokenizer.encode(name)
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(
-            f"{flag} {name}: not one token of {type(tokenizer).__name__}, which encodes it as "
-            f"{len(ids)} and has {tokenizer.vocab_size}. Name a special token of the "
-            "vocabulary, or give its id."
+            f"{flag} {name} must be one token. {type(tokenizer).__name__} encodes it as {len(ids)}, and has "
+            f"{tokenizer.vocab_size} tokens. Name a special token of the vocabulary, or give its id."
         )
     return ids[0]

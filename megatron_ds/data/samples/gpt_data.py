@@ -82,7 +82,7 @@ def open_gpt_dataset(
     }
 
     def build() -> dict[str, np.ndarray]:
-        # The process that builds reads every row anyway; the others trust its check.
+        # Building reads each row anyway, and the other processes rely on this check.
         corpus.check()
         numbers = np.arange(
             documents.start,
@@ -292,7 +292,7 @@ def _refuse_pairs(corpus: IndexedDataset) -> None:
 def blank_batch(
     samples: int, positions: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """A batch of token 0 in which all positions count in the loss."""
+    """Return a batch of token 0 in which all positions count in the loss."""
     tokens = torch.zeros(samples, positions, dtype=torch.int64, device=device)
     position_ids = torch.arange(positions, device=device).expand(samples, -1)
     return Batch(
@@ -317,7 +317,7 @@ def _collator(config: "RunConfig", tokenizer: Tokenizer) -> GPTCollator:
 
 
 def _identity(config: "RunConfig") -> dict:
-    """The options that change samples, where they are given."""
+    """Return the options that change samples, as far as they are given."""
     options = {name: getattr(config.data, name) for name in ("pack_documents", "sft")}
     return {name: True for name, is_given in options.items() if is_given}
 

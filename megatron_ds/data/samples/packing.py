@@ -50,9 +50,9 @@ class Packs(NamedTuple):
 
 
 def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
-    """Patterns that pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
-    open_samples: dict[int, list[Pattern]] = {}  # by free tokens
-    rooms: list[int] = []  # its keys, ascending
+    """Return the patterns that pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
+    open_samples: dict[int, list[Pattern]] = {}  # free tokens → patterns
+    rooms: list[int] = []  # keys of open_samples, ascending
 
     def put(pattern: Pattern, room: int) -> None:
         if room not in open_samples:
@@ -65,7 +65,7 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
         left = histogram[length]
         while left:
             at = bisect.bisect_left(rooms, length)
-            # No room: new samples, each with as many of this length as fit.
+            # Where no sample has room, new ones begin, each with as many pieces of this length as fit.
             if at == len(rooms):
                 each = min(capacity // length, left)
                 samples = left // each
@@ -101,7 +101,6 @@ def build_packs(
 
     # Group the pieces by length; the seed orders the pieces of one length.
     drawn = np.random.RandomState(seed).permutation(len(document))
-    # Pieces of equal length, in random order.
     by_length = drawn[np.argsort(length[drawn], kind="stable")]
     found, first, counts = np.unique(
         length[by_length], return_index=True, return_counts=True
@@ -161,7 +160,7 @@ class PackedDataset:
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
         document_ids = np.empty(self.seq_length + 1, np.int64)
         loss_mask = np.zeros(self.seq_length + 1, np.uint8)
-        # The pieces, one after the other.
+        # Each piece is a document of its own, which attention does not leave.
         at = 0
         for number, piece in enumerate(
             packs.members[packs.bounds[pack] : packs.bounds[pack + 1]].tolist()
@@ -240,7 +239,7 @@ def open_packed_dataset(
 
 
 def _report_cut_chats(masks: LossMasks, documents: range, seq_length: int) -> None:
-    """Warn of conversations that are longer than a sample. Raises DataError if none of all keeps an answer."""
+    """Warn of conversations that are longer than a sample. Raises DataError if no conversation keeps an answer."""
     corpus = masks.corpus
     room = seq_length + 1
     chosen = corpus.lengths[documents.start : documents.stop]

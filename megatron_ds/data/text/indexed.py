@@ -39,7 +39,7 @@ DTYPES = {
     5: np.int64,
     8: np.uint16,
 }
-REAL_TYPES = {6: "float64", 7: "float32"}  # of the format, and no token ids
+REAL_TYPES = {6: "float64", 7: "float32"}  # types of the format that hold no token ids
 CODES = {np.dtype(t): code for code, t in DTYPES.items()}
 CHECK_ROWS = 1 << 22  # rows or tokens checked together: bounds the memory of `check`
 ROWS = 1 << 20  # of an index that is written, in memory together
@@ -49,7 +49,7 @@ FINGERPRINT_BLOCK = 1 << 14
 
 
 def dtype_for(vocab_size: int | None) -> np.dtype:
-    """uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
+    """Return uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
     if vocab_size is not None and vocab_size < 65500:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
@@ -79,16 +79,18 @@ class IndexedDataset:
         self._check_ends()
 
     def __len__(self) -> int:
-        """Number of sequences (documents, in a GPT corpus)."""
+        """Return the number of sequences (documents, in a GPT corpus)."""
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self)}")
+            raise IndexError(
+                f"there is no sequence {i}: {self.prefix} has {len(self)} sequences"
+            )
         return self.get(i)
 
     def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of sequence i from token `start` on; to its end when `length` is None."""
+        """Return `length` tokens of sequence i from token `start` on; to its end when `length` is None."""
         if length is None:
             length = int(self.lengths[i]) - start
         at = int(self.offsets[i]) + start * self.dtype.itemsize
@@ -123,14 +125,13 @@ class IndexedDataset:
 
     def check_tokens(self) -> None:
         """Read all tokens. Raises DataError for the first block with a negative id; `check` does not."""
-        # Blocks bound the memory.
+        # The tokens are read in blocks, which bounds the memory.
         tokens = np.frombuffer(self._tokens, self.dtype)
         if self.dtype.kind != "i":
             return
         for first in range(0, len(tokens), CHECK_ROWS):
             block = tokens[first : first + CHECK_ROWS]
             if block.min() < 0:
-                # The sequence in which the first negative id stands.
                 token = first + int(np.argmax(block < 0))
                 at = token * self.dtype.itemsize
                 sequence = int(np.searchsorted(self.offsets, at, side="right")) - 1
@@ -148,7 +149,6 @@ class IndexedDataset:
             last = count - FINGERPRINT_BLOCK
             spaced = np.linspace(0, last, FINGERPRINT_BLOCKS)
             starts = spaced.astype(np.int64).tolist()
-        # The numbers come first, then the lengths of each block.
         numbers = f"{count} {self.num_tokens} {self.dtype}"
         digest = hashlib.md5(numbers.encode(), usedforsecurity=False)
         for start in starts:
@@ -163,7 +163,7 @@ class IndexedDataset:
             "corpus": self.fingerprint(),
             "documents": [documents.start, documents.stop],
         }
-        # The fingerprint has only a part of the lengths of a long corpus, and maps depend on all of them.
+        # Maps depend on all lengths, and the fingerprint of a long corpus is made of a part of them.
         is_whole = len(self) <= FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK
         return key if is_whole else key | {"lengths": self._hash_of_lengths}
 
@@ -248,7 +248,8 @@ class IndexedWriter:
     def add_document(
         self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None
     ) -> None:
-        """Add a document of one sequence, or of sequences of these lengths. Without both, no sequence."""
+        """Add a document of one sequence, or of sequences of these lengths. A document without tokens and lengths
+        has no sequence."""
         # A document without lengths is one sequence, or none.
         ids = np.ascontiguousarray(tokens)
         if lengths is None:
@@ -317,24 +318,25 @@ class IndexedWriter:
 def write_index(
     file: BinaryIO, code: int, item: int, parts: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Write an index.  code, item: of the token type, and its bytes.
+    """Write an index.
 
-    parts: corpora in order, each as its (lengths, document indices).
+    code   of the token type
+    item   bytes of a token
+    parts  corpora in order, each as its (lengths, document indices)
     """
 
     def blocks(column: np.ndarray) -> Iterator[np.ndarray]:
         for first in range(0, len(column), ROWS):
             yield column[first : first + ROWS].astype(np.int64)
 
-    # The header: numbers of all corpora together.
+    # The header counts the sequences and documents of all corpora.
     num_sequences = sum(len(lengths) for lengths, _ in parts)
     num_documents = sum(len(documents) - 1 for _, documents in parts)
     file.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_documents + 1))
-    # Lengths, in tokens.
     for lengths, _ in parts:
         for rows in blocks(lengths):
             file.write(rows.astype("<i4").tobytes())
-    # Offsets, in bytes, through all corpora.
+    # Offsets count bytes from the beginning of the first corpus.
     offset = 0
     for lengths, _ in parts:
         for rows in blocks(lengths):
@@ -343,7 +345,7 @@ def write_index(
             starts = ends - sizes
             file.write(starts.astype("<i8").tobytes())
             offset = int(ends[-1])
-    # Documents: 0, then the boundary after each, in sequences through all corpora.
+    # So do the boundaries of documents, in sequences.
     before = 0
     file.write(np.zeros(1, "<i8").tobytes())
     for lengths, documents in parts:
@@ -354,7 +356,7 @@ def write_index(
 
 @contextlib.contextmanager
 def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
-    """A file to write, which replaces `path` at the end. Raises DataError when the disk is full."""
+    """Open a file that replaces `path` when the block ends. Raises DataError when the disk is full."""
     beside = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -369,7 +371,7 @@ def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
 
 
 def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
-    """`.bin` and `.idx` of a prefix, or of the name of either file."""
+    """Return `.bin` and `.idx` of a prefix, or of the name of either file."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         text = text[:-4]
@@ -393,7 +395,7 @@ def _map(path: Path) -> memoryview:
 
 
 def _corpora_near(path: Path) -> str:
-    """Names of existing corpora that a wrong path may have meant."""
+    """Name existing corpora, one of which a wrong path may have meant."""
     folder = path.with_suffix("")
     if not folder.is_dir():
         folder = path.parent
@@ -413,14 +415,13 @@ def _corpora_near(path: Path) -> str:
 
 
 def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
-    """(type of the tokens, number of sequences, number of document boundaries). Raises DataError."""
+    """Return (type of the tokens, number of sequences, number of document boundaries). Raises DataError."""
     if len(index) < HEADER.size:
         raise _damaged(
             path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}"
         )
     header = HEADER.unpack(index[: HEADER.size])
     magic, version, code, num_sequences, num_bounds = header
-    # The format and its version.
     if magic != MAGIC:
         kind = "not an index of this format"
         if magic[:6] == b"TNTIDX":
@@ -430,7 +431,6 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
         raise _damaged(
             path, f"its version is {version}; only version {VERSION} is supported"
         )
-    # The type of the tokens.
     if code in REAL_TYPES:
         raise DataError(
             f"{path}: its tokens are {REAL_TYPES[code]} numbers, "
@@ -440,7 +440,7 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
     if code not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         raise _damaged(path, f"its token type has code {code}; known codes are {known}")
-    # The size that the numbers in the header demand.
+    # A file of another size than the header implies was cut off or overwritten.
     size = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(index) not in (size, size + num_sequences):  # the longer one has modes
         kind = "truncated" if len(index) < size else "too long"
@@ -456,7 +456,7 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
 def _column(
     index: memoryview, dtype: str, count: int, at: int
 ) -> tuple[np.ndarray, int]:
-    """`count` numbers at byte `at`, and the byte after them."""
+    """Return `count` numbers at byte `at`, and the byte after them."""
     end = at + count * np.dtype(dtype).itemsize
     return np.frombuffer(index, dtype, count, at), end
 

@@ -16,7 +16,7 @@ CHECKED = 1 << 24  # bytes read together
 
 
 def mask_path(prefix: str | os.PathLike) -> Path:
-    """Path of the masks of a corpus."""
+    """Return the path of the masks of a corpus."""
     return Path(str(corpus_paths(prefix)[0])[:-4] + ".mask.bin")
 
 
@@ -57,7 +57,8 @@ class LossMasks:
         return self._checked(at, at + length)
 
     def count(self) -> int:
-        """Number of tokens that are learned. Reads all masks; raises DataError for a value that is no mask."""
+        """Return the number of tokens that are learned. Reads all masks; raises DataError for a value that is no
+        mask."""
         total = 0
         for first in range(0, len(self._masks), CHECKED):
             block = self._checked(first, first + CHECKED)
@@ -65,7 +66,7 @@ class LossMasks:
         return total
 
     def _checked(self, start: int, stop: int) -> np.ndarray:
-        """A range of the masks. Raises DataError."""
+        """Return a range of the masks. Raises DataError."""
         found = self._masks[start:stop]
         if found.max(initial=0) > 1:
             at = start + int(np.argmax(found > 1))
@@ -97,7 +98,7 @@ class MaskWriter:
             raise self._failure(error) from None
 
     def withdraw(self) -> None:
-        """Remove the finished file: the corpus that it belongs to could not be written."""
+        """Remove the finished file, because the corpus that it belongs to could not be written."""
         if self._is_finished:
             self.path.unlink(missing_ok=True)
 

@@ -61,7 +61,7 @@ def make_tokenizer(
     vocab_size: int | None = None,
     backend: str = "auto",
 ) -> Tokenizer:
-    """A tokenizer by its type.
+    """Return a tokenizer by its type.
 
     vocab_size: read by `NullTokenizer` only.  backend: the encoder (backend.py); the ids do not depend on it.
     Raises ConfigError for an unknown type or a missing flag or file, DataError for a file with other

@@ -36,10 +36,10 @@ Describe = Callable[[], str]  # the text of a tokenizer.json
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
 EncodeArrays = Callable[[Sequence[str]], Arrays]
 logger = logging.getLogger(__name__)
-CHECKED_BYTES = 1 << 16  # of the first texts are encoded twice, in 50 ms
+CHECKED_BYTES = 1 << 16  # bytes of the first texts that are encoded twice, in 50 ms
 ENCODING = "a text cannot be encoded"
 OTHER, LETTER, NUMBER, SPACE = range(4)
-LAST_ASSIGNED = 0x40000  # no letters, numbers or spaces from here on
+LAST_ASSIGNED = 0x40000  # no code point from here on is a letter, a number or a space
 # The newer pattern, and how many digits of a number stay together.
 _NEWER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -50,8 +50,8 @@ MOST_DIGITS = {_NEWER % "{1,3}": 3, _NEWER % "": 1}
 
 @contextmanager
 def library_panics(what: str) -> Iterator[None]:
-    """Inside, a panic of the library becomes a DataError. It is no Exception, and its class has no name to
-    import."""
+    """Turn a panic of the library in the block into a DataError. A panic is no Exception, and its class has no
+    name to import."""
     try:
         yield
     except Exception:
@@ -83,7 +83,7 @@ class LibraryTokenizer(Tokenizer):
 
     @functools.cached_property
     def beginning(self) -> tuple[int, ...]:
-        """Ids that the tokenizer's file puts in front of a text; those of `encode` have none of them."""
+        """Return the ids that the tokenizer's file puts in front of a text. `encode` leaves them out."""
         plain = self.encode("a")
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         for count in range(len(ids) - len(plain) + 1):
@@ -96,7 +96,7 @@ class LibraryTokenizer(Tokenizer):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and of each the characters that it stands for."""
+        """Return the ids of a text, and the characters that each id stands for."""
         with library_panics(ENCODING):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
@@ -115,12 +115,12 @@ class LibraryTokenizer(Tokenizer):
         return [encoding.ids for encoding in found]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Ids of the texts back to back, and the number of ids of each, by the backend."""
+        """Return the ids of the texts back to back, and the number of ids of each, by the backend."""
         return self._backend(texts)
 
     @functools.cached_property
     def _backend(self) -> EncodeArrays:
-        """Made when it is first used: training never encodes."""
+        """Make the backend at its first use: training never encodes."""
         return _MAKERS[self._backend_name](self._tokenizer.to_str, self.encode_batch)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -293,7 +293,6 @@ def plan_native(description: str) -> NativePlan | str:
     """The plan for the text of a `tokenizer.json`, or the reason why the tokenizer is not supported."""
     parts = json.loads(description)
     model = parts["model"]
-    # Refuse what the native encoder does not do.
     if model.get("type") != "BPE":
         return f"its model is {model.get('type')}, not BPE"
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -309,7 +308,6 @@ def plan_native(description: str) -> NativePlan | str:
     letters = byte_letters()
     if missing := [b for b, letter in letters.items() if letter not in vocab]:
         return f"its vocabulary has no token for {len(missing)} of the 256 bytes"
-    # Merges as ids: left, right, and their union.
     pairs = [
         pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]
     ]
@@ -328,7 +326,7 @@ def plan_native(description: str) -> NativePlan | str:
 
 
 def _known_pattern(pre_tokenizer: dict) -> tuple[bool, int] | None:
-    """(whether it is the newer pattern, digits of a number together); None for an unknown pattern."""
+    """Return (whether it is the newer pattern, digits of a number together); None for an unknown pattern."""
     if pre_tokenizer.get("type") == "Sequence":
         split, *rest = pre_tokenizer["pretokenizers"]
         pattern = split.get("pattern", {}).get("Regex")
@@ -385,7 +383,8 @@ def library_classes() -> bytes:
 
 
 def _class_of(character: str, cut: Callable) -> int:
-    """A letter is not cut from letters, a number from numbers, a sign from signs; white space from none."""
+    """Return the class of a character. The library cuts a text between classes: a letter is not cut from letters,
+    a number from numbers, nor a sign from signs; white space is cut from nothing."""
     alike = {LETTER: "a", NUMBER: "1", OTHER: "!"}
     return next(
         (kind for kind, c in alike.items() if len(cut(f"{c}{character}{c}")) == 1),

@@ -59,7 +59,7 @@ TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")
 
 
 def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
-    """Ids of the texts back to back, and the number of ids of each, int64."""
+    """Return the ids of the texts back to back, and the number of ids of each, int64."""
     fast = getattr(tokenizer, "encode_arrays", None)
     return fast(texts) if fast else flat(tokenizer.encode_batch(texts))
 
@@ -101,7 +101,7 @@ def required_files(
 
 
 def fingerprint_of(kind: str, *parts: bytes) -> str:
-    """`kind:hash` of the bytes that define a vocabulary."""
+    """Return `kind:hash` of the bytes that define a vocabulary."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

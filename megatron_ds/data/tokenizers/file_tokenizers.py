@@ -199,7 +199,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
 def read_bpe_files(
     vocab_file: str, merge_file: str
 ) -> tuple[dict[str, int], list[Pair]]:
-    """({token: id}, merges). Raises DataError naming the file that is damaged or has no `<|endoftext|>`."""
+    """Return ({token: id}, merges). Raises DataError naming the file that is damaged or has no `<|endoftext|>`."""
     vocab = read_json_text(vocab_file, f"--vocab-file {vocab_file}")
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
         raise DataError(
@@ -293,7 +293,7 @@ class WordPieceTokenizer(LibraryTokenizer):
 
 
 def read_vocab(vocab_file: str) -> dict[str, int]:
-    """{token: line number from 0} of a file with one token per line.  Raises DataError naming the line."""
+    """Return {token: line number from 0} of a file with one token per line.  Raises DataError naming the line."""
     try:
         text = read_text(vocab_file, DataError, f"--vocab-file {vocab_file}")
         tokens = text.removesuffix("\n").split("\n")

@@ -128,8 +128,8 @@ def end_of_document(file: str, vocabulary: Mapping[str, int]) -> int:
 
 
 def _check_added(path: Path, vocabulary: Mapping[str, int]) -> None:
-    """Raises DataError for added tokens that tokenizer.json lacks: transformers adds them, and a text that
-    has them would have other ids there."""
+    """Raises DataError for added tokens that tokenizer.json lacks: transformers adds them, and texts that contain
+    them would have other ids there."""
     added = _object_in(path).get(DECODER)
     if added is None:
         return

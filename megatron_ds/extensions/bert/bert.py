@@ -26,7 +26,7 @@ SEGMENTS = 2
 
 
 def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
-    """The layers of a BERT in forward order. Without binary head there are no segments."""
+    """Return the layers of a BERT in forward order. Without a binary head there are no segments."""
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     segments = SEGMENTS if config.bert_binary_head else 0

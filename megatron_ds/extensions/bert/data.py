@@ -181,7 +181,7 @@ def open_bert_dataset(
     num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document
     can be used.
     """
-    # The mapping is stored under all that determines it.
+    # The name in the cache contains everything that determines the mapping.
     least = options.least_sentences
     directory = (
         Path(cache)
@@ -199,7 +199,7 @@ def open_bert_dataset(
         "sentences": least,
     }
 
-    # It is built only where the cache has none.
+    # It is built only if the cache does not have it.
     def build() -> dict[str, np.ndarray]:
         corpus.check()
         bounds = corpus.document_indices[documents.start : documents.stop + 1]
@@ -224,7 +224,7 @@ def open_bert_dataset(
 
 
 def check_documents(bounds: np.ndarray, lengths: np.ndarray, least: int) -> None:
-    """Raises DataError where no document gives a sample, in which case `build_mapping` would not end."""
+    """Raise DataError if no document gives a sample: `build_mapping` would not end."""
     counts = np.diff(bounds)
     enough = counts >= least
     if not enough.any():

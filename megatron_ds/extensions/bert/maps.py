@@ -152,7 +152,7 @@ def plain_blocks_mapping(
 
 
 def short_ratio(short_seq_prob: float) -> int:
-    """One sample in so many is short; 0 for none. Rounds halves up, as C does, unlike Python."""
+    """Return n if one sample in n is short; 0 for none. Halves are rounded up, as in C and unlike Python."""
     return (
         min(math.floor(1.0 / short_seq_prob + 0.5), 2**31 - 1)
         if short_seq_prob > 0
@@ -169,7 +169,7 @@ def _documents(
 ) -> Iterator[tuple[int, list[int], int]]:
     """(document, lengths of its sentences, its first sentence) of those with enough sentences, none too long.
 
-    tested_from: a document of fewer sentences may have a long one.
+    tested_from: in documents of fewer sentences, long ones are allowed
     """
     bounds = np.asarray(documents).tolist()
     for document, (first, last) in enumerate(zip(bounds, bounds[1:])):
@@ -182,7 +182,7 @@ def _documents(
 def _runs(
     first: int, lengths: list[int], targets: Iterator[int], least: int, rest: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(first sentence, last sentence + 1, target) of the samples of a document; one target is drawn too many.
+    """Yield (first sentence, last sentence + 1, target) of the samples of a document. The last target is not used.
 
     rest: fewest sentences that may be left for the samples after it.
     """
@@ -218,7 +218,7 @@ def _shuffled(
 ) -> np.ndarray:
     """The rows in random order, by Fisher and Yates' shuffle from the back."""
     order = list(range(len(rows)))
-    # Sizes of the part that is not shuffled yet.
+    # Each draw is from the part that is not shuffled yet.
     sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)
     drawn = (mt19937_64(seed + 1, len(sizes)) % sizes).tolist()
     for i, j in zip(range(len(rows) - 1, 0, -1), drawn):
@@ -231,7 +231,7 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
 
     Nishimura 2000, "Tables of 64-bit Mersenne Twisters", as in the C++ standard, [rand.predef].
     """
-    # The state that the generator begins with.
+    # The seed fills the first state.
     words = 312
     middle = 156
     mask = 2**64 - 1
@@ -254,7 +254,7 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
             state[middle:-1], state[middle + 1 :], state[: middle - 1]
         )
         state[-1:] = twist(state[-1:], state[:1], state[middle - 1 : middle])
-        # Tempering of the words that are given out.
+        # Words of the state are tempered before they are returned.
         x = state ^ state >> np.uint64(29) & np.uint64(0x5555555555555555)
         x ^= x << np.uint64(17) & np.uint64(0x71D67FFFEDA60000)
         x ^= x << np.uint64(37) & np.uint64(0xFFF7EEE000000000)

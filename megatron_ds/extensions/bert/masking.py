@@ -67,7 +67,7 @@ class Masking:
         return total / total[-1]
 
     def most(self, length: int, target: int) -> float:
-        """Most tokens that are chosen of a sample of `length`.  target: the requested length."""
+        """Return how many tokens of a sample of `length` are chosen at most.  target: the requested length."""
         return min(self.probability * target, max(1, round(length * self.probability)))
 
 
@@ -79,7 +79,7 @@ def mask_tokens(
     random: np.random.RandomState,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens with some of them hidden, sorted positions of all chosen ones).  tokens: int64 [length]."""
-    # Places that may be hidden, and the words that they form.
+    # Whole words are hidden, so places are grouped into words.
     places, starts = candidates(tokens, pieces, masking.whole_words)
     bounds = [*starts.tolist(), len(places)]
     places = places.tolist()
@@ -87,7 +87,7 @@ def mask_tokens(
     last = len(starts)
     hidden = tokens.copy()
     chosen: set[int] = set()
-    # Words in random order, each with some of the words after it, until enough are chosen.
+    # Words are taken in random order, each with some of the words after it, until enough are chosen.
     for first in random.permutation(last).tolist():
         if len(chosen) >= most:
             break
@@ -98,7 +98,7 @@ def mask_tokens(
         positions = places[bounds[first] : bounds[end]]
         if not positions or not chosen.isdisjoint(positions):
             continue
-        # A chosen token is masked, replaced, or left as it is.
+        # Most chosen tokens are masked; some are replaced, and others are left as they are.
         for at in positions:
             if random.random_sample() < MASKED:
                 hidden[at] = pieces.mask

@@ -43,7 +43,7 @@ class Doubt(NamedTuple):
 class Answers(NamedTuple):
     """A rendered conversation, and the spans of its text that are answers to learn, ascending.
 
-    unended: the ends of those answers behind which the template prints no end of the turn
+    unended: the ends of answers after which the template prints no end of the turn
     """
 
     text: str
@@ -101,7 +101,7 @@ def _add(found: Answers, turns: Turns, number: int) -> None:
     found.spans.append((start, stop))
     if not turns.has_end(number, start, stop):
         found.unended.append(stop)
-    # What is probably not meant.
+    # Doubts are found now, while the part of the text is known.
     edges = {NO_HEADER: begin, NO_TURN_END: end}
     reasons = [reason for reason, edge in edges.items() if not edge.is_sure]
     sample = turns.text[max(0, start - SHOWN_AROUND) : stop + SHOWN_AROUND]
@@ -134,13 +134,13 @@ def _check_is_encodable(text: str) -> None:
 
 
 def _all_answers(conversation: Conversation) -> bool:
-    """Whether every message of the assistant is an answer to learn: a template marks all of them."""
+    """Whether every message of the assistant is an answer to learn. The marks of a template are around all of them."""
     by_role = tuple(m["role"] == "assistant" for m in conversation.messages)
     return by_role == conversation.trained
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The spans without empty ones, those that touch made one."""
+    """Return the spans without empty ones, and join those that touch."""
     joined: list[Span] = []
     for start, stop in spans:
         if joined and start <= joined[-1][1]:
@@ -157,7 +157,7 @@ def _is_inside(span: Span, outer: Sequence[Span]) -> bool:
 
 
 def _doubts_of_parts(turns: Turns, number: int, written: str) -> Iterator[str]:
-    """What is missing of an answer in the text that was found. Raises AnswerNotFound for a content, or a call."""
+    """Return which parts of an answer its text lacks. Raises AnswerNotFound if a content or a call is missing."""
     message = turns.messages[number]
     for part in parts_of(message):
         if part not in written:
@@ -165,7 +165,7 @@ def _doubts_of_parts(turns: Turns, number: int, written: str) -> Iterator[str]:
                 f"message {number} is printed changed: the text has {_short(written)}, and not "
                 f"{_short(part)}"
             )
-    # Thoughts inside of a content are cut off by many templates, as those of earlier turns are.
+    # Many templates cut off thoughts inside of a content, as they do those of earlier turns.
     content = text_of(message)
     thoughts, _, said = content.rpartition(THOUGHTS_END)
     if said.strip() not in written:
@@ -173,7 +173,7 @@ def _doubts_of_parts(turns: Turns, number: int, written: str) -> Iterator[str]:
     reasoning = message.get("reasoning_content") or thoughts.removeprefix("<think>")
     if reasoning.strip() in written:
         return
-    # Thoughts of earlier turns are left out as they are when the model is used.
+    # Thoughts of earlier turns are left out when the model is used, too.
     as_last = turns.prompts.text(number + 1) or ""
     if reasoning.strip() not in as_last:
         yield NO_REASONING

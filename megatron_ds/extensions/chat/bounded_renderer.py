@@ -31,7 +31,7 @@ LENGTH = 8
 
 
 class RenderFailure(Exception):
-    """The process gave no reply. The message has the reason."""
+    """The error of a process that gave no reply. The message has the reason."""
 
 
 def render_bounded(

@@ -49,7 +49,7 @@ class Exchanges:
         start = len(os.path.commonprefix([self.text, before]))
         tail = os.path.commonprefix([self.text[::-1], after[::-1]])
         stop = len(self.text) - len(tail)
-        # An empty content is where both meet.
+        # An empty content is between what both texts have in common.
         return start, max(start, stop)
 
     def place_if_any(self, number: int) -> Span | None:
@@ -79,7 +79,7 @@ class Exchanges:
                     f"message {number} has no place of its own: with another content the template "
                     f"does not render the conversation ({error})"
                 ) from None
-        # What both texts have in common.
+        # Both texts differ in the content alone, if the template prints it as it is.
         before = os.path.commonprefix(texts)
         after = os.path.commonprefix([text[::-1] for text in texts])[::-1]
         expected = [before + stand_in + after for stand_in in STAND_INS]

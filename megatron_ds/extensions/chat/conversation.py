@@ -20,7 +20,7 @@ from typing import Any
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-# Roles of ShareGPT's files, and what a message has there instead of a content.
+# Roles of ShareGPT's files → roles here.
 SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -47,7 +47,7 @@ PARTS_OF_MESSAGE = (
     "function_call",
     "name",
 )
-# Booleans that public files have of a message, and that are about other things.
+# Booleans of messages in public files that do not decide whether they are learned.
 ABOUT_OTHERS = ("toxic", "redacted", "deleted", "synthetic", "review_result")
 # Words in the name of a key that seems to be about what is learned.
 SEEMS_MARK = re.compile("(^|_)(train|loss|mask|weight|learn|supervis|ignore)")
@@ -185,7 +185,7 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
     for question, answer in _pairs(record.get("history")):
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer})
-    # The question.
+    # An input is a second part of the question.
     parts = [record["instruction"], record.get("input")]
     try:
         question = "\n".join(filter(None, parts))
@@ -227,7 +227,7 @@ def _prompt_completion(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _as_given(message: Message) -> Message:
-    """A message that is not learned, whatever its marks are: an answer within a prompt."""
+    """Return a message of a prompt, which is not learned whatever its marks are."""
     kept = {name: message[name] for name in message if name not in MARKS}
     return {**kept, "weight": 0}
 
@@ -276,7 +276,7 @@ def _list(value: object, what: str) -> list[Message]:
 
 
 def _check_record(record: Mapping[str, Any]) -> None:
-    """Raises ValueError for a mark of the whole record, which would be dropped."""
+    """Raise ValueError for a mark of the whole record: it would have no effect."""
     for name in MARKS:
         if record.get(name) not in (None, 1):
             raise ValueError(
@@ -333,7 +333,7 @@ def _message(raw: Message, number: int) -> Message:
     if role == "assistant":
         reasoning = next((raw[key] for key in REASONING if raw.get(key)), None)
         calls = _calls(raw.get("tool_calls"), number)
-        # The former name of one call.
+        # OpenAI's former name of a single call.
         if former := raw.get("function_call"):
             calls.append(_call(former, number))
         if reasoning is not None:

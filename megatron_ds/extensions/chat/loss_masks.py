@@ -72,7 +72,7 @@ class ChatEncoder:
         self.doubts: Doubts = {}
 
     def encode(self, conversation: Conversation) -> MaskedTokens:
-        """Raises AnswerNotFound, also for a mask that is all ones or all zeros; the message shows the sample."""
+        """Encode a conversation. Raises AnswerNotFound, also for a mask of equal values, with the sample."""
         try:
             answers = find_answers(self.template, conversation)
         except AnswerNotFound as error:
@@ -140,7 +140,7 @@ class ChatEncoder:
 
 
 def covered(offsets: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """The first character of each token, and the one after its last, without gaps: some tokenizers leave out
+    """Return the first character of each token, and the one after its last, without gaps: some tokenizers leave out
     the white space of a token."""
     starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
     before = (

@@ -61,7 +61,7 @@ def _work(render, replies: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     try:
         while (request := _read(REQUESTS)) is not None:
-            # The signal ends this process, also inside of one long operation.
+            # The signal ends this process even within one long operation.
             seconds = min(SECONDS + len(request) * SECONDS_OF_BYTE, MOST_SECONDS)
             signal.setitimer(signal.ITIMER_PROF, seconds)
             reply = _reply(render, request)

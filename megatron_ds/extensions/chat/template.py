@@ -56,7 +56,7 @@ class ChatTemplate:
         try:
             self.render([{"role": "user", "content": "?"}])
         except TemplateRefusal:
-            pass  # it takes other messages
+            pass  # the template does not take these messages
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
@@ -84,7 +84,7 @@ class ChatTemplate:
             "chat_template": self.source,
             **wanted,
         }
-        # A value with such a name, as a request may give, would be another template.
+        # A request must not replace the template by a value of this name.
         taken = sorted(arguments.keys() & self.values.keys())
         if taken:
             raise TemplateRefusal(f"{taken[0]!r} is not a value that a template takes")

@@ -36,22 +36,22 @@ class TurnPrompts:
         return self._texts[count]
 
     def prompt(self, count: int) -> str | None:
-        """What the model continues behind the first messages; None if the template refuses them."""
+        """Return the prompt after the first messages; None if the template refuses them."""
         if count not in self._prompts:
             messages = self.messages[:count]
             self._prompts[count] = prompt_of(self.template, messages, self.tools)
         return self._prompts[count]
 
     def header(self, number: int) -> str:
-        """What the prompt adds to the messages before an answer."""
+        """Return the text that the prompt adds to the messages before an answer."""
         return self._added(number) or self._usual_header
 
     def closed(self, number: int) -> str | None:
-        """The conversation that ends with a message, as it is when another turn follows."""
+        """Return the text up to the end of a message, as it is printed when another turn follows."""
         prompt = self.prompt(number + 1)
         if prompt is None:
             return self.text(number + 1)
-        # The prompt of a further answer, without its header.
+        # A further answer has a prompt that ends with a header.
         header = self.header(number)
         if header and prompt.endswith(header):
             return prompt.removesuffix(header)
@@ -103,7 +103,7 @@ def prompt_of(
     messages: Sequence[Message],
     tools: Sequence[dict] | None = None,
 ) -> str | None:
-    """The prompt behind messages; None if the template refuses them."""
+    """Return the prompt after messages; None if the template refuses them."""
     try:
         return template.render_prompt(messages, tools)
     except TemplateRefusal:
@@ -114,7 +114,7 @@ def opening(template: ChatTemplate) -> list[Message]:
     """A question, after a system message if the template requires one; empty if it takes neither."""
     system = {"role": "system", "content": STAND_INS[0]}
     question = {"role": "user", "content": STAND_INS[0]}
-    # The first form that is rendered.
+    # Templates refuse some forms.
     for messages in ([question], [system, question]):
         if rendered(template, messages) is not None:
             return messages
@@ -122,7 +122,7 @@ def opening(template: ChatTemplate) -> list[Message]:
 
 
 def usual_end(template: ChatTemplate) -> str:
-    """What a template writes behind the answer to a question, in a conversation that goes on."""
+    """Return what a template writes after the answer to a question in a conversation that goes on."""
     question = opening(template)
     if not question:
         return ""
@@ -130,7 +130,7 @@ def usual_end(template: ChatTemplate) -> str:
     prompts = TurnPrompts(template, [*question, answer], None)
     closed = prompts.closed(len(question)) or ""
     whole = prompts.text(len(question) + 1) or ""
-    # The end of the text, where a turn has none.
+    # A template without ends of turns may end the text.
     for text in (closed, whole):
         end = text.rpartition(STAND_INS[1])[2]
         if end.strip():

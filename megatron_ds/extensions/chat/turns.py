@@ -27,7 +27,7 @@ REACH = 20000  # characters that are compared before a place
 
 
 class Edge(NamedTuple):
-    """A place in the text. is_sure: it is what the template's prompts define, and not only the edge of a content."""
+    """A place in the text. is_sure: it follows from the prompts of the template, not only from a content."""
 
     at: int
     is_sure: bool = True
@@ -46,15 +46,15 @@ class Turns:
         self.exchanges = Exchanges(render, text, self.messages)
 
     def begin(self, number: int) -> Edge:
-        """Where the model begins to write a message. Raises AnswerNotFound."""
+        """Find where the model begins to write a message. Raises AnswerNotFound."""
         prompt = self.prompts.prompt(number)
         if prompt is not None and self.text.startswith(prompt):
             return Edge(len(prompt))
-        # Earlier messages are printed in another way.
+        # The template prints earlier messages in another way.
         end = self._end_of_prompt(number, prompt)
         if end is not None:
             return Edge(end)
-        # The prompt may open thoughts that the text has not.
+        # The prompt may open thoughts that are not in the text.
         start = self.exchanges.place(number)[0]
         part = self._part_of_prompt(number, prompt, start)
         if part is not None:
@@ -62,7 +62,7 @@ class Turns:
         return Edge(start, False)
 
     def end(self, number: int, begin: int) -> Edge:
-        """Where the turn of a message ends, before the white space behind it. Raises AnswerNotFound."""
+        """Find where the turn of a message ends, before the white space after it. Raises AnswerNotFound."""
         stop, is_sure = self._end(number, begin)
         written = self.text[begin:stop]
         kept = written.rstrip()
@@ -76,7 +76,7 @@ class Turns:
         return Edge(begin + len(kept), is_sure)
 
     def has_end(self, number: int, begin: int, stop: int) -> bool:
-        """Whether the template prints something behind the answer, in its turn."""
+        """Whether the template prints something after the answer that belongs to its turn."""
         message = self.messages[number]
         content = text_of(message).strip()
         if content and not message.get("tool_calls"):
@@ -88,7 +88,7 @@ class Turns:
     def _end(self, number: int, begin: int) -> Edge:
         is_last = number == len(self.messages) - 1
         closed = self.prompts.closed(number)
-        # The usual case: a beginning of the text is what a further answer would follow.
+        # Usually the text begins with what a further answer would follow.
         if closed is not None and self.text.startswith(closed):
             stop = len(closed)
             # A template without ends of turns may give the text one.
@@ -106,9 +106,9 @@ class Turns:
         return self._end_by_exchange(number, closed)
 
     def _shared_end(self, number: int, begin: int, closed: str | None) -> int | None:
-        """Where the text has the end of the conversation that ends with this message, with its content and calls.
+        """Find the end of the conversation that ends with this message, with its content and calls, in the text.
 
-        Thoughts before them may be printed in one of the two alone.
+        Only one of the two texts may have the thoughts before them.
         """
         if closed is None:
             return None
@@ -118,21 +118,21 @@ class Turns:
             high = len(self.text)
         places = _ends_of(closed[-SHORT:], self.text, begin, high)
         best, common = _most_alike(places, self.text, begin, closed)
-        # It is that end if all of the answer is before it.
+        # All of the answer must be before it.
         for part in parts_of(self.messages[number]):
             if part not in common:
                 return None
         return best
 
     def _end_by_exchange(self, number: int, closed: str | None) -> Edge:
-        """The end of a content, and what follows it in the conversation that ends with this message."""
+        """Find the end of a content, and of what follows it in the conversation that ends with this message."""
         stop = self.exchanges.place(number)[1]
         following = self._start_of(number + 1)
         if following is not None and following < stop:
             raise AnswerNotFound(
                 f"message {number} cannot be separated from the one after, which the template prints before its end"
             )
-        # What follows is known where the content occurs there.
+        # What follows is known if the content occurs there.
         content = text_of(self.messages[number]).strip()
         if closed is None or not content:
             return Edge(stop, False)
@@ -142,18 +142,18 @@ class Turns:
         return Edge(stop + len(usual))
 
     def _end_of_prompt(self, number: int, prompt: str | None) -> int | None:
-        """Where the text has the end of the prompt, between the messages before and after this one."""
+        """Find the end of the prompt in the text, between the messages before and after this one."""
         header = self.prompts.header(number)
         low = self._stop_of(number - 1)
         if low is None:
             return None
-        # The content of the answer comes behind its header.
+        # The content of the answer comes after its header.
         high = self._start_of(number)
         if high is None:
             high = self._start_of(number + 1)
         if high is None:
             high = len(self.text)
-        # Of all places that have the header, the one whose text before is the prompt's.
+        # Several places may have the header: the text before the right one is most like the prompt.
         places = _ends_of(header, self.text, low, high)
         best, common = _most_alike(places, self.text, 0, prompt or header)
         if not common.strip():
@@ -163,17 +163,17 @@ class Turns:
     def _part_of_prompt(
         self, number: int, prompt: str | None, start: int
     ) -> int | None:
-        """Where the text, which has a part of the header alone, leaves the prompt; at most at `start`."""
+        """Find where the text, which has only a part of the header, leaves the prompt; at most at `start`."""
         own = self.prompts.text(number)
         header = self.prompts.header(number)
-        # More than a half of it: less may be the beginning of another token.
+        # Less than a half of the header may be the beginning of another token.
         least = len(header) // 2 + 1
-        # Up to the header both may be the same.
+        # Text and prompt may agree up to the header.
         if prompt is not None and own is not None and prompt.startswith(own):
             common = os.path.commonprefix([prompt, self.text[:start]])
             if len(common) >= len(own) + least:
                 return len(common)
-        # Or the header begins between the message before and the content.
+        # Otherwise the header begins between the message before and the content.
         low = self._stop_of(number - 1) or 0
         for length in range(len(header), least - 1, -1):
             at = self.text.find(header[:length], low, start)
@@ -182,14 +182,14 @@ class Turns:
         return None
 
     def _start_of(self, number: int) -> int | None:
-        """Where the content of a message begins; None if it has no place of its own."""
+        """Return where the content of a message begins; None if it has no place of its own."""
         place = self.exchanges.place_if_any(number)
         if place is None:
             return None
         return place[0]
 
     def _stop_of(self, number: int) -> int | None:
-        """Where the content of a message ends; 0 before the first one, None if it has no place of its own."""
+        """Return where the content of a message ends; 0 before the first one, None if it has no place of its own."""
         if number < 0:
             return 0
         place = self.exchanges.place_if_any(number)
@@ -199,15 +199,15 @@ class Turns:
 
 
 def parts_of(message: Message) -> list[str]:
-    """What every template prints of an answer as it is.
+    """Return the parts of an answer that every template prints unchanged.
 
-    These are names of functions and of their arguments; of an answer without calls, the content behind its thoughts.
+    These are names of functions and of their arguments, or without calls the content after the thoughts.
     """
     calls = message.get("tool_calls", ())
     if not calls:
         said = text_of(message).rpartition(THOUGHTS_END)[2]
         return [said.strip()]
-    # Values of arguments are printed in many ways.
+    # Templates print values of arguments in many ways.
     parts = []
     for call in calls:
         function = call["function"]
@@ -218,7 +218,7 @@ def parts_of(message: Message) -> list[str]:
 
 
 def _ends_of(part: str, text: str, low: int, high: int) -> Iterator[int]:
-    """The places between two at which the text before ends with a part."""
+    """Yield the places between two others where the text before ends with a part."""
     at = text.find(part, low, high)
     while at >= 0:
         yield at + len(part)
@@ -228,7 +228,7 @@ def _ends_of(part: str, text: str, low: int, high: int) -> Iterator[int]:
 def _most_alike(
     places: Iterator[int], text: str, begin: int, other: str
 ) -> tuple[int | None, str]:
-    """The place before which a text from `begin` on ends most as another one does, and what both have there."""
+    """Find the place before which a text, from `begin` on, has the longest end in common with another; and that end."""
     best = None
     longest = ""
     for place in places:
@@ -240,6 +240,6 @@ def _most_alike(
 
 
 def _common_end(one: str, other: str) -> str:
-    """What both texts end with, up to `REACH` characters."""
+    """Return the end that both texts have in common, up to `REACH` characters."""
     reversed_ends = [one[-REACH:][::-1], other[-REACH:][::-1]]
     return os.path.commonprefix(reversed_ends)[::-1]

@@ -171,7 +171,7 @@ def check_sums(
             f"{bin_path} has {size} bytes, and {record_path(prefix)} describes {recorded}: the "
             "two do not belong together. Copy both again."
         )
-    # The tokens, piece by piece; then the other files.
+    # Pieces may be read at the same time, and a damaged one is named by its bytes.
     starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
     spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]
     for piece, start, found in zip(

@@ -42,7 +42,7 @@ Run = Callable[[Task, int], Iterator[Written]]
 
 
 def run_here(task: Task, count: int) -> Iterator[Written]:
-    """All shards at once, each in a process of its own."""
+    """Run all shards at once, each in a process of its own."""
     pool = ProcessPoolExecutor(
         count, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),)
     )
@@ -63,7 +63,7 @@ def run_here(task: Task, count: int) -> Iterator[Written]:
 def run_on_ray(
     task: Task, count: int, address: str | None = None, cores: int = 1
 ) -> Iterator[Written]:
-    """Each shard as a Ray task of so many cores. Files must have the same names on all machines."""
+    """Run each shard as a Ray task of so many cores. Files must have the same names on all machines."""
     try:
         import ray
     except ImportError as e:
@@ -85,7 +85,7 @@ def run_on_ray(
 
 
 def _returning_errors(task: Task, shard: Shard) -> Written | str:
-    """A DataError is returned as its message: bad input fails again, so Ray must not retry the task."""
+    """Return the message of a DataError: bad input fails again, so Ray must not retry the task."""
     try:
         return task(shard=shard)
     except DataError as error:
@@ -108,7 +108,7 @@ def preprocess_in_shards(
     done: called with the counts of each finished shard.  Raises DataError for the first shard that fails;
     finished ones are kept.
     """
-    # Counts of all shards.
+    # Each shard is reported as soon as it is done.
     total = Written()
     for written in run(task, count):
         done(written)
@@ -117,7 +117,7 @@ def preprocess_in_shards(
         total.num_bad += written.num_bad
         add_doubts(total.doubts, written.doubts)
         total.bad += written.bad[: 10 - len(total.bad)]
-    # The shards of each key are merged in order.
+    # The order of the shards is that of the input.
     prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]
     shards = {
         key: [output_prefix(shard, key, sentences) for shard in prefixes]
@@ -126,7 +126,7 @@ def preprocess_in_shards(
     if total.documents:
         for key, names in shards.items():
             merge(names, output_prefix(prefix, key, sentences), workers=workers)
-    # Then they are removed.
+    # The record goes first: a shard without one counts as not complete.
     for name in (name for names in shards.values() for name in names):
         paths = (record_path(name), *reversed(corpus_paths(name)), mask_path(name))
         for path in paths:
@@ -140,7 +140,7 @@ def preprocess_in_shards(
 def merge(
     prefixes: Sequence[str], output: str, *, workers: int = 4
 ) -> CorpusRecord | None:
-    """Write `output.bin/.idx` with the documents of all corpora in order; a record if each has one.
+    """Write `output.bin/.idx` with the documents of all corpora in order, and a record if each corpus has one.
 
     workers: threads that copy.  Raises DataError for a damaged corpus, for corpora of different token types
     or tokenizers, and when the disk is full; then nothing is written.
@@ -218,7 +218,7 @@ def _check(
         raise DataError(
             f"--output-prefix {output} is one of the corpora to merge. Choose another name."
         )
-    # All corpora have one type of token and are undamaged.
+    # Bytes of different types cannot be joined, and a damaged corpus would make all of them unusable.
     for prefix, corpus in zip(prefixes, corpora):
         if corpus.dtype != corpora[0].dtype:
             raise DataError(
@@ -227,7 +227,7 @@ def _check(
                 "one of them again."
             )
         corpus.check()
-    # Corpora with a record must have been made with one tokenizer.
+    # Only corpora with a record name their tokenizer.
     known = [
         (prefix, record)
         for prefix, record in zip(prefixes, records)

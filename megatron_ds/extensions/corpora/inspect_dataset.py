@@ -48,7 +48,7 @@ def make_parser() -> Arguments:
     """The flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    # What to do with the corpora.
+    # Without any of these flags the sizes are printed.
     add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
     add(
         "--check",
@@ -144,12 +144,12 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
         learned = masks.count()
         share = learned / max(1, corpus.num_tokens)
         print(f"{learned:,} tokens are learned, {share:.1%}: those of answers")
-    # The histogram: a bar for each length that occurs.
+    # Lengths that do not occur have no bar.
     for k, count in enumerate(counts):
         if count:
             bar = "#" * int(np.ceil(BAR * count / counts.max()))
             print(f"  {_span(k):>23}  {count:>13,}  {bar}")
-    # How the corpus was made.
+    # A corpus of another program has no record.
     if record:
         made = [name for name, *_ in record.made_from.get("inputs", [])]
         shown = ", ".join(made[:SHOWN_FILES])
@@ -183,7 +183,7 @@ def painted(
     for first, last in zip(bounds, bounds[1:]):
         part = list(ids[first:last])
         words = tokenizer.decode(part) if tokenizer else " ".join(map(str, part))
-        # A text is shown as it is, but characters that would move the cursor are not.
+        # Characters that would move the cursor are shown as escapes.
         words = "".join(
             c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in words
         )
@@ -199,7 +199,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}."
         )
-    # The sequences of the document, and how they are shown.
+    # A document of sentences has several sequences.
     number %= count
     first, last = corpus.document_indices[number : number + 2].tolist()
     left = args.tokens
@@ -211,7 +211,7 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
     print(
         f"document {number}: {last - first} sequences, {int(corpus.lengths[first:last].sum())} tokens"
     )
-    # The tokens, until there are as many as asked for.
+    # Sequences are printed until there are as many tokens as asked for.
     for i in range(first, last):
         ids = corpus.get(i, 0, min(left, int(corpus.lengths[i]))).tolist()
         left -= len(ids)

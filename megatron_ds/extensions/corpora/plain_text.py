@@ -60,15 +60,15 @@ def cut_documents(
     at: position of the file, the start of a line; 0 for the first slice.
     Raises DataError for a document longer than LONGEST_BYTES.
     """
-    # The whole file as one document.
+    # One byte more than allowed shows that the file is too long.
     if cut.is_whole:
         text = file.read(LONGEST_BYTES + 1).removeprefix(codecs.BOM_UTF8)
         if len(text) > LONGEST_BYTES:
             raise DataError(_too_long(path, 1))
         yield 1, text
         return
-    # Lines are gathered until one ends the document. A slice begins after the first end of a document in it,
-    # and finishes the document that goes over its end.
+    # A slice begins after the first end of a document in it, and goes over its own end to finish the last
+    # document. So each document belongs to one slice.
     is_inside = at == 0
     first = 1
     size = 0
@@ -84,7 +84,7 @@ def cut_documents(
             size += len(line)
             if size > LONGEST_BYTES:
                 raise DataError(_too_long(path, first))
-        # The line ends a document. The slice ends with the document that goes over its end.
+        # Other lines belong to the document that is being gathered.
         if not is_end:
             continue
         if is_inside:
@@ -146,7 +146,7 @@ def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
 
 
 def texts_of_documents(block: TextBlock) -> Texts:
-    """The documents, as texts of one key. One that is not UTF-8 is reported by its bad line."""
+    """Return the documents as texts of one key. A document that is not UTF-8 is reported by its bad line."""
     texts: list[Text] = []
     bad = []
     for first, data in zip(block.numbers, block.contents):

@@ -15,7 +15,7 @@ ANSWERS = ("chosen", "rejected")
 
 
 def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
-    """The conversation with the chosen answer and that with the rejected one. Raises ValueError with what is wrong."""
+    """Return the conversation with the chosen answer and that with the rejected one. Raises ValueError."""
     for name in ANSWERS:
         if name not in record:
             found = ", ".join(map(repr, record)) or "none"
@@ -27,10 +27,10 @@ def pair_of(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         )
     others = {name: record[name] for name in ("tools",) if name in record}
     prompt, *answers = _prompt_and_answers(record.get("prompt"), chosen, rejected)
-    # What both begin with may be all of one.
+    # One conversation may be the beginning of the other.
     for name, answer in zip(ANSWERS, answers):
         if answer == []:
-            raise ValueError(f"{name!r} has no message behind the prompt")
+            raise ValueError(f"{name!r} has no message after the prompt")
     of = lambda answer: conversation_of(
         {"prompt": prompt, "completion": answer, **others}
     )
@@ -52,17 +52,17 @@ def _prompt_and_answers(
 
 
 def _check_has(messages: list, question: str) -> None:
-    """Raises ValueError unless one of the messages that both conversations begin with is this question."""
+    """Raise ValueError unless the question is one of the messages with which both conversations begin."""
     contents = [m.get("content") for m in messages if isinstance(m, dict)]
     if question.strip() not in [str(content).strip() for content in contents]:
         raise ValueError(
-            "'prompt' is a text that is no message of what 'chosen' and 'rejected' begin with. Leave it out, or give "
+            "'prompt' is a text that is not among the messages with which both answers begin. Leave it out, or give "
             "the answers alone, as texts"
         )
 
 
 def _check_kinds(*parts: object) -> None:
-    """Raises ValueError if prompt and answers are not of one kind."""
+    """Raise ValueError if prompt and answers are not of one kind."""
     for kind in (str, list):
         if all(isinstance(part, kind) for part in parts):
             return

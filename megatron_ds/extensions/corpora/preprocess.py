@@ -85,7 +85,7 @@ DEFAULTS = PreprocessOptions()
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenized block: a column for each key; of conversations one, and the loss mask of its tokens, uint8.
+    """A tokenized block: a column for each key. That of conversations has a mask, uint8 [n], 1 for tokens to learn.
 
     doubts: what is probably not meant in its conversations
     """
@@ -142,7 +142,7 @@ def preprocess(
     # Check the files before the tokenizer is loaded, which takes longer.
     keys = options.json_keys
     check_files(paths, keys)
-    # `workers` sets the number of cores.
+    # The library would use all cores in each worker.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = make_tokenizer()
     names = _names(prefix, options, shard)
@@ -150,7 +150,7 @@ def preprocess(
     # A shard that is complete is not made again.
     if shard and (done := _done_before(names, keys, made_from)):
         return done
-    # Read, encode and write the documents block by block.
+    # The input may be larger than memory, so it is processed block by block.
     dtype = dtype_for(tokenizer.vocab_size)
     eod = tokenizer.eod if options.append_eod else None
     encode = partial(encode_block, options=options, eod=eod, dtype=dtype)
@@ -344,7 +344,7 @@ def _column(
     dtype: np.dtype,
     sentences: Splitter | None,
 ) -> Column:
-    """Without sequences that have no tokens. A document without tokens has no end either, as in Megatron."""
+    """Encode the texts of a key. Sequences without tokens are left out; such a document has no end, as in Megatron."""
     counts = np.ones(len(texts), np.int64)
     if sentences is not None:
         rows = [
@@ -353,11 +353,11 @@ def _column(
         counts = np.array([len(row) for row in rows], np.int64)
         texts = [sentence for row in rows for sentence in row]
     ids, lengths = arrays_of(tokenizer, texts)
-    # The document of each sequence.
+    # A document may have several sequences, of which those without tokens are left out.
     document = np.repeat(np.arange(len(counts)), counts)[lengths > 0]
     lengths = lengths[lengths > 0]
     if eod is not None:
-        # The last sequence of each document.
+        # The end of a document follows its last sequence.
         last = np.flatnonzero(np.diff(document, append=len(counts)))
         ids = np.insert(ids, np.cumsum(lengths)[last], eod)
         lengths[last] += 1

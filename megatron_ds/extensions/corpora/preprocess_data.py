@@ -78,7 +78,7 @@ def make_parser() -> Arguments:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, checked together. Raises ConfigError."""
     args = make_parser().parse_args(argv)
-    # Single flags.
+    # Flags are checked before any file is opened.
     for name in ("workers", "log_interval", "partitions", "num_shards"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ConfigError(
@@ -90,7 +90,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "output. Name each key once."
         )
     check_chat(args)
-    # Pairs of flags.
+    # Some pairs of flags contradict each other.
     if args.text_separator is not None and args.text_documents != "file":
         raise ConfigError(
             f"--text-separator {args.text_separator!r} and --text-documents "
@@ -107,7 +107,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "--partitions divides the work of this machine, --num-shards that of many "
             "machines: give only one of them."
         )
-    # Shards on many machines.
+    # A number of shards is needed to make one of them.
     if args.shard_index is not None and (args.num_shards is None or args.ray):
         raise ConfigError(
             "--shard-index chooses one of --num-shards"
@@ -318,7 +318,7 @@ def report(
     outputs = ", ".join(
         output_prefix(prefix, key, args.split_sentences) for key in args.json_keys
     )
-    # A shard that an earlier command finished.
+    # An earlier command has finished the shard.
     if written.done_before:
         logger.info(
             "%s documents, %s tokens, done before: %s",
@@ -327,12 +327,12 @@ def report(
             outputs,
         )
         return
-    # The first bad lines, then their number.
+    # Only the first bad lines are listed.
     for line in written.bad:
         logger.warning("skipped %s", line)
     if written.num_bad:
         logger.warning("skipped %d bad lines in all", written.num_bad)
-    # Conversations that are written, and probably not as they are meant.
+    # Some conversations were written, but probably not as they were meant.
     for reason, doubt in written.doubts.items():
         logger.warning(
             "in %s conversations %s. %s", f"{doubt.number:,}", reason, doubt.sample
@@ -345,7 +345,7 @@ def report(
             len(texts),
             texts[0],
         )
-    # A shard reads its part of the input.
+    # The rate counts the part of the input that a shard reads.
     size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
     rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""
     logger.info(

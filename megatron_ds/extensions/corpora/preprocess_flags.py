@@ -9,7 +9,7 @@ from .plain_text import WHERE
 from .sentences import ABBREVIATIONS, TRAINING_BYTES
 from .text_files import INPUT_HELP
 
-# What a document is.
+# Flags that choose what a document is.
 TEXT: dict[str, dict[str, Any]] = {
     "--input": {
         "nargs": "+",
@@ -68,7 +68,7 @@ TEXT: dict[str, dict[str, Any]] = {
     },
 }
 
-# Records of messages in place of texts.
+# Flags for records of messages in place of texts.
 CONVERSATIONS = {
     "--chat": {
         "action": "store_true",
@@ -97,7 +97,7 @@ CONVERSATIONS = {
     },
 }
 
-# What its tokens are.
+# Flags that choose the tokens.
 TOKENIZER: dict[str, dict[str, Any]] = {
     "--tokenizer-type": {
         "required": True,
@@ -137,7 +137,7 @@ TOKENIZER: dict[str, dict[str, Any]] = {
     },
 }
 
-# Where they go.
+# Flags that name the output.
 OUTPUT = {
     "--output-prefix": {
         "required": True,
@@ -146,7 +146,7 @@ OUTPUT = {
     },
 }
 
-# Which processes and machines do it.
+# Flags that divide the work over processes and machines.
 WORK: dict[str, dict[str, Any]] = {
     "--workers": {
         "type": int,

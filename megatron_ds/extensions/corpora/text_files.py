@@ -125,7 +125,7 @@ def slices_of_shard(
         raise DataError(
             "standard input cannot be cut into shards or partitions: write it to a file first."
         )
-    # The range of this shard, in bytes of all files.
+    # The files are taken as one row of bytes, of which each shard has a range.
     total = sum(map(size_of, paths))
     low = total * index // count
     high = total * (index + 1) // count
@@ -133,7 +133,7 @@ def slices_of_shard(
     before = 0
     for path in paths:
         size = size_of(path)
-        # The part of the file that is inside the range.
+        # The range may begin before the file and end after it.
         start, stop = (min(max(edge - before, 0), size) for edge in (low, high))
         if (
             path == STDIN
@@ -185,7 +185,7 @@ def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> 
 
 
 def _matches(given: str) -> list[str]:
-    """The names that a pattern stands for, which a shell leaves alone in quotes; other names are kept."""
+    """Return the files that match a pattern, which a shell has not replaced if it was quoted; other names are kept."""
     if os.path.lexists(given) or not glob.has_magic(given):
         return [given]
     found = sorted(glob.glob(given, recursive=True))
@@ -228,7 +228,7 @@ def _walk(folder: str) -> Iterator[str]:
 
     for place, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        # vocab.txt and merges.txt are not text to train on.
+        # A folder with a tokenizer.json has vocab.txt and merges.txt, which are no text to train on.
         if "tokenizer.json" in files and place != folder:
             folders.clear()
             continue
@@ -257,7 +257,7 @@ def _read_bytes(
     path = piece.path
     line = 0
     damaged = lambda e: DataError(f"{path} is damaged after line {line}: {e}.")
-    # Read blocks of lines, or of documents of plain text.
+    # Blocks are of lines, or of documents of plain text.
     try:
         with (
             os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -365,7 +365,9 @@ class _ZstFrames(io.RawIOBase):
             self._input = self._input or self._raw.read(ZST_BYTES)
             if not self._input:
                 if self._frame is not None:
-                    raise EOFError("compressed data end in the middle of a frame")
+                    raise EOFError(
+                        "the file was cut off: its last compressed frame is not complete"
+                    )
                 return 0
             self._decompress()
         count = min(len(buffer), len(self._output))

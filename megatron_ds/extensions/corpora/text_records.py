@@ -228,7 +228,7 @@ class _Parquet:
     def _rows(self, part) -> list[tuple] | list[dict]:
         if self._keys is None:
             return part.to_pylist()
-        # One list for each column.
+        # Parquet stores columns, and a record needs rows.
         columns = [part.column(key).to_pylist() for key in self._keys]
         return list(zip(*columns))
 

@@ -23,7 +23,7 @@ from .plan_tables import in_bytes, table
 
 def memory_text(plan: WorldPlan) -> Iterator[str]:
     """Bytes of the rank that needs the most, and of the planned rank."""
-    # What the bytes depend on.
+    # The bytes mean something only with the settings on which they depend.
     o = plan.config.optimizer
     stage = plan.config.zero.stage
     granularity = plan.config.train.recompute_granularity
@@ -35,7 +35,7 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
         f"ZeRO stage {stage}, {o.params_dtype} weights, "
         f"{o.gradient_dtype} gradients, {o.optimizer}, {recomputation}"
     )
-    # One column for each of the two ranks, or one if they are the same.
+    # The planned rank may be the worst one.
     worst = plan.worst
     mine = plan.rank_plan(plan.rank)
     if worst.rank == mine.rank:
@@ -48,8 +48,8 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
     places: dict[str, None] = {}
     for p in plans:
         places |= dict.fromkeys(p.away)
-    # Rows that not every plan has stand below those that they are part of:
-    # they are added where one of the plans has such bytes.
+    # Some rows are part of the row above them, and not every plan has such bytes:
+    # these are added if one of the plans has some.
     add = lambda name, value: rows.append([name, *map(value, plans)])
     for name, value in MEMORY_ROWS:
         add(name, value)
@@ -101,7 +101,7 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
     """Payload of the planned rank in a step: a row for each operation over a group."""
     mine = plan.rank_plan(plan.rank)
     yield f"traffic of a step, payload of rank {plan.rank} (last column: the part sent in a ring):"
-    # The operations, those with the most bytes first.
+    # The operations with the most bytes come first.
     traffic = mine.traffic
     rows = [["operation", "over", "ranks", "count", "bytes", "", "ring"]]
     for key in sorted(traffic.bytes, key=lambda key: -traffic.bytes[key]):
@@ -122,9 +122,9 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
     if len(rows) == 1:
         yield "  none"
         return
-    # Operation and axes are flush left.
+    # The first two columns are words.
     yield from table(rows, left=2)
-    # What all operations send together, and what the busiest rank sends.
+    # The busiest rank shows whether the planned one is typical.
     total = in_bytes(wire_bytes(mine))
     busiest = plan.busiest
     most = in_bytes(wire_bytes(busiest))

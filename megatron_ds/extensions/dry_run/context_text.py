@@ -72,7 +72,7 @@ def _bytes_of_core(
     tokens: int,
     granularity: str | None,
 ) -> float:
-    """Bytes sent by the attention core of one block for one micro-batch, with the kernels of the
+    """Return the bytes that the attention core of a block sends for one micro-batch, with the kernels of the
     planned device."""
     mesh = fake_mesh(plan.grid, plan.rank)
     ctx = parallel_context(config, mesh)
@@ -84,7 +84,7 @@ def _bytes_of_core(
             .data.blank(config.train.micro_batch_size, tokens, where)
             .cut(ctx.slice)
         )
-        # Bytes depend on no pattern.
+        # The bytes do not depend on the pattern of sparse attention.
         core = make_core(model, "attention", ctx, comm_type=comm_type)
         q, k, v = (
             torch.empty(
@@ -102,7 +102,7 @@ def _bytes_of_core(
                 model.query_groups,
             )
         )
-        # What its forward, its recomputation and its backward send is counted.
+        # A recomputed core sends again.
         mesh.traffic.clear()
         if granularity == "full":
             with torch.no_grad():
@@ -115,7 +115,7 @@ def _bytes_of_core(
 
 
 def other_types(config: RunConfig) -> dict[str, RunConfig | str]:
-    """Comm type → the configuration with it for all layers, or why there is none; without the present one."""
+    """Return comm type → the configuration with it for all layers, or why it is impossible; not the present one."""
     found: dict[str, RunConfig | str] = {}
     for comm_type in COMM_TYPES:
         if set(config.parallel.cp_comm_type) == {comm_type}:
@@ -157,7 +157,7 @@ def _divisions(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def context_text(plan: WorldPlan) -> Iterator[str]:
-    """Lines; none for a single context-parallel rank."""
+    """Yield lines; none for a single context-parallel rank."""
     config = plan.config
     cp = plan.grid.cp
     if cp == 1:
@@ -169,7 +169,7 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
         f"context: each of {cp} ranks holds {length // cp:,} of the {length:,} tokens of a sequence, in "
         f"{held}"
     )
-    # The bytes of the chosen communication, and of each that could replace it.
+    # The chosen communication is compared with each that could replace it.
     others = other_types(config)
     sent = {chosen: attention_bytes(plan)} | {
         name: attention_bytes(plan, other)
@@ -179,11 +179,11 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
     divisions = sorted(
         (name for name in sent if name.startswith("a2a+p2p ")), key=sent.__getitem__
     )
-    # Of the divisions, only the best one counts.
+    # Only the best division is of interest.
     sent = {name: count for name, count in sent.items() if name not in divisions[1:]}
     if not sent[chosen]:
         return
-    # One line for all of them, and one for the least.
+    # Impossible communications are listed with their reason.
     listed = [
         f"{in_bytes(count)} by {name}{' (chosen)' if name == chosen else ''}"
         for name, count in sent.items()

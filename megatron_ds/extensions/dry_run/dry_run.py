@@ -44,13 +44,13 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     """Print the plan on rank 0; returns the exit code: 1 if a rank does not fit its device."""
     if launch.rank:
         return 0
-    gc.freeze()  # a schedule is many small objects: each collection would visit those of the imports, too
+    gc.freeze()  # a schedule has many small objects, and each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
     memory = device_memory(config, config.plan.dry_run)
     plan = plan_world(config, config.plan.rank, config.plan.dry_run)
     not_checked = [*unchecked, *_unchecked(config, memory)]
     logger.info("%s", plan_text(plan, not_checked, memory))
-    # Where the peak is larger than the device, what would help.
+    # Remedies take as long as a plan each, so they are sought only if the plan does not fit.
     if memory is None or fits(plan, memory):
         return 0
     logger.info("%s", "\n".join(["", *remedies_text(plan, memory)]))
@@ -58,10 +58,10 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
 
 
 def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
-    """What a launch checks and a plan does not, one line each."""
+    """Yield a line for everything that a launch checks and a plan does not."""
     data = config.data
     checkpoint = config.checkpoint
-    # Files: a plan opens none.
+    # A plan opens no files.
     lists = filter(None, (data.data_args_path, data.per_split_data_args_path))
     given = data.data_path or data.train_data_path or [*lists]
     if given:
@@ -73,7 +73,7 @@ def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
         yield f"write access to {folder}"
     if checkpoint.load:
         yield f"the checkpoint in {checkpoint.load}"
-    # Choices that a launch makes by measuring devices or data.
+    # A launch makes some choices by measuring devices or data.
     if is_automatic(config):
         yield "--zero3-pin-stage auto, which depends on the memory of the devices; planned as off"
     if config.parallel.pipeline_cut == "measured":
@@ -109,8 +109,8 @@ def plan_text(
 
 # ------------------------------------------------------------------ stages and schedule
 def stages_text(plan: WorldPlan) -> Iterator[str]:
-    """How the model is cut: a row for each stage, and the parameters of the model."""
-    # How the layers were divided.
+    """Yield how the model is cut: a row for each stage, and the parameters of the model."""
+    # The shares of cost depend on the rule of the cut, so it is named.
     shares = plan.run.stage_cost_shares()
     config = plan.config
     counted = COUNTED[config.parallel.pipeline_cut]
@@ -122,7 +122,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
         f"stages: {len(plan.stages)} of {len(plan.run.layers)} layers (embedding, "
         f"final norm and head included), {how}"
     )
-    # One row for each stage. The rank is named where a rank has several.
+    # The pipeline rank is named if it has several stages.
     several = len(plan.stages) > plan.grid.pp
     rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
     for stage in plan.stages:
@@ -142,7 +142,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
     title, *lines = table(rows, last_left=True)
     yield title
     yield from in_short(lines, MOST_ROWS)
-    # The size of the model, in which tied weights count once.
+    # Tied weights count once in the size of the model.
     copies = sum(map(_elements, plan.stages)) - plan.parameters
     tied = ""
     if copies:
@@ -179,7 +179,7 @@ def schedule_text(plan: WorldPlan) -> Iterator[str]:
 
 
 def _spread(numbers: Sequence[int]) -> str:
-    """The numbers; of many, the first three and the last two."""
+    """Return the numbers as text; of many only the first three and the last two."""
     texts = list(map(str, numbers))
     if len(texts) <= MOST_ROWS:
         return ", ".join(texts)

@@ -13,6 +13,8 @@ from ...mpu.param_spec import ParamSpec
 from ...planning.rank_plan import RankPlan
 from ...planning.world_plan import WorldPlan
 
+Rows = tuple[int, int, int | None]  # experts, planned rows, most rows
+
 
 def has_experts(config: RunConfig) -> bool:
     """Whether any layer has experts."""
@@ -26,11 +28,11 @@ def expert_parameters(specs: Sequence[ParamSpec]) -> int:
 
 
 def active_parameters(specs: Sequence[ParamSpec], topk: int) -> int:
-    """Elements that one token uses: all, but of experts only `topk`."""
+    """Return the elements that one token uses: all but those of experts, and of these `topk`."""
     used = 0
     for spec in specs:
         if spec.is_split_over("ep"):
-            # Dimension 0 is the experts.
+            # Dimension 0 counts the experts.
             experts = spec.shape[0]
             used += spec.numel // experts * min(topk, experts)
         else:
@@ -38,21 +40,21 @@ def active_parameters(specs: Sequence[ParamSpec], topk: int) -> int:
     return used
 
 
-def expert_rows(config: RunConfig) -> list[tuple[int, int, int | None]]:
+def expert_rows(config: RunConfig) -> list[Rows]:
     """(experts, planned rows, most rows) of a micro-batch on a rank, for layers of each number of experts.
 
-    The most is None where the data do not change the number. Dropless: all tokens of all expert-parallel
-    ranks may choose experts of one rank, each as many as it has or as a token chooses. With a capacity these
-    ranks hold all of some sequences, or, fewer than context-parallel ranks, a part of them.
+    The most is None if the data do not change the number. Without a capacity all tokens of all expert-parallel
+    ranks may choose experts of one rank, each token as many as there are or as it chooses. With a capacity these
+    ranks hold some sequences; if they are fewer than the context-parallel ranks, parts of them.
     """
     model = config.model
     ep = config.parallel.expert_model_parallel_size
     cp = config.grid().cp
-    # Tokens of a micro-batch, of all context-parallel ranks and of one.
+    # Capacities count the tokens of all context-parallel ranks, dispatch those of one.
     whole = config.train.micro_batch_size * model.seq_length
     tokens = whole // cp  # of an expert-parallel rank
     topk = model.moe_router_topk
-    found: list[tuple[int, int, int | None]] = []
+    found: list[Rows] = []
     for experts in numbers_of_experts(config):
         capacity = Capacity.of(model, experts, training=True)
         local = experts // ep
@@ -92,13 +94,13 @@ def flops_of_rank(plan: WorldPlan, layers: Sequence[Layer]) -> float:
 
 
 def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
-    """Lines; none for a model without experts. mine: the plan of the planned rank."""
+    """Yield lines; none for a model without experts. mine: the plan of the planned rank"""
     config = plan.config
     model = config.model
     grid = plan.grid
     if not has_experts(config):
         return
-    # How many experts there are, and how many parameters a token uses.
+    # Layers may have different numbers of experts.
     numbers = numbers_of_experts(config)
     layers = sum(map(bool, model.experts))
     each = ", ".join(f"{n:,}" for n in numbers)
@@ -115,7 +117,7 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
         f"  a token uses {active:,} of the parameters, {share:.1%}; "
         f"experts have {share_of_experts:.1%} of all"
     )
-    # How many rows a rank computes: the planned number, and the largest for any data.
+    # The rows that a rank computes depend on the data: equal loads are planned, and the most is a bound.
     for experts, planned, most in expert_rows(config):
         of = " of a layer"
         if len(numbers) > 1:

@@ -9,8 +9,6 @@ own = partial(Later, __package__)
 FEATURES = [
     Feature(
         "dry_run",
-        provides={
-            "dry run": own(".dry_run:dry_run"),
-        },
+        dry_run=own(".dry_run:dry_run"),
     )
 ]

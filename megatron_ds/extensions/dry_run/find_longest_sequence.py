@@ -43,7 +43,7 @@ MOST_WORDS = 16384
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Search the longest sequence, and print it with its peak."""
-    # Each length is a plan of its own: the flags are parsed again with it.
+    # Each length needs a plan of its own, for which the flags are parsed again.
     args, flags = _parser().parse_known_args(argv)
     flags = without_length(flags)
     given = read(flags)  # without rules, which need a length
@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             world_size=given.plan.world_size or 1,
         )
 
-    # Lengths that the layout allows, and memory that is left for them.
+    # Libraries take a part of the memory.
     unit = length_unit(given, args.multiple_of)
     least, most = length_range(given, unit)
     libraries = _libraries(args, parse_length(least))
-    # The longest length whose peak fits into what libraries leave.
+    # The search makes about ten plans.
     found = longest(
         peak_by_plan(parse_length, args.device),
         bytes_of(args.memory) - libraries,
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is None:
         print(f"not even {least:,} tokens fit in {args.memory}")
         return 1
-    # The answer, what limits it, and the next length.
+    # The next length shows how close the limit is.
     print(f"longest sequence: {found.length:,} tokens, a multiple of {unit:,}")
     print(
         f"  peak of the worst rank {in_bytes(found.peak + libraries)} of {args.memory}, of which libraries "
@@ -106,7 +106,7 @@ def _parser() -> Arguments:
 
 
 def _libraries(args, config: RunConfig) -> int:
-    """Bytes of a process beside its plan: of the most resident memory of a small run, what is not planned."""
+    """Measure the bytes of a process beside its plan: the peak of a small run, without what is planned for it."""
     if args.libraries:
         return bytes_of(args.libraries)
     if args.device != "cpu":

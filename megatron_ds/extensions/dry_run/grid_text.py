@@ -26,7 +26,7 @@ AXES = {
 
 
 def is_tied(plan: WorldPlan) -> bool:
-    """Whether two ranks hold the embedding: the first and the last stage share it from different ranks."""
+    """Whether the first and the last stage share the embedding and are on different ranks."""
     # Stage → pipeline rank.
     placement = plan.run.shape.placement
     ties = not plan.config.model.untie_embeddings_and_output_weights
@@ -41,7 +41,7 @@ def grid_text(
     tied     whether the embedding has a group
     experts  whether the model has any
     """
-    # Sizes of the axes, and the coordinates of the rank.
+    # A single context-parallel rank is not worth a word.
     at = grid.coordinates(rank)
     axes = dict(AXES)
     if grid.cp == 1:
@@ -53,7 +53,7 @@ def grid_text(
         f"grid: {grid.world_size:,} {noun} = {sizes}, "
         f"order {grid.order}; rank {rank} is {where}"
     )
-    # One row for each group of the rank; groups of absent features are left out.
+    # Groups of absent features have no row.
     names = {}
     for axis, noun in axes.items():
         if axis != "dp":
@@ -69,12 +69,12 @@ def grid_text(
         count = grid.world_size // len(ranks)
         rows.append(_group_row(title, ranks, count))
     if tied:
-        # One group in each pipeline.
+        # Each pipeline has one such group.
         ranks = next(g for g in grid.embedding_groups() if rank in g)
         count = grid.world_size // grid.pp
         rows.append(_group_row("tied embedding (embd)", ranks, count))
     yield from table(rows, last_left=True)
-    # The tensor groups as a picture, if there are several.
+    # A picture of a single tensor group shows nothing.
     if grid.pp * grid.dp * grid.cp > 1:
         yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
         yield from _picture(grid, at)
@@ -92,7 +92,7 @@ def _group_row(title: str, ranks: Sequence[int], count: int) -> list[str]:
 
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
     """The tensor groups: a row for each pipeline rank, a column for each data- and context-parallel rank."""
-    # The header: data- and context-parallel coordinates, with gaps in large grids.
+    # Large grids have gaps.
     own = at["dp"] * grid.cp + at["cp"]
     columns = _some(grid.dp * grid.cp, own, 5)
     names = ["dp", "cp"] if grid.cp > 1 else ["dp"]
@@ -106,7 +106,7 @@ def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
         places[i] = {"dp": dp, "cp": cp}
         header.append(" ".join(f"{axis} {places[i][axis]}" for axis in names))
     rows = [header]
-    # A row for each pipeline rank, with the group of the planned rank in brackets.
+    # The group of the planned rank is in brackets.
     for pp in _some(grid.pp, at["pp"], 5):
         if pp is None:
             rows.append(["…"])
@@ -126,7 +126,7 @@ def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
 
 
 def _some(count: int, must: int, most: int) -> list[int | None]:
-    """0 to `count` - 1; if more than `most`, only the first two, `must` and the last; None is a gap."""
+    """Return 0 to `count` - 1; if these are more than `most`, the first two, `must` and the last. None is a gap."""
     chosen: Sequence[int] = range(count)
     if count > most:
         chosen = sorted({0, 1, must, count - 1})

@@ -53,20 +53,20 @@ def longest(
 
     peak_of: not decreasing; called about ten times
     """
-    # All lengths are counted in units.
+    # Only multiples of the unit are tried.
     peak = cache(lambda count: peak_of(count * unit))
     first = -(-least // unit)
     below = first - 1
     last = max(first, most // unit)
     low = below
     high = min(max(first, FIRST_TOKENS // unit), last)
-    # Doubled until one does not fit.
+    # The length is doubled until it does not fit.
     while peak(high) <= memory:
         if high == last:
             return Fit(high * unit, peak(high), None)
         low = high
         high = min(2 * high, last)
-    # Between a length that fits and one that does not: a line through both, or the middle.
+    # A line through a peak that fits and one that does not gives the next guess, or the middle does.
     turn = 0
     while high - low > 1:
         turn += 1
@@ -80,8 +80,8 @@ def longest(
 
 
 def length_unit(config: RunConfig, multiple_of: int = 1) -> int:
-    """The smallest length that the layout and the blocks of attention divide, and its multiples are
-    those that they divide; the common multiple with `multiple_of`. `config` needs no length."""
+    """Return the smallest length that the layout and the blocks of attention can divide, a multiple of
+    `multiple_of`. All others are multiples of it. `config` needs no length."""
     block = attention_layouts().block_length(config.model)
     return lcm(config.sequence_parts, block, multiple_of)
 

@@ -31,7 +31,7 @@ BUFFERS = {
     "NCCL_LL128_BUFFSIZE": 120 * 8 * 640 * 8,
 }
 LIMITS = ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS")
-CHANNELS = 16  # of collectives, where nothing limits them
+CHANNELS = 16  # of collectives, unless something limits them
 CHANNELS_OF_A_PEER = 2  # of messages and all-to-alls
 ALL_TO_ALL = {"all_to_all", "all_to_all_v"}
 MESSAGES = {"send"}
@@ -97,7 +97,7 @@ def communicators(
 
 
 def _ranks(axes: str, grid: Grid, rank: int) -> tuple[int, ...] | str:
-    """The group of a rank over these axes; the name of one that is cut in another way."""
+    """Return the ranks of the group of a rank over these axes, or the name of a group that is cut in another way."""
     names = axes.split("-")
     if not GROUP_AXES.issuperset(names):
         return axes

@@ -20,7 +20,7 @@ def table(
     indent: str = "  ",
     last_left: bool = False,
 ) -> list[str]:
-    """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
+    """Return rows of cells as lines. The first `left` columns, and the last if wanted, are flush left, others right."""
     # A column is as wide as its widest cell.
     columns = max(map(len, rows))
     widths = [0] * columns
@@ -51,7 +51,7 @@ def in_bytes(count: float) -> str:
     while count >= 1023.95 and unit < len(UNITS) - 1:
         count = count / 1024
         unit = unit + 1
-    # Bytes are whole.
+    # A number of bytes has no decimals.
     if unit == 0:
         return f"{count:,.0f} {UNITS[0]}"
     return f"{_four_digits(count)} {UNITS[unit]}"
@@ -73,7 +73,7 @@ def _four_digits(number: float) -> str:
 
 
 def in_short(lines: Sequence[str], most: int) -> list[str]:
-    """About `most` lines at most: a line of dots stands for those in the middle."""
+    """Return about `most` lines at most: a line of dots replaces those in the middle."""
     if len(lines) <= most + 1:
         return list(lines)
     head = (most + 1) // 2

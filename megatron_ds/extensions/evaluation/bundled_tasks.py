@@ -19,7 +19,7 @@ WORDS = 4  # choices of an item
 
 
 def opposites() -> dict[str, Any]:
-    """Multiple choice; the right word is at another place from item to item."""
+    """Make a multiple choice task, with the right word at another place from item to item."""
     pairs = [pair.split() for pair in OPPOSITES]
     items = []
     for number, (word, opposite) in enumerate(pairs):
@@ -44,7 +44,7 @@ def opposites() -> dict[str, Any]:
 
 
 def sentences() -> dict[str, Any]:
-    """Perplexity of a word and a byte."""
+    """Make a task that measures the perplexity of a word and of a byte."""
     items = []
     for pair in OPPOSITES:
         one, other = pair.split()
@@ -61,7 +61,7 @@ def sentences() -> dict[str, Any]:
 
 
 def counting() -> dict[str, Any]:
-    """Exact match of one number after three."""
+    """Make a task of one number after three, which must match exactly."""
     items = [{"text": f"{n - 3}, {n - 2}, {n - 1},", "next": str(n)} for n in NUMBERS]
     return _task(
         "megatron_ds_counting",

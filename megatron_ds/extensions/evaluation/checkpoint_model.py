@@ -37,7 +37,7 @@ from ..generation.model_text import end_tokens
 LOAD = "checkpoint.load"
 DTYPES = ("bf16", "fp16")
 logger = logging.getLogger(__name__)
-# Options of a training that a forward does not read, but the flags of a layout must go with.
+# Options of a training: a forward does not read them, but rules need values that fit the layout.
 DEFAULTS = {
     "micro_batch_size": 1,
     "train_iters": 1,
@@ -81,8 +81,8 @@ def own_flags(
 
 
 def check_flags(rest: Sequence[str]) -> None:
-    """Raises ConfigError for flags of the run that are unknown or damaged: before what the others contradict, since a
-    misspelt flag explains that."""
+    """Raise ConfigError for flags of the run that are unknown or damaged. They come before contradictions, since a
+    misspelt flag may explain these."""
     reject(read_flags(rest).problems)
 
 
@@ -120,7 +120,7 @@ def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
 
 
 def _saved_dtype(folder: str) -> list[Setting]:
-    """The option with which the run in a folder chose its dtype; [] for fp32."""
+    """Return the option by which the run in a folder chose its dtype; [] for fp32."""
     step = latest(folder)
     assert step is not None  # options of its checkpoint were read
     optimizer = saved_config(read_run(folder, step), folder).optimizer
@@ -182,7 +182,7 @@ def built_and_loaded(
         on_all_ranks(world, lambda: check_same_base(start.run, base, config))
     of_others = foreign_checkpoints(config.checkpoint.load)
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
-    # Weights alone: no gradients, no master, no moments.
+    # Only weights are loaded: there are no gradients, masters or moments.
     engine = build_engine(config, mesh, plan_replica(config, mesh), trains=False)
     if base is not None:
         load_base(engine, base)

@@ -79,7 +79,7 @@ def _parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
-    # Megatron's tasks.
+    # Flags of Megatron's tasks.
     add("--task", choices=tuple(TASKS), help="a zero-shot task of Megatron")
     add("--valid-data", type=Path, metavar="FILE", help="the file of --task")
     add(
@@ -98,7 +98,7 @@ def _parser() -> Arguments:
         choices=tuple(DETOKENIZERS),
         help="how separated tokens of the file become text (default: wikitext for WIKITEXT103, else none)",
     )
-    # Tasks of lm-evaluation-harness.
+    # Flags of tasks of lm-evaluation-harness.
     add("--tasks", metavar="A,B", help="names of tasks of lm-evaluation-harness")
     add(
         "--include-path",
@@ -125,7 +125,7 @@ def check(args: argparse.Namespace) -> None:
             f"{given} of --task and --tasks is given. Use --task {' or '.join(TASKS)} with --valid-data FILE, or "
             "--tasks with names of lm-evaluation-harness."
         )
-    # Flags of another kind, and their values.
+    # A flag of the other kind would have no effect.
     chosen = f"--task {args.task}" if args.task else "--tasks"
     for name in dict.fromkeys(chain(*USED.values())):
         value = getattr(args, name)
@@ -145,7 +145,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _set_up_logging(rank: int) -> None:
-    """Log everything on rank 0, and warnings on others; results alone go to standard output."""
+    """Log everything on rank 0, and warnings on others. Standard output gets the results only."""
     set_up_logging(logging.WARNING if rank else logging.INFO, stream=sys.stderr)
 
 

@@ -1,6 +1,6 @@
 """Greedy continuations of texts, by a generator.
 
-Under context parallelism no rank keeps the keys of whole texts. There each step scores one token behind every text,
+Under context parallelism no rank keeps the keys of whole texts. There each step scores one token after every text,
 which costs a forward over the whole text for each token.
 """
 
@@ -30,7 +30,7 @@ def continue_greedily(
     max_length: int,
     ends: frozenset[int] = frozenset(),
 ) -> list[str]:
-    """The continuation of each prompt, which ends also at the end of a document, at another one of the tokens `ends`,
+    """Return the continuation of each prompt. It also ends at the end of a document, at one of the tokens `ends`,
     and after `max_length` tokens in all."""
     stops = ends | {tokenizer.eod}
     if score.generates:
@@ -70,7 +70,7 @@ class _Text:
 
     @property
     def request(self) -> ScoreRequest:
-        """Scores any token at the next place, with which the likeliest one there is found."""
+        """Return a request that scores any token at the next place, since a score names the likeliest one there."""
         return ScoreRequest((*self.prompt.tokens, *self.new, 0), 1)
 
     @property

@@ -78,7 +78,7 @@ class HarnessRun:
         from .harness_model import HarnessModel
 
         ends = end_tokens(self.tokenizer, self.scorer.engine.config.data)
-        # Examples are drawn anew, the same each time.
+        # A seed makes the examples the same each time.
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         with kept_random_states():
@@ -155,7 +155,7 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Inside, code may seed and use the generators of Python, numpy and torch; afterwards they are as before."""
+    """Restore the states of the generators of Python, numpy and torch when the block ends."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

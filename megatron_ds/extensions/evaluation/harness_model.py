@@ -51,7 +51,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context follows: the beginning of a text, or the end of the one before."""
+        """Return the token before a text without context: the beginning of a text, or the end of the last one."""
         return self.beginning[-1] if self.beginning else self.words.eod
 
     def tok_encode(

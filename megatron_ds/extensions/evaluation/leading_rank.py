@@ -30,11 +30,11 @@ class Score:
 
     @property
     def generates(self) -> bool:
-        """Whether the layout has a generator: without context parallelism, where no rank keeps whole texts."""
+        """Whether the layout has a generator: under context parallelism no rank keeps whole texts."""
         return self._scorer.engine.mesh.size("cp") == 1
 
     def with_generator(self, work: Callable[[Generator], T]) -> T:
-        """`work(generator)`, whose steps all ranks take part in."""
+        """Return `work(generator)`; all ranks take part in the steps of the generator."""
         all_gather_object(TEXTS, self._scorer.world)
         generator = Generator(self._scorer.engine)
         try:
@@ -44,9 +44,9 @@ class Score:
 
 
 def lead(scorer: Scorer, work: Callable[[Score], T]) -> T:
-    """`work(score)` of rank 0, whose result or error all ranks have. Collective over the world.
+    """Run `work(score)` on rank 0; all ranks return its result or raise its error. Collective over the world.
 
-    work: called on rank 0 alone; must not communicate but through `score`
+    work: called on rank 0 alone; it may communicate only through `score`
     """
     world = scorer.world
 

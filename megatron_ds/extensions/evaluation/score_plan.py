@@ -37,12 +37,12 @@ class Portion:
 def plan_portions(
     lengths: Sequence[int], ranks: int, tokens: int, multiple: int
 ) -> list[Portion]:
-    """Portions that hold each request once, the longest first: what needs most memory comes first.
+    """Return portions that hold each request once. The longest come first, since they need the most memory.
 
     lengths   tokens that the model reads of each request
     ranks     that read different samples
     tokens    of a micro-batch at most, unless one row has more
-    multiple  the length of each portion is one of it, as the parts of sequences require
+    multiple  the length of each portion is a multiple of it, as the parts of sequences require
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     portions = []

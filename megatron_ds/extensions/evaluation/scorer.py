@@ -98,7 +98,7 @@ class Scorer:
         ends = torch.tensor([r.scored for r in requests], dtype=torch.int64).cumsum(0)
         total = int(ends[-1]) if requests else 0
         found = torch.zeros(2, total, device=mesh.device)
-        # Micro-batches of this rank, in rounds that every schedule can run.
+        # A round has as many micro-batches as every schedule can run.
         portions = plan_portions(
             [request.inputs for request in requests],
             mesh.samples.size,
@@ -109,7 +109,7 @@ class Scorer:
             for first in range(0, len(portions), self._round):
                 part = portions[first : first + self._round]
                 self._run(part, requests, ends, found)
-        # Each number is on one rank, and zero on all others.
+        # Each number is on one rank and is zero on all others, so the sum is the number.
         all_reduce_(found, self.world)
         parts = to_host(found, self.world).split(
             [request.scored for request in requests], dim=1
@@ -171,7 +171,7 @@ def _batch(
 ) -> tuple[Batch, Tensor]:
     """(the whole micro-batch of a rank, int64 [rows, length]: the place of each score, -1 without one).
 
-    Rows are filled up behind their text, where no position attends to.
+    Rows are filled up after their text: no position attends to what comes later.
     """
     shape = portion.rows, portion.length
     tokens = torch.zeros(shape, dtype=torch.int64)

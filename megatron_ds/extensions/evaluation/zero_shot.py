@@ -1,7 +1,7 @@
 """Megatron's zero-shot tasks: the perplexity of a long text, and the last words of passages.
 
 WIKITEXT103   one text, read in windows that overlap: each token is predicted once, from at least
-              seq_length - stride tokens before it (of the first window, from those that there are)
+              seq_length - stride tokens before it (in the first window, from fewer)
 LAMBADA       JSON lines with "text": is the last word the likeliest one? (Paperno et al. 2016,
               arXiv:1606.06031)
 """
@@ -45,7 +45,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class LastWords:
-    """How many passages end as the model would end them. shortened: lost their beginning, to fit the model."""
+    """How many passages end as the model would end them. shortened: passages that lost their beginning, to fit."""
 
     correct: int
     passages: int
@@ -68,9 +68,9 @@ def perplexity(total: float, tokens: int, words: int) -> Perplexity:
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> list[ScoreRequest]:
-    """A long text as requests that read at most `length` tokens, the next one `stride` tokens further on.
+    """Cut a long text into requests that read at most `length` tokens, each `stride` tokens further on.
 
-    The first scores all that it predicts, the others their last `stride` tokens, and the last what is left.
+    The first one scores all that it predicts, others their last `stride` tokens, and the last one the rest.
     """
     found = []
     done = 0
@@ -168,7 +168,7 @@ def last_word(
     if len(words) < 2:
         return [], []
     before = text[: text.rfind(words[-1])].strip()
-    # Only the text before begins with the tokens that some tokenizers put in front.
+    # Some tokenizers put tokens in front of a text, which the target must not have.
     return [*text_ids(tokenizer, before)], plain_ids(tokenizer, f" {words[-1]}")
 
 

@@ -47,12 +47,12 @@ class CachedKeys:
     ) -> tuple[Tensor, Tensor]:
         """Write k and v [s, 1, g, d] of a layer to places [s]; return those of all rows, [rows + 1, length, g, d]."""
         if name not in self._layers:
-            # Hidden values count 0 times, which must be numbers.
+            # Attention multiplies hidden values by 0, which gives 0 only if they are finite.
             shape = (self.rows + 1, self.length, *k.shape[2:])
             try:
                 self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
             except RuntimeError as error:
-                # On CPUs a lack of memory has no class of its own; the message repeats torch's reason.
+                # On CPUs a lack of memory is a RuntimeError as any other, so the message repeats torch's reason.
                 size = 2 * math.prod(shape) * k.itemsize
                 raise self._too_large(size, error) from error
             self._flat[name] = tuple(t.flatten(0, 1) for t in self._layers[name])
@@ -69,8 +69,8 @@ class CachedKeys:
         )
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget the tokens of some rows: keys that are no numbers would spoil the next text there, which counts
-        hidden values 0 times."""
+        """Forget the tokens of some rows: keys that are not finite would spoil the next text there, since attention
+        multiplies hidden values by 0."""
         for tensors in self._layers.values() if rows else ():
             for tensor in tensors:
                 tensor[rows] = 0

@@ -8,7 +8,7 @@ from ..chat.conversation import Message
 from ..chat.template import ChatTemplate
 from .model_text import rendered_ids
 
-PROBE = "probe"  # an answer that shows what the template writes behind one
+PROBE = "probe"  # an answer that shows what the template writes after it
 
 
 class ChatTurns:
@@ -34,18 +34,18 @@ class ChatTurns:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer: the ends of a text, and a special token behind an answer."""
+        """Return the tokens that end an answer: those that end a text, and a special token that follows an answer."""
         return self._ends.union(self._special_end)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end an answer, where its end is no special token."""
+        """Return the strings that end an answer if no special token does."""
         end = self._end.strip()
         return (end,) if end and not self._special_end else ()
 
     @cached_property
     def _end(self) -> str:
-        """What the template writes behind an answer."""
+        """Return what the template writes after an answer."""
         chat = [
             {"role": "user", "content": PROBE},
             {"role": "assistant", "content": PROBE},

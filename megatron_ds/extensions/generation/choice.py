@@ -29,7 +29,7 @@ NO_TOKEN = -1  # where logits are no numbers, or all tokens are forbidden
 class Pick:
     """What is wanted of a row of logits.
 
-    given      the token that follows, whose log-probability is wanted; None: the next token is chosen
+    given      the token that follows, if only its log-probability is wanted; None: the next token is chosen
     step       number of tokens chosen before
     forbidden  tokens that are not chosen
     seen       different tokens of the text, for the repetition penalty; none where that is 1
@@ -44,7 +44,7 @@ class Pick:
 
     @property
     def draws(self) -> bool:
-        """Whether the token is drawn, not given and not the likeliest one."""
+        """Whether the token is drawn at random."""
         return self.given is None and self.sampling.temperature > 0
 
 
@@ -56,11 +56,11 @@ def choose(logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
     """
     logits = logits.float()
     tokens = _tokens(logits, picks).unsqueeze(1)
-    # Greedy and sampled texts need no more.
+    # Without log-probabilities the token is all that is wanted.
     if all(pick.alternatives is None for pick in picks):
         nothing = tokens.new_zeros(len(picks), 1 + 2 * most)
         return torch.cat([tokens, nothing], dim=1).double()
-    # Log-probabilities of the model's own distribution.
+    # Log-probabilities are those of the model, before temperature, limits and penalties.
     log_probs = logits.double().log_softmax(-1)
     likeliest = log_probs.topk(most)
     own = log_probs.gather(1, tokens.clamp(min=0))
@@ -73,14 +73,14 @@ def _tokens(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
     scores = _without_forbidden(_penalized(logits, picks), picks)
     largest, tokens = scores.max(-1)
     tokens = tokens.masked_fill(~largest.isfinite(), NO_TOKEN)
-    # Rows that draw.
+    # Only rows that draw need random numbers.
     drawing = [row for row, pick in enumerate(picks) if pick.draws]
     if drawing:
         rows = on_device(torch.tensor(drawing), device)
         drawn = _drawn(scores[rows], [picks[row] for row in drawing])
         chosen = torch.where(tokens[rows] == NO_TOKEN, NO_TOKEN, drawn)
         tokens = tokens.index_copy(0, rows, chosen)
-    # Rows whose token is known.
+    # A token that is given counts whatever the model prefers.
     given = {}
     for row, pick in enumerate(picks):
         if pick.given is not None:
@@ -134,7 +134,7 @@ def _drawn(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
     device = scores.device
     samplings = [pick.sampling for pick in picks]
     temperatures = [sampling.temperature for sampling in samplings]
-    # Differences from the largest score, as its quotient with a small temperature may be infinite.
+    # Scores are differences from the largest one: its quotient with a small temperature may be infinite.
     scores = scores.double()
     scores = (scores - scores.amax(-1, keepdim=True)) / column(temperatures, device)
     probabilities = limited(scores, samplings).softmax(-1)

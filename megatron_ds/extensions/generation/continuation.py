@@ -51,13 +51,13 @@ class TextGenerator:
         self, requests: Sequence[TextRequest], found: Sequence[Continuation]
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of a request, what follows its text) and keep the continuations in `found` up to date."""
-        # Requests and their texts, by number.
+        # The generator names requests by numbers.
         generator = self.generator
         under_way = {}
         for index, asked in enumerate(requests):
             stream = TextStream(self._tokenizer, asked.request.tokens, asked.stops)
             under_way[generator.add(asked.request)] = index, asked.request, stream
-        # Until all are over; a stop string ends a text before the generator does.
+        # A stop string ends a text before the generator does.
         while under_way:
             for number, event in generator.step():
                 if number not in under_way:  # cancelled in the step before
@@ -81,7 +81,7 @@ def _extend(
     token: GeneratedToken,
     request: GenerationRequest,
 ) -> str:
-    """Add a token to a continuation; the text that is certain with it."""
+    """Add a token to a continuation. Return the text that is certain with it."""
     grown.tokens.append(token)
     grown.finish = token.finish
     new = "" if token.token in request.stop_tokens else stream.add(token.token)

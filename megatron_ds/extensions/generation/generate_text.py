@@ -76,7 +76,7 @@ def parse_arguments(
     """(the flags of the command, those of the run). Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    # The checkpoint and the prompts.
+    # Flags that choose the checkpoint and the prompts.
     add("--load", type=place_of, required=True, help="folder of a checkpoint")
     add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
     add(
@@ -98,7 +98,7 @@ def parse_arguments(
         metavar="FILE",
         help="Jinja template of --chat; default: that of the tokenizer",
     )
-    # The text.
+    # Flags that choose the tokens and the end of a text.
     for flag, (kind, default, meaning) in LIMITS.items():
         add(flag, type=kind, default=default, help=f"{meaning} (default {default})")
     add("--greedy", action="store_true", help="the same as --temperature 0")
@@ -114,7 +114,6 @@ def parse_arguments(
         action="store_true",
         help="continue after the end-of-document token",
     )
-    # What is printed.
     add("--json", action="store_true", help="print a line of JSON for each prompt")
     add(
         "--logprobs",

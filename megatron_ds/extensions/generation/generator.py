@@ -126,20 +126,20 @@ class Generator:
         return not self._added and self._seating.is_idle
 
     def step(self) -> list[Event]:
-        """(number, token) of each request under way, which have one token more; [] when idle. In place of a token
-        stands the error that ended a request alone: the model has no token for it. Rank 0; collective over the
+        """Generate a token of each request under way; return (number, token) of each, [] when idle. In place of a token
+        an error ends a single request, for which the model has no token. Rank 0; collective over the
         world with the others in `follow`, also when idle, so that they see that the leader is alive."""
         orders = Orders(tuple(_taken(self._added)), tuple(_taken(self._cancelled)))
         all_gather_object(orders, self._world)
         return self._advance(orders)
 
     def prompt_scores(self, number: int) -> list[GeneratedToken]:
-        """The prompt's tokens of a request with `scores_prompt`, once: from the step on that returned its first
+        """Return the prompt's tokens of a request with `scores_prompt`, once, after the step that returned its first
         new token. Rank 0."""
         return self._prompt_scores.pop(number)
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[GeneratedToken]]:
-        """The tokens of each request, all to their end. Rank 0, with the others in `follow`. Raises CallError where
+        """Return all tokens of each request. Rank 0, with the others in `follow`. Raises CallError if
         the model has no token for one."""
         numbers = [self.add(request) for request in requests]
         texts: dict[int, list[GeneratedToken]] = {number: [] for number in numbers}
@@ -162,7 +162,7 @@ class Generator:
             all_gather_object(None, self._world)
 
     def _advance(self, orders: Orders) -> list[Event]:
-        """One step of all ranks, which have the same seating and get the same tokens."""
+        """Make a step of all ranks, which have the same seating and get the same tokens."""
         # Texts that are over leave, and others take their rows.
         seating = self._seating
         seating.follow(orders)
@@ -175,7 +175,7 @@ class Generator:
                 if rank == mine:
                     self._cached.move(*move)
         new = seating.admit()
-        # Every rank knows the micro-batches of all, and so the order of what is found.
+        # Every rank knows the micro-batches of all ranks, and so the order of their results.
         stages = self._engine.mesh.size("pp")
         parts = [
             plan(texts, fresh, stages, self._prompt_tokens)
@@ -210,14 +210,14 @@ class Generator:
         """fp64 [r, 2 + 2n] on the CPU, rows of `choose` for what all data-parallel ranks pick, in order."""
         mesh = self._engine.mesh
         mine = mesh.samples.rank
-        # Where the numbers of this rank stand.
+        # The results of this rank follow those of the ranks before it.
         counts = [len(of_rank) for of_rank in picked]
         picks = [[pick for _, pick in of_rank] for of_rank in picked]
         most = max(p.alternatives or 0 for of_rank in picks for p in of_rank)
         found = torch.zeros(
             sum(counts), 2 + 2 * most, dtype=torch.float64, device=mesh.device
         )
-        # All pipelines run as many micro-batches.
+        # All pipelines run the same number of micro-batches.
         blank = [BatchPart()] * (max(map(len, parts)) - len(parts[mine]))
         with places.phase(places.EVALUATING):
             logits = self._logits([*parts[mine], *blank])
@@ -226,7 +226,7 @@ class Generator:
                 if mesh.coordinate("tp") == 0:
                     first = sum(counts[:mine])
                     found[first : first + len(own)] = own
-        # Each number is on one rank, and zero on all others.
+        # Each number is on one rank and is zero on all others, so the sum is the number.
         all_reduce_(found, self._world)
         return to_host(found, self._world)
 
@@ -235,7 +235,7 @@ class Generator:
         engine = self._engine
         multiple = engine.batches.part.parts
         device = engine.mesh.device
-        # Tensors that later batches share with a training are made by prompts alone.
+        # Only prompts make tensors that a training shares, and inference mode would forbid these to it.
         is_apart = not self._trains and not any(part.is_new for part in parts)
         with torch.inference_mode(is_apart):
             batches = [make_batch(p, self._cached, multiple, device) for p in parts]
@@ -272,7 +272,7 @@ class Generator:
         return events
 
     def _scores_of(self, text: Text) -> list[GeneratedToken]:
-        """The scores of the prompt's tokens so far. The first token has no probability."""
+        """Return the scores of the prompt's tokens so far. The first token has no probability."""
         first = GeneratedToken(text.request.tokens[0])
         return self._prompt_scores.setdefault(text.number, [first])
 
@@ -327,7 +327,7 @@ def _token(
 
 
 def _taken(queue: deque) -> Iterator:
-    """Empty a queue, to which another thread may append."""
+    """Take all elements of a queue to which another thread may append."""
     while queue:
         yield queue.popleft()
 

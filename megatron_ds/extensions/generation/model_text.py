@@ -27,14 +27,14 @@ def beginning_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that follows another one: without those that begin a text."""
+    """Return the ids of a text that follows another one, without those that begin a text."""
     (ids,) = tokenizer.encode_batch([text])
     begin = beginning_of(tokenizer)
     return ids[len(begin) :] if ids[: len(begin)] == begin else ids
 
 
 def rendered_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The ids of a text of a chat template, which itself writes what begins a text."""
+    """Return the ids of a text of a chat template, which itself writes the beginning of a text."""
     (ids,) = tokenizer.encode_batch([text])
     return tuple(ids)
 
@@ -49,13 +49,13 @@ def end_tokens(tokenizer: Tokenizer, data: DataConfig) -> frozenset[int]:
     """The tokens that end a text: the end of a document, and those that the files beside the tokenizer name. Raises
     DataError for a file that is damaged."""
     named = _named_ends(data.tokenizer_model or data.vocab_file)
-    # An id behind the vocabulary is that of no token, so that no text ends with it.
+    # An id beyond the vocabulary ends no text.
     known = [number for number in named if number < tokenizer.vocab_size]
     return frozenset((tokenizer.eod, *known))
 
 
 def _named_ends(place: str | None) -> list[int]:
-    """The ids in a folder, or beside a file. As transformers does, of the model's own settings only where there are
+    """Return the ids in a folder, or beside a file. As in transformers, settings of the model count only if there are
     none of generation."""
     if place is None:
         return []

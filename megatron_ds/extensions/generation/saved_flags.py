@@ -26,7 +26,7 @@ def saved_flags(
     if not _names(given, LAYOUT):
         flags += ["--tensor-model-parallel-size", str(world_size)]
     saved = _saved(load, iteration)
-    # The kind goes with files of the same tokenizer elsewhere.
+    # A user may name the files of the same tokenizer in another place: its kind stays.
     kind = saved.get("data", {}).get("tokenizer_type")
     if (
         kind

@@ -12,7 +12,7 @@ from .requests import GenerationRequest
 
 @dataclass(eq=False)
 class Text:
-    """A request under way. new: the tokens generated so far; is_alone: its prompt is read beside no other."""
+    """A request under way. new: the tokens generated so far; is_alone: its prompt has a micro-batch of its own."""
 
     number: int
     request: GenerationRequest
@@ -38,7 +38,7 @@ class Text:
         return self.request.stop_tokens if is_early else frozenset()
 
     def add(self, token: int) -> str | None:
-        """Append a token; how the text ends with it, as `GeneratedToken.finish`."""
+        """Append a token. Return how the text ends with it, as `GeneratedToken.finish`."""
         self.new.append(token)
         finish = "length" if len(self.new) == self.request.max_new_tokens else None
         if token in self.request.stop_tokens:
@@ -69,7 +69,7 @@ class Seating:
         return not self.waiting and not any(self.seated)
 
     def follow(self, orders: Orders) -> None:
-        """Add and cancel requests. A number that is not known is over already."""
+        """Add and cancel requests. One that is not known has ended already."""
         self.waiting += (Text(*added) for added in orders.added)
         gone = set(orders.cancelled)
         if not gone:
@@ -79,8 +79,8 @@ class Seating:
             text.is_over |= text.number in gone
 
     def fail(self, text: Text) -> bool:
-        """End a text for which the model has no token. Returns False where it begins again: numbers that are none
-        may have come from another prompt beside its own, as 0 times infinity is no number."""
+        """End a text for which the model has no token. Return False if it begins again: values that are not finite
+        may have come from another prompt of the micro-batch, as 0 times infinity is NaN."""
         text.is_over = True
         text.has_failed = True
         if text.is_alone or text.new:
@@ -109,7 +109,7 @@ class Seating:
         return moves
 
     def admit(self) -> list[list[Text]]:
-        """Seat texts that wait, behind the others, while there is room: those of each rank that are new."""
+        """Give rows to texts that wait, after the others, while there is room. Return the new texts of each rank."""
         new: list[list[Text]] = [[] for _ in self.seated]
         while self.waiting:
             rank = min(range(len(new)), key=lambda r: len(self.seated[r]))

@@ -24,7 +24,7 @@ class TextStream:
         self._decode = tokenizer.decode
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens = list(prompt[-CONTEXT:])
-        # Tokens whose text is known: without those of a character that is not whole yet.
+        # Number of tokens whose text is known, without those of a character that is not complete.
         self._known = len(self._tokens)
         while self._decode(self._tokens[: self._known]).endswith(BROKEN):
             self._known -= 1
@@ -38,19 +38,19 @@ class TextStream:
         return self._text
 
     def add(self, token: int) -> str:
-        """The further text that is certain with a token: whole characters, without the beginning of a stop
+        """Return the text that is certain with a further token: whole characters, without the beginning of a stop
         string. `is_stopped` is true from the token on that completes one."""
         self._tokens.append(token)
         self._read(len(self._tokens) - self._known > MOST_PARTS)
         return self._give(len(self._text) - self._held())
 
     def finish(self) -> str:
-        """The rest of the text, where no more tokens follow."""
+        """Return the rest of the text when no more tokens follow."""
         self._read(True)
         return self._give(len(self._text))
 
     def _read(self, is_forced: bool) -> None:
-        """Append the text of new tokens, decoded behind those before them, and cut at a stop string."""
+        """Append the text of new tokens, decoded together with those before them, and cut it at a stop string."""
         known = self._decode(self._tokens[: self._known])
         now = self._decode(self._tokens)
         if self.is_stopped or now.endswith(BROKEN) and not is_forced:

@@ -50,7 +50,7 @@ def plan(
     for group in _groups(new, most):
         made.append(BatchPart(tuple(group), row))
         row += len(group)
-    # The texts in nearly equal parts.
+    # Nearly equal parts keep all stages of a pipeline busy.
     parts = min(parts, old)
     for part in range(parts):
         first = old * part // parts
@@ -60,7 +60,7 @@ def plan(
 
 
 def _groups(texts: Sequence[Text], most: int) -> list[list[Text]]:
-    """Consecutive texts whose prompts have no more tokens together, or a text alone."""
+    """Group consecutive texts: the prompts of a group have at most `most` tokens, unless it is a single one."""
     groups: list[list[Text]] = []
     room = 0
     for text in texts:
@@ -76,7 +76,7 @@ def _groups(texts: Sequence[Text], most: int) -> list[list[Text]]:
 def make_batch(
     part: BatchPart, cached: CachedKeys, multiple: int, device: torch.device
 ) -> Batch:
-    """The micro-batch, on the device. multiple: its number of tokens is one of this number."""
+    """Return the micro-batch, on the device. Its number of tokens is a multiple of `multiple`."""
     row = _row_of(part, cached)
     # Tokens that belong to no text fill it up.
     count = len(row.tokens)
@@ -153,7 +153,7 @@ def _wanted(part: BatchPart) -> list[int]:
 
 
 def _prompt_picks(text: Text) -> list[Pick]:
-    """The prompt's tokens but the first, if they are scored."""
+    """Yield a pick for each token of the prompt but the first, if they are scored."""
     request = text.request
     if not request.scores_prompt:
         return []

@@ -28,7 +28,7 @@ def column(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 def limited(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The scores within the limits of all rows. A limit that no row has costs nothing."""
+    """Return the scores within the limits of all rows. A limit that no row has costs nothing."""
     for name, limit in LIMITS.items():
         numbers = [getattr(sampling, name) for sampling in samplings]
         if any(number != limit.none for number in numbers):
@@ -40,7 +40,7 @@ def limit_top_k(scores: Tensor, numbers: Sequence[float]) -> Tensor:
     """Keep the k largest scores of each row; k = 0: all."""
     most = min(int(max(numbers)), scores.shape[1])
     best = scores.topk(most).values
-    # The smallest score that is kept, of rows with a limit.
+    # Scores below the k-th one are left out.
     k = column(numbers, scores.device).long()
     last = (k - 1).clamp(0, most - 1)
     least = best.gather(1, last)
@@ -53,10 +53,10 @@ def limit_top_p(scores: Tensor, numbers: Sequence[float]) -> Tensor:
     p = column(numbers, scores.device)
     probabilities = scores.softmax(-1)
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    # What the likelier tokens hold already.
+    # The probability that the likelier tokens hold together.
     before = ordered.cumsum(-1) - ordered
     is_late = (before >= p) & (p < 1)
-    # From the order of probabilities to that of the vocabulary.
+    # The order is still that of the probabilities, and has to be that of the vocabulary.
     is_out = is_late.scatter(1, order, is_late)
     return scores.masked_fill(is_out, OUT)
 

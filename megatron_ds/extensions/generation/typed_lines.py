@@ -19,7 +19,7 @@ def typed_lines(
     is_over = False
     while not is_over:
         ask()
-        # One line, or what is before the end.
+        # The last line may have no end.
         while b"\n" not in unread and not is_over:
             while not select.select([file], [], [], 1.0)[0]:
                 wait()

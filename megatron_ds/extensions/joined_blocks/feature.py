@@ -7,10 +7,5 @@ from ...features import Feature, Later
 own = partial(Later, __package__)
 
 FEATURES = [
-    Feature(
-        "joined_blocks",
-        provides={
-            "joined block": own(".joined_block:Join"),
-        },
-    )
+    Feature("joined_blocks", layers=own(".joined_run:with_joined_blocks")),
 ]

@@ -110,7 +110,7 @@ class RankProcess:
         self._reader.start()
 
     def read_to_end(self) -> None:
-        """Wait until all its output is read. The rank has ended; a child of it may hold the pipe longer."""
+        """Wait until all its output is read, at most LAST_OUTPUT_SECONDS after its end: a child may hold the pipe."""
         assert self.ended is not None, f"rank {self.number} runs"
         self._reader.join(
             timeout=max(0.0, self.ended + LAST_OUTPUT_SECONDS - time.time())
@@ -118,7 +118,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process that trains: the one that was started, or one that this has started."""
+        """Return the id of the process that trains: the one that was started, or a child of it."""
         read = read_places(self.places, newest_only=True)
         with contextlib.suppress(OSError):
             if read and os.getsid(read.rank["pid"]) == self.process.pid:
@@ -138,7 +138,7 @@ class RankProcess:
             os.killpg(self.process.pid, number)
 
     def failure(self) -> Failure:
-        """Its report. The rank has ended."""
+        """Return the report of the rank, which has ended."""
         self.read_to_end()
         error = _recorded_error(self.error_file)
         lines = b"".join(self.last).decode(errors="replace")
@@ -156,7 +156,7 @@ class RankProcess:
         )
 
     def print_stacks(self) -> None:
-        """Have the rank print its stacks, if it is one of this package: others would end by the signal."""
+        """Have the rank print its stacks, if it is one of this package: the signal would end another program."""
         if self.poll() is None and read_places(self.places, newest_only=True):
             self._mark = f"[rank {self.number}] ".encode()
             with contextlib.suppress(ProcessLookupError):
@@ -208,7 +208,7 @@ class Node:
         self._record_end: float | None = None  # until which ranks write their records
 
     def run(self, listens: bool = False) -> int:
-        """Start the ranks and wait for their end; the exit code of the node.
+        """Start the ranks, wait for their end, and return the exit code of the node.
 
         listens: signals come by this process's input, too
         """
@@ -250,7 +250,7 @@ class Node:
         self._send_held()
 
     def _report_no_start(self, error: ConfigError | CommunicationError) -> None:
-        """Print the failure of the first rank of this node, of which another start would mend the second kind alone."""
+        """Print the failure of the first rank of this node. Another start may mend a CommunicationError only."""
         first = next(self.job.ranks(self.host))
         failure = Failure(
             rank=first.rank,
@@ -277,24 +277,24 @@ class Node:
                 self._end()
             if all(code is not None for code in codes):
                 break
-            # A connection finds by these lines that the launcher is gone.
+            # A connection that cannot send these lines notices that the launcher is gone.
             if time.monotonic() > next_look:
                 next_look = time.monotonic() + REPORT_SECONDS
                 report = watch.look() if self.job.hang_seconds else None
                 _print_line(report or NodeReport(self.host))
             if self._record_end is not None:
                 self._end_hanging(self._record_end)
-            # The launcher is gone, or the time is over.
+            # Without a launcher nothing else would end the ranks.
             if self._end_time is None and _reader_is_gone():
                 self._end()
             if self._end_time is not None:
                 if time.time() > self._end_time + self.job.grace_seconds:
                     self._send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        # Their last words: threads end with this process, and what they have not read yet would be lost.
+        # The threads that read output end with this process, and what they have not read yet would be lost.
         for rank in self.ranks:
             rank.read_to_end()
-        # What ranks did last, unless all ended well.
+        # By the last report the launcher learns that the node has ended.
         _print_line(watch.look(is_last=True) or NodeReport(self.host, is_last=True))
         if any(codes):
             for rank in self.ranks:
@@ -304,7 +304,7 @@ class Node:
         return first.exit_code if first else max(abs(code or 0) for code in codes)
 
     def _report(self) -> Failure | None:
-        """Print the first failure of this node, of the ranks that did not end on request."""
+        """Print and return the first failure of this node, without ranks that ended on request."""
         found = [
             rank.failure()
             for rank in self.ranks
@@ -320,7 +320,7 @@ class Node:
         return self._end_time is None or rank.ended < self._end_time
 
     def _end(self) -> None:
-        """Ask all ranks to stop; they are killed after the grace period."""
+        """Ask all ranks to stop; `_supervise` kills them after the grace period."""
         if self._end_time is None:
             self._end_time = time.time()
             self._send(signal.SIGTERM)
@@ -356,7 +356,7 @@ class Node:
             self._held.append(number)
 
     def _send_held(self) -> None:
-        """All ranks have started: they get the signals that came meanwhile."""
+        """Send the signals that came before all ranks had started."""
         held = self._held or []
         self._held = None
         for number in held:
@@ -370,7 +370,7 @@ class Node:
 
 
 def _check_address(host: str, address: str) -> None:
-    """Raises CommunicationError where this host does not find rank 0 by its name: ranks would wait in silence."""
+    """Raise CommunicationError if this host does not find rank 0 by its name: ranks would wait in silence."""
     if problem := unresolved(address):
         raise CommunicationError(
             f"no rank can be started on {host}: {problem}. Give --master_addr an address of rank 0's host that all "
@@ -409,7 +409,7 @@ def _log_file(job: Job, rank: Rank) -> BinaryIO | None:
 def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:
     """Print the line of a report, if there is one; the reader of the output may be gone."""
     if report is not None:
-        # One write: a line of a rank, which another thread passes on, cannot come between.
+        # With a single write no line of a rank, which another thread passes on, can come between.
         line = f"{report.line(*arguments)}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.buffer.write(line.encode())
@@ -417,7 +417,7 @@ def _print_line(report: Failure | NodeReport | None, *arguments: float) -> None:
 
 
 def _time_of_error(recorded: float, ended: float) -> float:
-    """When a rank failed, in seconds since 1970. recorded: in whole seconds, 0 for nothing; later than the end
+    """Return when a rank failed, in seconds since 1970. recorded: in whole seconds, 0 for nothing; later than the end
     for an error that follows from that of another rank."""
     if not recorded:
         return ended
@@ -434,7 +434,7 @@ class _Recorded:
 
 
 def _recorded_error(path: Path) -> _Recorded:
-    """The error in torchrun's error file; one without a message where there is none."""
+    """Return the error in torchrun's error file; without the file, an error without a message."""
     try:
         message = json.loads(path.read_text())["message"]
         if isinstance(message, str):
@@ -450,14 +450,14 @@ def _recorded_error(path: Path) -> _Recorded:
 
 
 def _reader_is_gone() -> bool:
-    """Whether nothing reads this process's output any more; never of a file or terminal."""
+    """Whether nothing reads this process's output any more; False for a file or terminal."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def host_of(job: Job, given: str, environ: Mapping[str, str]) -> str:
-    """The host of the job that this node is: by the given name or number, else by what Slurm or Open MPI set.
+    """Return which host of the job this node is: by the given name or number, else by what Slurm or Open MPI set.
 
     Raises ConfigError if the job has none of these.
     """

@@ -63,7 +63,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TunedProgram:
-    """The launcher's own words, and the script with its arguments, one of which is the path of a JSON."""
+    """A program to tune: the launcher's own words, and the script with its arguments, among them the path of a JSON."""
 
     own: Sequence[str]
     words: Sequence[str]
@@ -112,7 +112,7 @@ def _loaded(path: str, flag: str) -> Mapping[str, Any]:
 def autotune(
     program: TunedProgram, mode: str, say: Callable[[str], None] = print
 ) -> int:
-    """Make the trials; the exit code of the program with the best JSON in mode "run", else 0.
+    """Make the trials. Return the exit code of the program with the best JSON in mode "run", else 0.
 
     Raises ConfigError for a wrong mode or block, for folders that are not to be overwritten, and where no trial
     succeeds.
@@ -129,7 +129,7 @@ def autotune(
             f"autotuning: none of the {len(trials)} trials succeeded. Their output is in {results}; start with the "
             "stderr.log of the first."
         )
-    # The best one, and what leads to it.
+    # The best settings stay in a folder, so that they can be used without another search.
     best = max(done, key=lambda trial: score(trial, metric))
     settings = settings_of(program, best)
     settings.pop("autotuning", None)
@@ -145,7 +145,7 @@ def autotune(
 
 
 def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
-    """What `autotune` would do, for --dry-run: no trial is started, and no folder is touched.
+    """Return what `autotune` would do, for --dry-run: no trial is started, and no folder is touched.
 
     program  as for `autotune`
     mode     "tune" or "run"
@@ -156,8 +156,8 @@ def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
     results, exps = _places(program.tuning)
     steps = _steps(program.config)
     yield f"--autotuning {mode} would make these trials; --dry-run starts none:"
-    # The trials, as far as they follow from the JSON alone: the number of ranks, by which the batch
-    # grows, is known after the first.
+    # Only the limits in the JSON apply here: the number of ranks, by which the batch
+    # grows, is known after the first trial.
     largest = program.tuning.get("max_train_batch_size")
     sizes = [
         size
@@ -175,7 +175,7 @@ def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
     most = program.tuning.get("tuner_num_trials", 50)
     yield f"  at most {most} trials; a stage ends where a trial fails, where the next would not fit the device, or"
     yield f"  where {metric} gets less than {LEAST_GAIN:.0%} better"
-    # What they leave behind, and how the first is started: its command has the path of a JSON that
+    # The command of the first trial has the path of a JSON that only
     # a search would write.
     yield f"results in {results}, settings in {exps}; trials of an earlier search there are removed"
     first = Trial(stages[0], sizes[0], steps)
@@ -187,7 +187,7 @@ def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
 
 
 def _metric(program: TunedProgram, mode: str) -> str:
-    """The metric of the search. Raises ConfigError for it and for the mode."""
+    """Return the metric of the search. Raises ConfigError for an unknown metric or mode."""
     if mode not in MODES:
         raise ConfigError(f"--autotuning {mode}: give {' or '.join(MODES)}.")
     metric = program.tuning.get("metric", "throughput")
@@ -271,7 +271,7 @@ def _of_stage(
     most = tuning.get("tuner_num_trials", 50)
     is_listed = isinstance(program.config.get(MICRO), list)
     for micro in _micro_batches(program):
-        # Whether there is another trial.
+        # A micro-batch is tried only within the limits, and if it is expected to fit.
         trial = Trial(stage, micro, _steps(program.config))
         earlier = [*before, *made]
         ranks = _ranks(earlier)
@@ -282,7 +282,7 @@ def _of_stage(
         if not fits(trial, earlier, ranks):
             say(f"autotuning: {trial.name} is left out: it would not fit the device")
             break
-        # The trial, and whether a larger micro-batch is worth one.
+        # The sizes grow, so a failed trial, or one that is not better, ends the search of the stage.
         trial.numbers = _run(program, trial, *folders)
         name, _ = METRICS[metric]
         value = trial.numbers.get(name, "failed")
@@ -313,8 +313,8 @@ def _is_better(old: Trial, new: Trial, metric: str) -> bool:
 def _run(
     program: TunedProgram, trial: Trial, results: Path, exps: Path
 ) -> dict[str, float]:
-    """The numbers of a trial; empty where it failed."""
-    # The JSON.
+    """Run a trial. Return its numbers, empty if it failed."""
+    # The trial gets a JSON of its own, which stays for the user.
     folder = results / trial.name
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / "ds_config.json").resolve()
@@ -328,7 +328,7 @@ def _run(
     text = json.dumps(settings, indent=2)
     _write(path, text)
     _write(exps / f"{trial.name}.json", text)
-    # The run.
+    # The command is kept, so that the user can repeat the trial.
     command = program.command(path, settings)
     _write(folder / "cmd.txt", shlex.join(command))
     out_path = folder / "stdout.log"

@@ -23,19 +23,19 @@ from ...mpu.host_reads import wait_for_work
 from ...mpu.launch import connect_torch, read_launch, start, stop
 from .cluster_findings import Measured, problems, problems_text, text_of
 
-# The largest is that of a layer's gradients; more bytes have the same bandwidth.
+# The largest has the bytes of a layer's gradients; more bytes would have the same bandwidth.
 SIZES = (1 << 10, 1 << 20, 1 << 24, 1 << 26)  # bytes of an all-reduce
 LINK_BYTES = 1 << 22
 SECONDS_OF_SIZES = 15.0
 SECONDS_OF_PAIRS = 20.0
 PINGS = 8
-# The fastest counts: once is a matter of luck where cores are shared.
+# The fastest counts, since other processes may share the cores.
 WORK_REPEATS = 5
 LINK_REPEATS = 3
 
 
 def check(folder: Path | None = None, as_json: bool = False) -> int:
-    """Measure the ranks of this launch, and print what rank 0 has found; 1 if something is wrong.
+    """Measure the ranks of this launch, and print the findings on rank 0. Return 1 if something is wrong.
 
     Collective over the world.
     """
@@ -57,7 +57,7 @@ def check(folder: Path | None = None, as_json: bool = False) -> int:
             text = json.dumps({"ranks": values, "problems": wrong}, indent=1)
         print(text, flush=True)
     if wrong:
-        # what a launcher prints last, instead of the whole text once more
+        # a launcher prints this last; otherwise it would repeat the whole text
         note_for_torchrun(os.environ, problems_text(wrong), is_passing=False)
     return 1 if wrong else 0
 
@@ -70,22 +70,22 @@ class ClusterMeter:
     device: torch.device
 
     def measure(self, folder: Path | None = None) -> list[Measured]:
-        """The findings of all ranks, in their order. folder: one that all are to see"""
+        """Return the findings of all ranks, in their order. folder: one that all ranks should see"""
         rank = self.group.ranks[self.group.rank]
         found = Measured(rank, platform.node(), self.work_seconds())
-        # The network.
+        # One measurement after the other: they would disturb each other.
         if self.group.size > 1:
             found.reduces = self.all_reduces()
             found.ring = self.ring()
             found.links = self.pairs()
             found.clock = self.clock()
-        # The folder.
+        # A folder that is not shared shows now, and not at the first checkpoint.
         if folder is not None:
             self.look_into(folder, found)
         return collectives.all_gather_object(found, self.group)
 
     def work_seconds(self) -> float:
-        """Seconds of a product that each rank computes alone; the fastest of several.
+        """Measure the seconds of a product that each rank computes alone; the fastest of several.
 
         The size keeps a GPU busy for a millisecond, and a core of a CPU for ten.
         """
@@ -114,7 +114,7 @@ class ClusterMeter:
         return found
 
     def ring(self) -> float:
-        """GB/s from the rank before, while all ranks send to the next.
+        """Measure the GB/s received from the rank before, while all ranks send to the next.
 
         The slowest link of a ring is the speed of its all-reduce.
         """
@@ -123,7 +123,7 @@ class ClusterMeter:
         return self.exchange((rank + 1) % size, (rank - 1) % size)
 
     def pairs(self) -> dict[int, float]:
-        """Other rank → GB/s, in rounds of disjoint pairs, while time is left.
+        """Measure other rank → GB/s, in rounds of disjoint pairs, while time is left.
 
         Both ranks of a pair send at once. Of many ranks, each meets as many others as there is time for.
         """
@@ -139,9 +139,9 @@ class ClusterMeter:
         return found
 
     def clock(self) -> float:
-        """Seconds that the clock is ahead of rank 0's.
+        """Measure by how many seconds the clock is ahead of rank 0's.
 
-        Of some messages there and back, the quickest counts: its answer was written halfway between.
+        Of some messages there and back, the quickest counts: its answer is taken to be written halfway between.
         """
         best = (float("inf"), 0.0)
         # rank 0 answers one rank after the other
@@ -199,9 +199,9 @@ class ClusterMeter:
         found.unseen = [rank for rank, is_seen in enumerate(seen) if not is_seen]
 
     def exchange(self, to: int, source: int) -> float:
-        """GB/s received from a position of the group while as much is sent to one.
+        """Measure the GB/s received from one position of the group while as much is sent to another.
 
-        The first exchange makes the connection, and does not count; of the others the fastest does.
+        The first exchange makes the connection and does not count. Of the others the fastest counts.
         """
         sends = [(self.zeros(LINK_BYTES), to)]
         receives = [(self.zeros(LINK_BYTES), source)]
@@ -221,13 +221,13 @@ class ClusterMeter:
         return max(time.perf_counter() - begin, 1e-9)
 
     def largest(self, number: float) -> float:
-        """The largest of all ranks."""
+        """Return the largest number of all ranks."""
         tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
         collectives.all_reduce_(tensor, self.group, "max")
         return float(tensor)
 
     def zeros(self, size: int) -> torch.Tensor:
-        """fp32 of so many bytes."""
+        """Return an fp32 tensor of so many bytes."""
         return torch.zeros(size // 4, device=self.device)
 
     def _finish(self) -> None:

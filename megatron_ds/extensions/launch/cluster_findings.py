@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-# What is reported: a rank this much slower than the median, links with this share of the median's bandwidth.
+# A rank this much slower than the median is reported, and a link with this share of the median's bandwidth.
 SLOW_WORK = 1.5
 SLOW_LINK = 0.5
 MOST_CLOCK_SECONDS = 1.0
@@ -53,7 +53,7 @@ Ranks = Sequence[Measured]
 
 
 def problems(found: Ranks) -> list[str]:
-    """What is wrong, a sentence each."""
+    """Return a sentence for everything that is wrong."""
     return [*_slow_ranks(found), *_slow_links(found), *_clocks(found), *_unseen(found)]
 
 
@@ -89,7 +89,7 @@ def _clocks(found: Ranks) -> Iterator[str]:
 
 
 def _unseen(found: Ranks) -> Iterator[str]:
-    """Ranks that cannot write, or see another folder, such as one of their host: a checkpoint would be in pieces."""
+    """Find ranks that cannot write, or see a folder of their own host: a checkpoint would be in pieces."""
     wrote = {one.rank for one in found if not one.write_error}
     for one in found:
         if one.write_error:
@@ -106,7 +106,7 @@ def text_of(found: Ranks, wrong: Sequence[str]) -> str:
     ranks = _counted(len(found), "rank")
     places = _counted(len(hosts), "host")
     lines = [f"{ranks} on {places}"]
-    # The network.
+    # Of many pairs only the range is shown.
     for size, bandwidth in found[0].reduces.items():
         lines.append(f"all-reduce of {_size(size)}: {bandwidth:.3f} GB/s of each rank")
     rings = [one.ring for one in found if one.ring]
@@ -116,12 +116,12 @@ def text_of(found: Ranks, wrong: Sequence[str]) -> str:
         links = _links(found, is_near)
         if links:
             lines.append(f"pairs {title}: {_range(links, 'GB/s')}")
-    # The ranks.
+    # Ranks compute the same product, so the times compare.
     work = [one.work_seconds * 1e3 for one in found]
     lines.append(f"product: {_range(work, 'ms')}")
     clock = max(abs(one.clock) for one in found)
     lines.append(f"clocks: within {clock:.3f} s of rank 0's")
-    # The problems.
+    # The problems come last, where they are seen.
     lines.append(problems_text(wrong))
     return "\n".join(lines)
 
@@ -136,7 +136,7 @@ def problems_text(wrong: Sequence[str]) -> str:
 def _links(found: Ranks, is_near: bool) -> list[float]:
     """The bandwidths of the pairs on one host, or of the others.
 
-    Each pair counts twice, once by each of its ranks.
+    Each pair counts twice, once for each of its ranks.
     """
     hosts = {one.rank: one.host for one in found}
     links = []

@@ -66,7 +66,7 @@ TORCHRUN = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the command; all that follows the script belongs to it."""
+    """Return the flags of the command. All words after the script belong to the script."""
     made = Arguments(__doc__)
     _add_hosts(made.add_argument_group("hosts").add_argument)
     _add_ways(made.add_argument_group("how the hosts are reached").add_argument)
@@ -203,7 +203,7 @@ def _add_own(add: Callable[..., object]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the job and wait for its end; the exit code of the rank that failed first."""
+    """Start the job and wait for its end. Return the exit code of the rank that failed first."""
     args = _parsed(argv)
     if args.autotuning:
         words = sys.argv[1:] if argv is None else list(argv)
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run_lines(job: Job, commands: Sequence[Started]) -> Iterator[str]:
-    """What a shell runs to start the job, behind a comment with its ranks and the program of one."""
+    """Return what a shell runs to start the job, after a comment with its ranks and the program of one."""
     program = paragraph(shlex.join(job.program.command(0)))
     place = f"{job.master_address}:{job.master_port}"
     yield f"# {ranks_text(job)}; rank 0 at {place} runs: {program}"
@@ -484,7 +484,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
         raise ConfigError(
             f"--no_ssh needs --node_rank from 0 to {len(slots) - 1}, got {args.node_rank}."
         )
-    # What the ranks run, and where.
+    # Relative paths mean the same on all hosts, which have this folder.
     folder = Path.cwd()
     program = RankProgram(
         (args.script, *args.arguments),
@@ -496,7 +496,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
     is_bound = args.bind_cores_to_rank or bool(args.bind_core_list)
     is_chosen = bool(args.include or args.exclude)
     name = secrets.token_hex(8)
-    # What they all get.
+    # The address is that of the first host, on which rank 0 is.
     return Job(
         name=name,
         slots=slots,
@@ -550,7 +550,7 @@ def _is_free(number: int) -> bool:
 def master_address(
     args: argparse.Namespace, slots: Slots, launcher: str, means: Means
 ) -> str:
-    """The address of the first host: asked by ssh, else its name. Tries whether ssh works.
+    """Return the address of the first host: it is asked by ssh, if that works, else its name counts.
 
     Raises ConfigError if that host does not answer, and where its name means another machine on each host.
     """
@@ -565,7 +565,7 @@ def master_address(
         )
     if args.dry_run or not can_ask:
         return first
-    # It is asked, and thereby tried.
+    # The question also shows whether ssh works.
     words = ssh_to(first, "hostname -I", means.ssh_arguments).words
     try:
         answer = subprocess.run(

@@ -40,7 +40,7 @@ def _number_in(path: Path) -> int:
 
 
 def share(available: Sequence[Sequence[int]], ranks: int, position: int) -> list[int]:
-    """The logical cores of the rank at a position among so many; [] if there are fewer cores than ranks."""
+    """Return the logical cores for one of the ranks of a host; [] if there are fewer cores than ranks."""
     size = len(available) // ranks
     own = available[position * size :][:size]
     return sorted(number for core in own for number in core)

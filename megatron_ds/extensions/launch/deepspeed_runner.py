@@ -11,14 +11,14 @@ __all__ = ["_parse_hostfile", "main", "parse_range_list", "parse_resource_filter
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """`megatron-ds launch` with these words; None: those of the process."""
+    """Run `megatron-ds launch` with these words; None: those of the process."""
     return command.main(args)
 
 
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Host → the slots that a choice leaves; {} where it leaves none.
+    """Return host → the slots that a choice leaves; {} if it leaves none.
 
     host_info  host → its slots
     Raises ConfigError for both choices at once, and for hosts and slots that do not exist.

@@ -21,7 +21,7 @@ def is_allocated(environ: Mapping[str, str]) -> bool:
 
 
 def listed(environ: Mapping[str, str]) -> list[str] | None:
-    """The devices that the variable lists, none if it hides all; None where it is not set."""
+    """Return the devices that the variable lists, () if it hides all; None if it is not set."""
     text = environ.get(VISIBLE)
     if text is None:
         return None
@@ -35,9 +35,9 @@ def count() -> int:
 
 
 def visible(slots: Sequence[int], environ: Mapping[str, str], host: str) -> str:
-    """The value of the variable for ranks at these slots. environ: of their host, where this is called
+    """Return the value of the variable for ranks at these slots. environ: of their host, which is this one
 
-    Raises ConfigError where the host has GPUs, and its list fewer of them than there are ranks.
+    Raises ConfigError if the host has GPUs, and fewer of them are listed than there are ranks.
     """
     given = listed(environ)
     if given is None:

@@ -182,7 +182,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> Section:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like a secret: by a word of its name, or an address with a user's password."""
+    """Whether a variable looks like a secret, by a word of its name or by an address with a password."""
     host = value.partition("://")[2].partition("/")[0]
     return "@" in host or any(word in name for word in SECRET)
 

@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What a shell has for it: 128 + the number of a signal."""
+        """Return the exit code of a shell: 128 + the number of a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
@@ -56,7 +56,7 @@ class Failure:
         return MARK + json.dumps(asdict(self) | {"time": self.time - now})
 
     def text(self) -> str:
-        """What the user reads."""
+        """Return the text for the user."""
         how = f"exit code {self.code}"
         if self.code < 0:
             name = signal.Signals(-self.code).name

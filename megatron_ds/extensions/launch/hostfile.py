@@ -100,7 +100,7 @@ def left_slots(every: Slots, include: str = "", exclude: str = "") -> Slots:
         raise ConfigError(
             "both --include and --exclude choose the hosts; give one of them."
         )
-    # A choice names hosts with slots; in the order of the hostfile they stay or go.
+    # The order is that of the hostfile, not that of the choice.
     flag = "--exclude" if exclude else "--include"
     text = exclude or include
     named = _asked(text, flag, every) if text else every
@@ -138,14 +138,14 @@ def _asked(text: str, flag: str, every: Slots) -> Slots:
     asked: dict[str, set[int]] = {}
     for word in text.split("@"):
         host, has_slots, listed = word.partition(":")
-        # the host exists
+        # A misspelt host must not be taken for one without slots.
         slots = every.get(host)
         if slots is None:
             hint = (
                 did_you_mean(host, [*every]) or f". The hosts are {', '.join(every)}."
             )
             raise ConfigError(f"{flag} {text}: no host {host!r} in the hostfile{hint}")
-        # and so do its slots
+        # The same holds for its slots.
         numbers = _numbers(listed, text, flag) if has_slots else []
         missing = set(numbers).difference(slots)
         if missing:

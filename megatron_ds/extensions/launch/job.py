@@ -65,7 +65,7 @@ class Job:
     hang_seconds     what a rank may take beside two median steps without an instruction; 0 does not watch ranks
     restarts         how often the job was started again
     run              identifier of a run that begins, the same after restarts
-    end_seconds      what it may take beyond that, when it was named, before the job ends
+    end_seconds      what a rank that was named may take beyond that before the job ends
     patience_seconds  what it may take while it starts, saves or reads data
     has_numbers       the slots are numbers of devices, whatever CUDA_VISIBLE_DEVICES lists on their host
     """
@@ -153,7 +153,7 @@ class Job:
 
     @classmethod
     def decoded(cls, word: str) -> "Job":
-        """The job of a word. Raises ConfigError for another word."""
+        """Return the job that a word encodes. Raises ConfigError for another word."""
         try:
             text = zlib.decompress(base64.urlsafe_b64decode(word))
             values: dict[str, Any] = json.loads(text)

@@ -26,12 +26,12 @@ class LayoutCheck:
     def __init__(self, words: Sequence[str], world_size: int):
         self._found = _training(words)
         self._elastic = None if self._found else _elastic_file(words)
-        # A program with the name of ours may have other flags.
+        # A program may have the name of ours and other flags: if they are wrong at the start, it is not ours.
         if self.problem(world_size):
             self._found = None
 
     def problem(self, world_size: int) -> str:
-        """What is wrong with that many ranks; "" for nothing, and for a program of the user.
+        """Return what is wrong with so many ranks; "" for nothing, and for a program of the user.
 
         Such a program is checked by the section "elasticity" of its --deepspeed_config, if that has one.
         """
@@ -68,7 +68,7 @@ def _elastic_file(words: Sequence[str]) -> dict | None:
 
 def _elastic_problem(ds_config: dict, world_size: int) -> str:
     check = ELASTIC_CHECK.find()
-    assert check is not None  # of the feature that says that it is elastic
+    assert check is not None  # the feature that has one has the other
     try:
         check(ds_config, world_size=world_size)
     except ConfigError as error:

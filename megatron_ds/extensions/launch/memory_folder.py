@@ -19,7 +19,7 @@ MEMORY = Path("/dev/shm")
 
 @contextlib.contextmanager
 def folder_in_memory(memory: Path = MEMORY) -> Iterator[Path]:
-    """Inside, a new folder, which is removed at the end, as are those of agents that were killed.
+    """Yield a new folder, and remove it at the end, with those of agents that were killed.
 
     memory: where folders never touch a disk, if that exists
     """

@@ -21,10 +21,10 @@ def is_file(hostfile: Path) -> bool:
 def sentences(
     args: argparse.Namespace, slots: Slots, environ: Mapping[str, str]
 ) -> Iterator[str]:
-    """What is ignored of a command line, and what is done instead. slots: those of the job"""
+    """Return which words of a command line are ignored, and what is done instead. slots: those of the job"""
     is_one = len(slots) == 1
     where = "this machine" if is_one else f"{len(slots)} hosts"
-    # Hosts and their slots.
+    # Several flags choose hosts and devices, and some exclude others.
     hostfile = args.hostfile
     is_named = hostfile not in (None, NO_HOSTFILE)
     if is_named and not is_file(hostfile):
@@ -39,7 +39,7 @@ def sentences(
     is_first = args.node_rank == 0
     if is_first and not args.no_ssh and not is_one:
         yield f"--node_rank 0 is ignored without --no_ssh: this command starts the ranks of {where}"
-    # Variables of the ranks.
+    # A file of variables that is missing would go unnoticed.
     name = environ.get("DS_ENV_FILE")
     home = Path.home()
     folder = Path.cwd()

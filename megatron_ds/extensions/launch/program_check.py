@@ -17,7 +17,7 @@ from .job import RankProgram
 def reason_against(
     program: RankProgram, folder: Path, variables: Mapping[str, str]
 ) -> str:
-    """Why no rank of this node can start its program; "" if all is there. variables: of the ranks"""
+    """Return why no rank of this node can start its program; "" if they can. variables: of the ranks"""
     first = program.words[0]
     place = folder / first
     if not program.python:

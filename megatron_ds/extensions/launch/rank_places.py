@@ -44,7 +44,7 @@ class RankPlace:
     idle_seconds   since its last instruction or collective, or since its device did one
     limit_seconds  after which that is a hang
     step           steps that are complete; -1 for a rank that has written nothing yet
-    is_waiting     whether it waits for other ranks
+    is_waiting     whether the host waits for other ranks
     collectives    how many it has begun
     waits_for_device  whether it waits for its device, which may wait for other ranks
     device         where its device is; None: without one, or not known
@@ -68,7 +68,7 @@ class RankPlace:
 
     @property
     def is_at_device(self) -> bool:
-        """Whether the device is to go on, and not the host: it has work that is not done."""
+        """Whether the rank waits for work of its own device, so that the place of the device counts."""
         has_work = self.device is not None and self.device.done < self.device.launched
         return self.waits_for_device or has_work and not self.is_waiting
 
@@ -133,9 +133,9 @@ def _instruction_text(place: PlaceEntry | RankPlace | DeviceAt) -> str:
 
 @dataclass(frozen=True)
 class Behind:
-    """What the other ranks wait for: one of these ranks at least.
+    """Ranks, for at least one of which the others wait.
 
-    is_device: their hosts wait for their devices, which are behind
+    is_device: the hosts wait for the devices of these ranks, which are behind
     """
 
     ranks: tuple[RankPlace, ...]
@@ -160,7 +160,7 @@ class Behind:
 
 
 def behind(ranks: Sequence[RankPlace]) -> Behind:
-    """The rank for which the others wait, or the ranks whose devices are behind.
+    """Find the rank for which the others wait, or the ranks whose devices are behind.
 
     First those that cannot move: ended, stopped, or without a first entry. Then hosts that wait neither for other
     ranks nor for their device. Then devices. Among hosts it is the one with the fewest steps, and the longest time
@@ -219,7 +219,7 @@ def hang_text(found: Behind, total: int) -> str:
 
 def _device_text(ranks: Sequence[RankPlace], total: int) -> str:
     first = ranks[0]
-    # How long they have not moved, and which they are.
+    # A device may be behind on many ranks, of which some are named.
     idle = min(rank.idle_seconds for rank in ranks)
     limit = max(rank.limit_seconds for rank in ranks)
     since = f"for {idle:.1f} s (limit {limit:.1f} s)"

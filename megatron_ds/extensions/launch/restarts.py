@@ -43,7 +43,7 @@ class Policy:
 
 
 def reason_to_end(starts: Sequence[Ended], policy: Policy) -> str:
-    """Why there is no further start; "" if there is one. starts: all that have ended, the last by an error"""
+    """Return why there is no further start; "" if there is one. starts: all so far; the last one ended by an error"""
     last = starts[-1]
     if last.is_final:
         return f"exit code {last.code}: a restart would end alike"
@@ -93,7 +93,7 @@ def without_failing(slots: Slots, starts: Sequence[Ended], policy: Policy) -> Sl
 def fitting(
     slots: Slots, policy: Policy, problem: Callable[[int], str]
 ) -> tuple[Slots, str]:
-    """(the largest number of hosts whose world size fits, from the first on; why not all of them, "" for all).
+    """Find (the most hosts, from the first on, whose world size fits; why not all of them, "" for all).
 
     problem: world size → what is wrong with it, "" for nothing. No hosts if none fits.
     """
@@ -111,7 +111,7 @@ def fitting(
 class Attempts:
     """What the starts of a job need.
 
-    start      start the job on hosts, behind so many restarts, and wait for its end
+    start      start the job on hosts, after so many restarts, and wait for its end
     answering  the hosts that can be reached now
     problem    world size → what is wrong with it, "" for nothing
     pause      wait for some seconds; False when a signal asks for the end
@@ -133,7 +133,7 @@ class Attempts:
             ended.append(last)
             if last.code == 0 or not policy.max_restarts:
                 return last.code
-            # Whether and where there is a next start.
+            # An error that a restart cannot mend, or hosts that are too few, end the job.
             reason = reason_to_end(ended, policy)
             if not reason and not self.pause(pause_seconds(ended)):
                 return last.code

@@ -62,7 +62,7 @@ def agent_words(job: Job, means: Means, *host: str) -> list[str]:
 
 
 def remote_text(job: Job, means: Means, *host: str) -> str:
-    """The same for the shell of another host."""
+    """Return the command line of an agent for the shell of another host."""
     path = job.variables.get("PYTHONPATH", "")
     run = shlex.join(["env", f"PYTHONPATH={path}", *agent_words(job, means, *host)])
     steps = [f"cd {shlex.quote(job.folder)}"]
@@ -78,7 +78,7 @@ def local(job: Job, means: Means) -> list[Started]:
 
 
 def ssh(job: Job, means: Means) -> list[Started]:
-    """One connection a host."""
+    """Start one connection for each host."""
     return [
         ssh_to(host, remote_text(job, means, host), means.ssh_arguments)
         for host in job.hosts
@@ -86,12 +86,12 @@ def ssh(job: Job, means: Means) -> list[Started]:
 
 
 def ssh_to(host: str, text: str, arguments: Sequence[str]) -> Started:
-    """A connection to a host, whose shell runs the text."""
+    """Start a connection to a host, whose shell runs the text."""
     return Started(["ssh", *SSH_OPTIONS, *arguments, host, text])
 
 
 def pdsh(job: Job, means: Means) -> list[Started]:
-    """One pdsh, which puts the number of each host in the place of %n."""
+    """Start one pdsh, which replaces %n by the number of each host."""
     # of the whole text only the last word holds a %: the others are base64 and paths
     text = remote_text(job, means).replace("%", "%%") + " --host %n"
     return [_pdsh(job, means, text)]
@@ -107,7 +107,7 @@ def _pdsh(job: Job, means: Means, text: str) -> Started:
 
 
 def slurm(job: Job, means: Means) -> list[Started]:
-    """One task a node of the allocation, or of those that the job names; a task may use the whole node."""
+    """Start one task on each node of the allocation, or on those that the job names; a task may use the whole node."""
     count = str(len(job.slots))
     words = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"]
     words += ["--kill-on-bad-exit=1", "--export=ALL", "--chdir", job.folder]
@@ -119,7 +119,7 @@ def slurm(job: Job, means: Means) -> list[Started]:
 
 
 def openmpi(job: Job, means: Means) -> list[Started]:
-    """One process a host, in the order of the job's hosts."""
+    """Start one process on each host, in the order of the job's hosts."""
     hosts = ",".join(f"{host}:1" for host in job.hosts)
     words = ["mpirun", "-n", str(len(job.slots)), "--host", hosts, "--map-by", "node"]
     words += ["--bind-to", "none", "--wdir", job.folder, "-x", "PYTHONPATH"]
@@ -129,7 +129,7 @@ def openmpi(job: Job, means: Means) -> list[Started]:
 
 # ------------------------------------------------------------------------------------------------ signalling
 def ssh_signals(job: Job, means: Means, number: int) -> list[Started]:
-    """One more connection a host, which signals the agent there."""
+    """Start one more connection for each host, which signals the agent there."""
     return [
         ssh_to(host, signal_text(job, node, number), means.ssh_arguments)
         for node, host in enumerate(job.hosts)
@@ -137,7 +137,7 @@ def ssh_signals(job: Job, means: Means, number: int) -> list[Started]:
 
 
 def pdsh_signals(job: Job, means: Means, number: int) -> list[Started]:
-    """One more pdsh, which signals all agents."""
+    """Start one more pdsh, which signals all agents."""
     return [_pdsh(job, means, signal_text(job, "%n", number))]
 
 
@@ -150,7 +150,7 @@ class Runner:
     has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
                end everything by the signals that a training is to see
     can_probe  ssh shows whether a host can be reached
-    stays      they go on when the reader of their output is gone
+    stays      the processes go on when the reader of their output is gone
     """
 
     start: Callable[[Job, Means], list[Started]]

@@ -42,7 +42,7 @@ def pid_name(job: Job, node: int | str) -> str:
 
 @contextlib.contextmanager
 def pid_file(job: Job, host: str) -> Iterator[None]:
-    """Inside, the file holds the id of this process. An existing file is an error, and never written to."""
+    """Write the id of this process to a file while the block runs. An existing file is an error."""
     path = Path(tempfile.gettempdir(), pid_name(job, job.hosts.index(host)))
     with path.open("x") as file:
         file.write(str(os.getpid()))
@@ -53,7 +53,7 @@ def pid_file(job: Job, host: str) -> Iterator[None]:
 
 
 def dying_with_parent(number: int) -> Callable[[], object] | None:
-    """What a new process calls so that the kernel signals it when this one is gone; None where there is no such."""
+    """Return what a new process calls so that the kernel signals it when this one is gone; None if it cannot."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # found before the fork
@@ -63,7 +63,7 @@ def dying_with_parent(number: int) -> Callable[[], object] | None:
 def signal_text(job: Job, node: int | str, number: int) -> str:
     """The command for another host's shell that signals the agent there; without an agent it does nothing.
 
-    An agent that is about to start is waited for, if the signal is the user's.
+    For a signal of the user it waits for an agent that is about to start.
     """
     name = signal.Signals(number).name.removeprefix("SIG")
     path = f'"${{TMPDIR:-/tmp}}/{pid_name(job, node)}"'

@@ -36,7 +36,7 @@ class Stalls:
         self.step = -1
 
     def add(self, report: NodeReport) -> None:
-        """A report has come."""
+        """Take a report that has come."""
         self._reports[report.host] = (time.monotonic(), report)
         self.step = max([self.step, *(rank.step for rank in report.ranks)])
 
@@ -44,14 +44,14 @@ class Stalls:
         """The hosts that were lost, the first one first. All processes of the launcher have ended.
 
         ended: hosts whose connection ended by itself, and not since the launcher ended it
-        An agent reports its end. One that the launcher ended before that is not lost, unless it was silent: its host
+        An agent reports its end. If the launcher ended it before that, it is lost only if it was silent: its host
         may have been healthy, and only slow.
         """
-        # Those without an end, the longest silence first.
+        # The host that has been silent for the longest time comes first.
         missing = [host for host in self._hosts if not self._has_ended(host)]
         missing.sort(key=self._time_of)
         alone = [host for host in missing if host in ended]
-        # A silent host is lost in any case.
+        # If some hosts were silent, only these are lost.
         newest = max(map(self._time_of, self._hosts))
         limit = newest - SILENT_SECONDS
         silent = [host for host in alone or missing if self._time_of(host) < limit]
@@ -71,7 +71,7 @@ class Stalls:
         return report.is_last
 
     def hang(self) -> Hang | None:
-        """What hangs, if the job does."""
+        """Return what hangs; None if the job does not."""
         now = time.monotonic()
         reports = dict(self._reports)  # another thread adds to it
         if len(reports) < len(self._hosts):
@@ -83,7 +83,7 @@ class Stalls:
         }
         silent = [host for host, (age, _) in running.items() if age > SILENT_SECONDS]
         recent = [report for host, (_, report) in running.items() if host not in silent]
-        # No rank of a host that reports moves.
+        # No rank of any host that reports moves.
         if not recent or not all(report.ranks for report in recent):
             return None
         ranks = [rank for report in recent for rank in report.ranks]

@@ -78,7 +78,7 @@ class Processes:
             while self._pending:
                 self._forward(self._pending.popleft())
             codes = [process.poll() for process in self._processes]
-            # The first failure ends the job, before its node has ended.
+            # The first failure ends the job at once: other ranks would wait for the one that is gone.
             if (self.failures or any(codes)) and self._kill_time is None:
                 self.end()
             if all(code is not None for code in codes):
@@ -98,7 +98,7 @@ class Processes:
 
     @property
     def code(self) -> int:
-        """The exit code of the first process that failed by itself, or else of one that was killed here."""
+        """Return the exit code of the first process that failed by itself, else of one that was killed here."""
         positions = range(len(self._processes))
         by_cause = sorted(positions, key=lambda i: i in self._killed)
         codes = [self._processes[i].returncode for i in by_cause]
@@ -152,7 +152,7 @@ class Processes:
         self._kill_time = time.monotonic() + seconds
 
     def _forward(self, number: int) -> None:
-        """Pass a signal on. After a second Ctrl-C nothing is waited for long."""
+        """Pass a signal on. A second Ctrl-C shortens the time until processes are killed."""
         if number == signal.SIGINT and number in self._received:
             self._kill_time = time.monotonic() + CONNECTION_SECONDS
         self._received.append(number)
@@ -197,9 +197,9 @@ class Processes:
 
 
 def _of_ranks(line: bytes, report: Failure | NodeReport | None) -> bytes:
-    """What ranks have written of a line: all but a report, and the host that pdsh puts before it.
+    """Return the part of a line that ranks have written, without a report and without the host that pdsh adds.
 
-    It is not empty before a report if a rank did not end its last line.
+    A rank that did not end its last line leaves a part before a report.
     """
     if report is None:
         return line
@@ -271,7 +271,7 @@ def run_all(
     requests.go_to(None)
     step = processes.stalls.step
     was_asked = bool(requests.received)
-    # What failed first, last.
+    # A hang explains the failures that follow it, so it alone is printed.
     if (hang := processes.hang) is not None:
         note(f"{hang.table}\n{hang.text}")
         return Ended(HANG_CODE, hang.host, step, was_asked)

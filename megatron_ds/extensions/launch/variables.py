@@ -35,7 +35,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def exported_variables(
     environ: Mapping[str, str], home: Path, folder: Path
 ) -> dict[str, str]:
-    """The variables of `environ` whose names begin with one of PREFIXES, then those of the files."""
+    """Return the variables of `environ` whose names begin with one of PREFIXES, then those of the files."""
     found = {
         name: value for name, value in environ.items() if name.startswith(PREFIXES)
     }

@@ -55,12 +55,12 @@ class StepTimes:
         return not self._seconds
 
     def begin(self, step: int, nanoseconds: int) -> None:
-        """The first step begins, when so many were complete."""
+        """Note the time when the first step begins. step: steps that were complete"""
         self._step = step
         self._time = nanoseconds
 
     def add(self, step: int, nanoseconds: int) -> None:
-        """The rank was seen behind its first step, when so many are complete."""
+        """Add the time of the steps since the last call. step: steps that are complete"""
         steps = step - self._step
         if steps < 1:
             return
@@ -116,7 +116,7 @@ class Watch:
                 idle_seconds=(time.monotonic_ns() - self._started) / 1e9,
                 limit_seconds=self._job.patience_seconds,
             )
-        # The limit follows from what the rank does.
+        # A rank that starts, saves or reads data may take longer than one in a step.
         place = read.places[-1]
         now = time.monotonic_ns()
         if place.phase not in (PROGRAM, STARTING):

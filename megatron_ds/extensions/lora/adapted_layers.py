@@ -13,6 +13,7 @@ from ...models.layer import Layer, LayerFlops
 from ...moe.experts import GroupedLinear
 from ...moe.mixture import MixtureOfExperts
 from ...mpu.context import ParallelContext
+from ...mpu.managed_parameter import spec_of
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
 from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
@@ -149,7 +150,7 @@ def _with_adapter(
         drop = _expert_dropout(linear, settings, ctx)
         return of_experts(linear, replace(form, drops=(drop,)))
     # Adapters of one layer drop different elements of its input.
-    weight = linear.weight.spec
+    weight = spec_of(linear.get_parameter("weight"))
     width = weight.shape[1] if isinstance(linear, RowParallelLinear) else None
     drops = []
     for part in parts:

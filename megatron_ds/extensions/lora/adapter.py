@@ -14,7 +14,7 @@ A starts with normally distributed values of the variance of peft's (1 / 3 in), 
 begins at the model without adapters.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -89,12 +89,8 @@ class AdaptedLinear(nn.Module):
 
     def matrices(self) -> list[tuple[Matrix, Matrix]]:
         """Return (A, B) of each adapter."""
-        return [cast(tuple[Matrix, Matrix], tuple(pair)) for pair in self._pairs()]
-
-    def _pairs(self) -> Iterator[nn.ModuleList]:
-        for pair in self.adapters:
-            assert isinstance(pair, nn.ModuleList)
-            yield pair
+        pairs = (tuple(pair.children()) for pair in self.adapters)
+        return [cast(tuple[Matrix, Matrix], pair) for pair in pairs]
 
     def packed(
         self, outputs: Sequence[torch.Tensor], like: torch.Tensor

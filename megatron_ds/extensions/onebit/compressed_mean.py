@@ -170,7 +170,8 @@ def messages(
     numel = layout.numel
     if group.size == 1:
         return
-    vectors: int = sum(p.numel() for p in parameters if is_vector(spec_of(p)))
+    sizes = [p.numel() for p in parameters if is_vector(spec_of(p))]
+    vectors = sum(sizes)
     if vectors:
         yield "all_reduce", group, FP32_BYTES * vectors, 1
     yield "all_reduce", group, count_rows(layout, parameters), 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...mpu.group import DONE, Work
+from ...mpu.group import DONE, Waitable
 from ...zero.data_groups import Hierarchy
 from ...zero.exchange import BucketGradient, FullPrecisionExchange, Sent
 from ...zero.norm import squared_norm
@@ -32,7 +32,7 @@ class SwitchedExchange(FullPrecisionExchange):
     ) -> Iterator[Sent]:
         return iter(())
 
-    def reduce(self, bucket: BucketGradient) -> Work:
+    def reduce(self, bucket: BucketGradient) -> Waitable:
         if self.is_off:
             return DONE
         if views := self.measured.get(bucket.name):

@@ -66,6 +66,7 @@ def fill_references(
     _warn_of_dropout(engine)
     is_new = progress.step == 0
     weights: dict[str, Any] | None = start.run.get(TITLE)
+    origin: dict[str, Any] | None
     if is_new:
         added = engine.config.added_weights
         bits = None if added is None else added.frozen_bits

@@ -92,13 +92,13 @@ def _panel(title: str, owner: list[int], left: int) -> list[str]:
         x = left + chunk * CELL
         y = TOP + chunk * CELL
         fill = COLOURS[rank % len(COLOURS)]
-        # The chunk itself, with its rank.
+        # The row of tokens shows the rank of each chunk.
         lines += [
             f'<rect x="{x}" y="{TOP - 50}" width="{CELL}" height="{CELL}" fill="{fill}" '
             'stroke="white"/>',
             f'<text x="{x + CELL // 2}" y="{TOP - 33}" fill="white" text-anchor="middle">{rank}</text>',
         ]
-        # Its scores with all earlier chunks, and half of those with itself.
+        # A causal mask leaves all earlier chunks, and half of the scores with the chunk itself.
         for keys in range(chunk):
             lines.append(
                 f'<rect x="{left + keys * CELL}" y="{y}" width="{CELL}" height="{CELL}" fill="{fill}" '
@@ -107,7 +107,7 @@ def _panel(title: str, owner: list[int], left: int) -> list[str]:
         lines.append(
             f'<path d="M{x} {y}V{y + CELL}H{x + CELL}Z" fill="{fill}" stroke="white"/>'
         )
-    # The axes, and the part of the work that each rank has.
+    # The shares show whether the work is even.
     size = len(owner) * CELL
     listed = " ".join(f"{share:.0%}" for share in shares(owner))
     lines += [

@@ -52,7 +52,7 @@ def drawing_library() -> Any:
 def chart(title: str, runs: Sequence[Run]) -> str | None:
     """The <svg> element of a chart of `CHARTS`; None when no run has a value for it."""
     field, kinds = CHARTS[title]
-    # A curve for each kind of each run, interrupted where the value was not finite.
+    # A curve is interrupted where the value was not finite.
     drawn: list[Curve] = []
     for number, run in enumerate(runs):
         for kind in kinds:
@@ -73,7 +73,7 @@ def curves(title: str, drawn: Sequence[Curve]) -> str:
     figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
     for steps, values, style in drawn:
         axes.plot(steps, values, **style)
-    # What is around the curves.
+    # Frame and legend must not distract from the curves.
     axes.set(xlabel="step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -90,7 +90,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def _element(svg: str, title: str) -> str:
-    """The <svg> element alone, without addresses, and with names that no other chart of the page has."""
+    """Return only the <svg> element, without addresses, and with names that no other chart of the page has."""
     text = svg[svg.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)

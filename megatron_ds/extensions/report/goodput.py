@@ -83,12 +83,12 @@ def goodput(run: Run) -> Goodput:
     parts = dict.fromkeys(PARTS, 0.0)
     previous = None
     for i, process in enumerate(processes):
-        # Before its first step.
+        # A process starts before its first step, and the job stood still before that.
         parts["starting"] += process.ready - process.began
         if previous is not None:
             parts["stopped"] += max(0.0, process.began - previous.end)
         previous = process
-        # Its steps. Those beyond the step from which a later process went on were computed again.
+        # Steps after the one from which a later process went on were computed twice.
         resumed = [later.first for later in processes[i + 1 :]]
         kept = min((step for step in resumed if step is not None), default=None)
         for before, record in process.intervals():
@@ -100,7 +100,7 @@ def goodput(run: Run) -> Goodput:
             parts["data"] += data * steps
             parts["training"] += computing * (steps - lost)
             parts["repeated"] += computing * lost
-        # What it did between them.
+        # Evaluations and saves are between the steps.
         for record in process.records:
             parts["evaluation"] += record.get("eval_seconds", 0.0)
             parts["saves"] += record.get("save_seconds", 0.0)

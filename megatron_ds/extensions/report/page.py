@@ -44,8 +44,8 @@ NOT_RECORDED = '<p class="note">Not recorded by this run.</p>'
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole file."""
-    # What the page shows, by heading.
+    """Return the whole file."""
+    # Parts that a run does not have are empty and are left out.
     title = "Report of " + ", ".join(run.name for run in runs)
     sections = {
         "Runs": _names(runs),
@@ -66,7 +66,7 @@ def page(runs: Sequence[Run]) -> str:
         for heading, content in sections.items()
         if content
     ]
-    # The file around it.
+    # The file needs no other file and no network.
     lines = (
         "<!DOCTYPE html>",
         '<html lang="en">',
@@ -92,7 +92,7 @@ def _of_each(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
 
 
 def _where_recorded(part: Callable[[int, Run], str], runs: Sequence[Run]) -> str:
-    """The part of each run that has it; "" if none does."""
+    """Return the part of each run that has it; "" if no run does."""
     found = []
     for number, run in enumerate(runs):
         content = part(number, run)
@@ -183,7 +183,7 @@ def _pipeline(number: int, run: Run) -> str:
     if found is None:
         where = escape(str(folder))
         return f'<p class="note">No timelines of a step are in {where}.</p>'
-    # The whole, then each rank.
+    # Ranks follow, since an uneven load shows only there.
     both = (found.planned, found.measured)
     spans = [times.span for times in both]
     bubbles = [times.bubble for times in both]
@@ -244,7 +244,7 @@ def _experts(number: int, run: Run) -> str:
     metrics = curves(run)
     if not metrics:
         return ""
-    # A chart of each metric, a line for each layer.
+    # Layers share a chart, so that one that differs is seen.
     figures = []
     for metric, of_layers in metrics.items():
         drawn = []
@@ -261,7 +261,7 @@ def _experts(number: int, run: Run) -> str:
         svg = lines(f"{title} of run {number}", drawn)
         figure = f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
         figures.append(figure)
-    # The numbers of each layer.
+    # The table has the numbers at the end of the run.
     heads = [head for head, column in COLUMNS.items() if column[0] in metrics]
     rows = []
     for layer in sorted(metrics["max_load"]):
@@ -281,7 +281,7 @@ def _experts(number: int, run: Run) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """A row for each option. Runs that did not record their settings have none to compare."""
+    """Return a row for each option that differs. Runs that did not record their settings are left out."""
     recorded = {number: run for number, run in enumerate(runs) if run.settings}
     found = differences(list(recorded.values()))
     if not found:

@@ -95,7 +95,7 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
         axes.set_ylabel(panel.label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    # Texts that all panels share.
+    # The panels share legend, title and steps.
     rows[0, 0].legend(frameon=False, ncols=4)
     rows[0, 0].set_title(title)
     rows[-1, 0].set_xlabel("step")
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--metrics {args.metrics}: no such file. Start the run with --save or "
             "--metrics-jsonl to write one."
         )
-    # The picture.
+    # Errors of the file are raised before matplotlib draws.
     draw(
         curves_of(read_metrics(args.metrics)),
         args.output,

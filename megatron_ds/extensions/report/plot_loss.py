@@ -82,7 +82,7 @@ def draw(
             color="dimgrey",
             fontsize=9,
         )
-    # Labels and the file.
+    # Labels come last, when all curves are known.
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -104,7 +104,7 @@ def read_mark(text: str) -> tuple[int, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its errors are raised."""
     parser = Arguments(__doc__)
-    # What is drawn, and what is added to it.
+    # Only the file and the picture are required.
     parser.add_argument(
         "--metrics", type=Path, required=True, help="metrics.jsonl of a run"
     )

@@ -96,7 +96,7 @@ PLAN: dict[str, dict[str, Any]] = {
     },
 }
 
-# What a run did, and the files to write.
+# Flags of what a run did, and of the files to write.
 OPTIONS: dict[str, dict[str, Any]] = {
     "--measured": {
         "nargs": "+",
@@ -193,7 +193,7 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
             name, p * chunks, {i.stage for its in measured.values() for i, *_ in its}
         )
     timeline = simulate(add_transfers(order, p * chunks), cost)
-    # The title.
+    # The title has what a reader compares between schedules.
     what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (
         f", {chunks} stages a rank" if chunks > 1 else ""
     )

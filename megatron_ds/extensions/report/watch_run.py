@@ -36,7 +36,7 @@ FIELDS = {
 def facts(run: Run, now: float) -> dict[str, str]:
     """Label → text, in the order of the view. now: seconds since the epoch."""
     found: dict[str, str] = {}
-    # The newest log line.
+    # A run that has just begun has no log line.
     for record in run.last_of_steps("train")[-1:]:
         step = record["step"]
         steps = record["steps"]
@@ -44,7 +44,7 @@ def facts(run: Run, now: float) -> dict[str, str]:
         found["step"] = f"{step:,} of {steps:,}, {left} left"
         for label, (field, form) in FIELDS.items():
             found[label] = _number(record[field], form)
-    # The newest evaluation and the newest checkpoint.
+    # Evaluations and checkpoints are less frequent than log lines.
     for record in run.last_of_steps("validation")[-1:]:
         step = record["step"]
         loss = _number(record["loss"], ".4f")
@@ -52,13 +52,13 @@ def facts(run: Run, now: float) -> dict[str, str]:
     for record in run.last_of_steps("save")[-1:]:
         step = record["step"]
         found["checkpoint"] = f"step {step:,}"
-    # What is rare.
+    # Most runs have no spikes.
     for kind in ("spike", "rerun"):
         records = run.last_of_steps(kind)
         if records:
             step = records[-1]["step"]
             found[f"{kind}s"] = f"{len(records)}, the last at step {step:,}"
-    # Whether the run still writes.
+    # The age shows whether the run still writes.
     newest = run.records[-1]
     age = now - newest.get("time", now)
     found["newest record"] = f"{_duration(age)} ago"
@@ -70,13 +70,13 @@ def curve(values: Sequence[float | None], width: int = CURVE) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    # Means of neighbours.
+    # There are more values than columns.
     size = math.ceil(len(known) / width)
     means = []
     for first in range(0, len(known), size):
         part = known[first : first + size]
         means.append(statistics.fmean(part))
-    # Their heights between the smallest and the largest.
+    # Heights are relative to the smallest and the largest mean.
     low = min(means)
     span = max(means) - low or 1.0
     bars = []

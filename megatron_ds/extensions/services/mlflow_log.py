@@ -13,7 +13,7 @@ from ...training.observe.tensorboard import scalars_of
 from .options import ServiceOptions
 
 RUN_TAG = "megatron_ds.run"
-# What the server takes: parameters of one request, characters of a value.
+# Limits of the server: parameters of one request, characters of a value.
 MOST_PARAMS = 100
 LONGEST_VALUE = 6000
 
@@ -60,8 +60,8 @@ class MlflowLog:
         self._client.set_terminated(self._run)
 
     def _run_of(self, config: RunConfig, run_id: str) -> str:
-        """MLflow's id of the run, which is made if there is none."""
-        # The experiment, then the run of an earlier process in it.
+        """Return MLflow's id of the run; make the run if there is none."""
+        # An earlier process may have made the run.
         name = config.of(ServiceOptions).mlflow_experiment
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
@@ -72,7 +72,7 @@ class MlflowLog:
         if found:
             self._client.update_run(found[0].info.run_id, status="RUNNING")
             return found[0].info.run_id
-        # A new run, with its settings.
+        # The server takes only some parameters in one request.
         run = self._client.create_run(
             place,
             tags={RUN_TAG: run_id},

@@ -30,7 +30,7 @@ class OtelLog:
         """span_exporter, reader: of OpenTelemetry's SDK; None: OTLP over HTTP."""
         self._timers = config.logging.log_timers_to_tensorboard
         resources = import_module("opentelemetry.sdk.resources")
-        # What describes the process, in all that it sends.
+        # All that the process sends has these attributes.
         resource = resources.Resource.create(
             {
                 "service.name": config.of(ServiceOptions).otel_service_name,
@@ -48,7 +48,7 @@ class OtelLog:
         self._metrics = metrics.MeterProvider([reader or _otlp_reader()], resource)
         self._meter = self._metrics.get_meter(NAME)
         self._gauges: dict[str, Any] = {}
-        # The span around all others.
+        # The span of the job contains all others.
         trace = import_module("opentelemetry.trace")
         self._tracer = self._spans.get_tracer(NAME)
         self._job = self._tracer.start_span("job")
@@ -83,12 +83,12 @@ class OtelLog:
         self._metrics.shutdown()
 
     def _seconds(self, record: Record) -> float:
-        """How long the interval or the evaluation took; of other records 0."""
+        """Return how many seconds the interval or the evaluation took; 0 for other records."""
         if isinstance(record, EvalRecord):
             return record.eval_seconds
         if not isinstance(record, TrainRecord):
             return 0.0
-        # The first interval of a process is known as one step, since steps before it were another's.
+        # The first record of a process counts as one step: earlier steps were those of another process.
         steps = 1 if self._step is None else record.step - self._step
         self._step = record.step
         return record.step_seconds * steps

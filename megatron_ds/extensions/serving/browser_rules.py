@@ -41,7 +41,7 @@ class BrowserRules:
                 )
 
     def require(self, headers: Mapping[str, str] | Message) -> None:
-        """Raises RefusedRequest for the page of another site, and for a name that is not this machine's."""
+        """Raise RefusedRequest for the page of another site, and for a name that is not that of this machine."""
         host = headers.get("Host", "")
         if host and is_local(self.host) and not self._is_own(_name_of(host)):
             raise RefusedRequest(
@@ -69,7 +69,7 @@ class BrowserRules:
         return origin in self.origins or ANY in self.origins
 
     def _is_own(self, name: str) -> bool:
-        """Whether no foreign name server decides where the name leads: an address has no name at all."""
+        """Whether the name leads to this machine without a foreign name server, as an address does."""
         return name in ("localhost", self.host.lower()) or _is_address(name)
 
 
@@ -104,7 +104,7 @@ def _place_of(origin: str) -> str | None:
 
 
 def _name_of(host: str) -> str:
-    """The name in a `Host` header, without its port; the header itself where it is none."""
+    """Return the name in a `Host` header without its port; the header itself if it is not valid."""
     try:
         return urlsplit(f"//{host}").hostname or host
     except ValueError:

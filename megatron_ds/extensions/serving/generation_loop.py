@@ -32,7 +32,7 @@ Event = tuple[int, GeneratedToken] | RefusedRequest
 class TextJob:
     """The requests of one client. Used by one thread, and closed at the end.
 
-    prompt_scores  of each request that asks for them, there before its first token is
+    prompt_scores  of each request that asks for them, complete before its first token comes
     """
 
     def __init__(self, loop: "GenerationLoop", requests: Sequence[GenerationRequest]):
@@ -52,14 +52,14 @@ class TextJob:
     def tokens(
         self, is_gone: Callable[[], bool]
     ) -> Iterator[tuple[int, GeneratedToken]]:
-        """(number of the request, token) in the order in which they come, until all requests are complete.
+        """Yield (number of the request, token) as they come, until all requests are complete.
 
         is_gone: whether the client has left, which ends the job. Raises RefusedRequest where the generator
         fails.
         """
         next_look = time.monotonic() + POLL_SECONDS
         while self._open:
-            # Tokens may come faster than one looks at the client.
+            # Tokens may come faster than the client can be looked at.
             if time.monotonic() >= next_look:
                 if is_gone():
                     return
@@ -87,7 +87,7 @@ class TextJob:
 class GenerationLoop:
     """most: requests that may be unfinished at a time; more are refused.
 
-    is_stopping: whether a stop is requested. Then no request is taken, and those that there are complete.
+    is_stopping: whether a stop is requested. Then no new request is taken, and the others are completed.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class GenerationLoop:
         self._cancelled: list[tuple[TextJob, int]] = []
         self._unfinished: set[tuple[TextJob, int]] = set()
         self._refusal: RefusedRequest | None = None
-        # Requests of the generator by its numbers; of the thread of `run` alone.
+        # Requests by the numbers of the generator; used by the thread of `run` only.
         self._running: dict[int, tuple[TextJob, int]] = {}
         self._unscored: set[int] = (
             set()
-        )  # those of which no token has come, and the scores of a prompt are due
+        )  # requests without a token so far, whose prompt is to be scored
 
     def submit(self, requests: Sequence[GenerationRequest]) -> TextJob:
         """Start the requests. Raises RefusedRequest where there are too many, or the loop has ended."""
@@ -235,7 +235,7 @@ class GenerationLoop:
             self._unfinished.discard(part)
 
     def _refuse(self, reason: RefusedRequest) -> None:
-        """Give all jobs the reason for which there will be no further token."""
+        """Give all jobs the reason why no further token will come."""
         with self._changed:
             self._refusal = reason
             jobs = {job for job, _ in self._unfinished}

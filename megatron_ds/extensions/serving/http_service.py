@@ -74,7 +74,7 @@ class HttpService(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where this machine reaches the service."""
+        """Return the address at which this machine reaches the service."""
         host = self.server_name
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         shown = f"[{host}]" if ":" in host else host
@@ -98,7 +98,7 @@ class HttpService(ThreadingHTTPServer):
         self.server_close()
 
     def answering(self) -> "_Answering":
-        """A context in which an answer is under way."""
+        """Count an answer as under way while the block runs."""
         return _Answering(self)
 
     def count(self, change: int) -> None:
@@ -127,7 +127,7 @@ class HttpService(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a defect. Clients that leave or stall are none; they are handled where they are noticed."""
+        """Log a defect. A client that leaves or stalls is not one, and is handled where it is noticed."""
         logger.exception("a connection of %s failed", client_address)
 
 
@@ -153,7 +153,7 @@ class _Answering:
 
 
 class _TimedInput(io.RawIOBase):
-    """Reads of a connection, all before one deadline: a client that sends a byte now and then is cut off, too."""
+    """The input of a connection. All reads have one deadline, which also ends a client that sends single bytes."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
@@ -215,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         """Answer by the table of routes."""
         path = self.path.partition("?")[0]
-        # A slash at the end names the same place.
+        # A slash at the end does not matter.
         path = path.rstrip("/") or "/"
         with self.server.answering():
             try:
@@ -236,7 +236,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_PATCH = _answer
 
     def _require_headers(self) -> None:
-        """Raises RefusedRequest for headers of which a part cannot be read: the rest would be taken for the body."""
+        """Raise RefusedRequest for headers that cannot be read to the end: the rest would be taken for the body."""
         self.close_connection, keeps = True, self.close_connection
         if self.headers.defects or self.headers.get_payload():
             raise RefusedRequest(
@@ -249,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, body: bytes) -> Reply | None:
         """Answer at once, or read what has to be generated. Raises RefusedRequest."""
-        # The method and the path.
+        # The page of another site is refused before it learns anything else.
         self.server.browsers.require(self.headers)
         known = known_path(path)
         methods = {method for method, one in (*PAGES, *ENDPOINTS) if one == known}
@@ -268,7 +268,7 @@ class Handler(BaseHTTPRequestHandler):
                 status=405,
                 headers={"Allow": ", ".join(sorted(methods))},
             )
-        # Pages are sent; of what is generated, the request is read.
+        # Pages are sent at once; for a text the request is read and returned.
         serving = self.server.serving
         if (method, known) in PAGES:
             kind, content_of = PAGES[method, known]
@@ -308,7 +308,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_json(200, reply.whole())
 
     def _stream(self, reply: Any, grown: Iterator[int]) -> None:
-        """Server-sent events, one JSON object each; behind the first, an error is an event, too."""
+        """Send server-sent events of one JSON object each. After the first one an error is an event, too."""
         self._begin(200, "text/event-stream", {"Cache-Control": "no-store"})
         if self.request_version == "HTTP/1.0":
             self.close_connection = True
@@ -374,13 +374,13 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def _cors_headers(self) -> dict[str, str]:
-        """What lets the page of another site read the answer; {} before the headers of a request are known."""
+        """Return the headers that let the page of another site read the answer; {} before the request is read."""
         headers = getattr(self, "headers", None) or {}
         return self.server.browsers.answer_headers(headers.get("Origin"))
 
     def _is_gone(self) -> bool:
         """Whether the client has closed its connection. One that sends a next request has not, nor has one that only
-        sends no more: it still reads."""
+        ends its sending: it still reads."""
         connection = self.connection
         try:
             connection.setblocking(False)
@@ -395,7 +395,7 @@ class Handler(BaseHTTPRequestHandler):
             connection.settimeout(SEND_SECONDS)
 
     def _has_hung_up(self) -> bool:
-        """Whether a client that sends no more also reads no more. Its system refuses what is then sent to it: an
+        """Whether a client that has ended its sending also reads no more: its system then refuses what is sent, an
         interim answer, or a comment between events, which every client ignores."""
         if self.request_version == "HTTP/1.0":
             return True

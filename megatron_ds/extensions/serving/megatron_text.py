@@ -126,7 +126,7 @@ def _part(
 
 
 def _tokens(prompt: str, values: Values, model: ServedModel) -> tuple[int, ...]:
-    """The tokens of a prompt; with add_BOS behind a token that begins a text, or the end of another text."""
+    """Return the tokens of a prompt. add_BOS puts the beginning of a text, or the end of another one, in front."""
     tokens = model.encode(prompt, "prompts")
     if prompt and values["add_BOS"] and not beginning_of(model.tokenizer):
         return (model.tokenizer.eod, *tokens)

@@ -57,7 +57,7 @@ class OpenAIReply:
         return iter(())
 
     def chunk(self, index: int) -> Iterator[Json]:
-        """A chunk with what is new of a text; none where nothing is."""
+        """Yield a chunk with what is new of a text, if anything is."""
         delta = self.parts[index].text.take()
         has_log_probs = bool(delta.entries) and self.shows_log_probs
         if delta.text or delta.finish or has_log_probs:
@@ -69,7 +69,7 @@ class OpenAIReply:
             yield {**self.envelope([], True), "usage": self._usage()}
 
     def whole(self) -> Json:
-        """The answer at once."""
+        """Return the whole answer."""
         choices = [
             self.choice(index, part.text.take(), False)
             for index, part in enumerate(self.parts)

@@ -52,7 +52,7 @@ class RefusedRequest(Exception):
 
 
 def closing(reason: str) -> RefusedRequest:
-    """The refusal of a request that this server will not answer, and another one may."""
+    """Return the refusal of a request that this server does not answer any more, although another one may."""
     return RefusedRequest(
         reason, status=CLOSING, headers={"Retry-After": "5", "Connection": "close"}
     )

@@ -37,7 +37,7 @@ class HeldBytes:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Hold more. Raises RefusedRequest where others hold too many."""
+        """Hold more bytes. Raises RefusedRequest if others hold too many."""
         with self._lock:
             if self._held + count > self._most:
                 raise RefusedRequest(
@@ -48,7 +48,7 @@ class HeldBytes:
             self._held += count
 
     def give(self, count: int) -> None:
-        """Hold fewer."""
+        """Hold fewer bytes."""
         with self._lock:
             self._held -= count
 
@@ -93,7 +93,7 @@ class Body:
                 continue
             refusal = self._refusal(size)
             if refusal is not None:
-                # The rest is read and dropped, and others have the room.
+                # The rest is read and dropped, so that the client reads the refusal; others get the room.
                 kept.clear()
                 self._release()
                 continue
@@ -103,7 +103,7 @@ class Body:
         return b"".join(kept)
 
     def _refusal(self, size: int) -> RefusedRequest | None:
-        """Why bytes up to a size are not kept, or None."""
+        """Return why so many bytes are not kept; None if they are."""
         if size > self._most:
             return self._too_large(f"more than {self._most:,} bytes")
         if size <= SMALL_BODY:
@@ -122,7 +122,7 @@ class Body:
         )
 
     def _is_chunked(self) -> bool:
-        """Raises RefusedRequest for a body whose end is not certain."""
+        """Whether the body comes in chunks. Raises RefusedRequest if its end is not certain."""
         codings = self._headers.get_all("Transfer-Encoding", [])
         if not codings:
             return False
@@ -140,7 +140,9 @@ class Body:
     def _by_length(self) -> Iterator[bytes]:
         """The bytes of a body whose length is given."""
         lengths = map(str.strip, self._headers.get_all("Content-Length", ["0"]))
-        text = ", ".join(dict.fromkeys(lengths))  # two that differ are no number
+        text = ", ".join(
+            dict.fromkeys(lengths)
+        )  # two different lengths are joined to a text that is no number
         if not (text.isascii() and text.isdigit() and len(text) < 20):
             raise RefusedRequest(f"Content-Length {text[:40]!r} is not a number.")
         if int(text) > MOST_BODY:
@@ -157,7 +159,7 @@ class Body:
             yield piece
 
     def _chunks(self) -> Iterator[bytes]:
-        """The data of the chunks. Raises RefusedRequest for what is none, and beyond MOST_BODY."""
+        """Yield the data of the chunks. Raises RefusedRequest for a malformed chunk, and beyond MOST_BODY."""
         size = 0
         for _ in range(MOST_CHUNKS):
             length = self._chunk_length()
@@ -177,7 +179,7 @@ class Body:
         )
 
     def _chunk_length(self) -> int:
-        """The number in hexadecimal before a chunk; extensions behind it have no effect."""
+        """Return the hexadecimal number before a chunk; extensions after it have no effect."""
         digits = self._line().partition(b";")[0].strip(b" \t")
         is_number = digits and not digits.strip(b"0123456789abcdefABCDEF")
         if not is_number or len(digits) > 16:
@@ -231,7 +233,7 @@ def _outside_of_strings(body: bytes) -> Iterator[bytes]:
     is_inside = False
     start = 0
     while start < len(body):
-        # A backslash and what it escapes stay together.
+        # A piece must not end between a backslash and the character that it escapes.
         stop = min(start + PIECE, len(body))
         escapes = stop - start - len(body[start:stop].rstrip(b"\\"))
         stop += escapes % 2

@@ -32,8 +32,8 @@ class RequestField:
     most     the same
     only     all values that are supported; None without such a limit
     reason   a sentence for the message about other values
-    nothing  values that ask for the default
-    note     why any value has no effect, which is logged once; "" for a field that has one
+    nothing  values that mean the default
+    note     why the field has no effect, which is logged once; "" for a field with an effect
     """
 
     kind: str

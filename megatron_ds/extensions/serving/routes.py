@@ -24,7 +24,7 @@ ONE_MODEL = f"{MODELS}/{{model}}"
 
 @dataclass(frozen=True)
 class Serving:
-    """What requests are answered with."""
+    """The model and the loop that answer requests."""
 
     model: ServedModel
     loop: GenerationLoop
@@ -75,14 +75,14 @@ def _health(serving: Serving, path: str) -> bytes:
     return b'{"status": "ok"}'
 
 
-# What is generated from a body.
+# Routes whose answer is generated from a body.
 ENDPOINTS: dict[Route, Callable[[Values, ServedModel], Reply]] = {
     ("POST", "/v1/completions"): completions,
     ("POST", "/completions"): completions,
     ("POST", "/v1/chat/completions"): chat_completions,
     ("PUT", "/api"): megatron_text,
 }
-# A type, and a content for a path.
+# Routes with a type, and a function that returns the content for a path.
 PAGES: dict[Route, tuple[str, Callable[[Serving, str], bytes]]] = {
     ("GET", "/"): (HTML_TYPE, lambda serving, path: page(serving.model)),
     ("GET", "/health"): (JSON_TYPE, _health),

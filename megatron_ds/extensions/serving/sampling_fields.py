@@ -18,7 +18,7 @@ LEAST_PROBABILITY = sys.float_info.min
 LONGEST_STOP = 256  # characters
 PENALTY = "Use repetition_penalty, which divides or multiplies the logits of tokens that occurred."
 
-# OpenAI's, then those that vLLM has besides.
+# Fields of OpenAI's API come first, then further ones of vLLM.
 SAMPLING: dict[str, RequestField] = {
     "temperature": RequestField("number", 1.0, 0, 100),
     "top_p": RequestField("number", 1.0, 0, 1),
@@ -52,7 +52,7 @@ def sampling_of(values: Mapping[str, Any], seed: int) -> Sampling:
         return Sampling(
             temperature=float(values["temperature"]),
             top_k=max(values["top_k"], 0),
-            # 0 keeps the likeliest token alone, which the smallest probability does.
+            # The smallest probability keeps only the likeliest token, which is what 0 means.
             top_p=max(float(values["top_p"]), LEAST_PROBABILITY),
             min_p=float(values["min_p"]),
             repetition_penalty=float(values["repetition_penalty"]),
@@ -63,7 +63,7 @@ def sampling_of(values: Mapping[str, Any], seed: int) -> Sampling:
 
 
 def least_of(values: Mapping[str, Any], most: int) -> int:
-    """The tokens among which a continuation does not end. most: tokens that it has. Raises RefusedRequest."""
+    """Return how many tokens a continuation has at least. most: at most. Raises RefusedRequest."""
     least = values["min_tokens"]
     if least > most:
         raise RefusedRequest(

@@ -89,7 +89,7 @@ def _parser() -> Arguments:
     add = parser.add_argument
     add("--load", type=place_of, required=True, help="folder of a checkpoint")
     add("--iteration", type=int, help="step of the checkpoint (default: the latest)")
-    # Where it listens, and under which name.
+    # Flags of the address and the name.
     add(
         "--host",
         default="127.0.0.1",
@@ -114,7 +114,7 @@ def _parser() -> Arguments:
         metavar="NAME",
         help="name of the model in requests (default: name of the --load folder)",
     )
-    # How much it takes at a time.
+    # Flags that bound what it takes at a time.
     add(
         "--batch-size",
         type=int,
@@ -165,7 +165,7 @@ def check_length(length: int | None, positions: int) -> None:
 
 
 def template_of(model: LoadedModel, path: str | None) -> ChatTemplate | None:
-    """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is none."""
+    """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is no template."""
     tokenizer = model.engine.config.data.tokenizer_model
     if path is None and tokenizer is None:
         return None
@@ -205,7 +205,7 @@ def serve(
     stop: StopRequest,
 ) -> None:
     """Answer requests until a signal; those under way are answered first. The other ranks follow."""
-    # The import of what renders templates takes seconds, and a look at all tokens one.
+    # The first rendering imports for seconds, and the first look at all tokens takes one.
     _ = model.answer_ends, model.longest_text
     loop = GenerationLoop(generator, most, lambda: stop.received is not None)
     service.start(Serving(model, loop))

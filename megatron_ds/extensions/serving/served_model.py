@@ -19,7 +19,7 @@ NO_TEMPLATE = (
     "this model has no chat template, so its messages have no text. Use /v1/completions, or start the server with "
     "--chat-template FILE."
 )
-# Names that are given to a template whatever the request is.
+# Names that a template gets with every request.
 RESERVED = {
     *("messages", "conversations", "chat_template", "tools", "documents"),
     *(
@@ -69,7 +69,7 @@ class ServedModel:
 
     @cached_property
     def longest_text(self) -> int:
-        """Characters of a text that may fit: no text with more is encoded. A token may stand for a blank besides."""
+        """Return the characters above which a text cannot fit and is not encoded. A token may add a blank."""
         longest = max(
             len(self.tokenizer.decode([number]).encode())
             for number in range(self.tokenizer.vocab_size)
@@ -114,7 +114,7 @@ class ServedModel:
                 code=TOO_LONG,
             )
         try:
-            # Where tokens may be long, only a beginning shows how many there are.
+            # If tokens may be long, a beginning of the text shows how many there are.
             size = FIRST_PART
             while size < len(text):
                 self._check_length(len(encode(self.tokenizer, text[:size])) // 2, param)
@@ -181,9 +181,7 @@ class ServedModel:
         turns = ChatTurns(self.template, self.tokenizer, self.end_tokens)
         try:
             return turns.stop_tokens, turns.stops
-        except (
-            TemplateRefusal
-        ):  # it takes other conversations than a question and an answer
+        except TemplateRefusal:  # the template does not take a question and an answer
             return self.end_tokens, ()
 
     def room(self, tokens: Sequence[int]) -> int:

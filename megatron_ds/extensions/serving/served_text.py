@@ -45,13 +45,13 @@ class ServedText:
         self._prompt = prompt
         self._most = most
         self._stream = TextStream(tokenizer, prompt, stops)
-        # The text that each token adds, also those of a stop string.
+        # The text that each token adds, with the tokens of a stop string.
         self._pieces = TextStream(tokenizer, prompt)
-        # What `take` returns.
+        # Entries since the last `take`.
         self._text = ""
         self._entries: list[TokenEntry] = []
         self._offset = 0
-        self._hidden = 0  # characters of the prompt's tokens that an echo does not have
+        self._hidden = 0  # characters of the prompt's tokens that are not in an echo
 
     def echo(self, text: str | None) -> None:
         """Begin with the prompt. text: as it was given, without tokens that were put in front; None for tokens"""
@@ -98,7 +98,7 @@ class ServedText:
         )
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """Return what is new since the last call."""
         delta = Delta(self._text, self._entries, self._offset, self.finish)
         self._offset += sum(len(entry.text) for entry in self._entries)
         self._text = ""
@@ -109,7 +109,7 @@ class ServedText:
 def grow(
     job: TextJob, texts: Sequence[ServedText], is_gone: Callable[[], bool]
 ) -> Iterator[int]:
-    """Add the tokens of a job to its texts; the number of a text after each of its tokens.
+    """Add the tokens of a job to its texts. Yield the number of a text after each of its tokens.
 
     Ends when all texts are complete, or the client `is_gone`. Raises RefusedRequest.
     """

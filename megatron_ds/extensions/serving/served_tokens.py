@@ -64,7 +64,7 @@ def completion_log_probs(
 
 
 def _by_text(alternatives: Iterable[tuple[str, float]] | None) -> dict | None:
-    """{text: log-probability}. Tokens of the same text are one entry, that of the likeliest."""
+    """Return {text: log-probability}. Of tokens with the same text the likeliest counts."""
     if alternatives is None:
         return None
     found: dict[str, float] = {}

@@ -158,7 +158,7 @@ LAYOUTS = {
 
 
 def _windows(blocks: int, sizes: tuple[int, ...], is_causal: bool) -> np.ndarray:
-    """Windows of these sizes that do not overlap; the last size for all others, too."""
+    """Return windows of these sizes that do not overlap. The last size repeats."""
     number = np.repeat(np.arange(len(sizes)), sizes)
     rest = max(0, blocks - len(number))
     number = np.concatenate((number, len(sizes) + np.arange(rest) // sizes[-1]))[
@@ -171,7 +171,7 @@ def _windows(blocks: int, sizes: tuple[int, ...], is_causal: bool) -> np.ndarray
 def _globally(
     seen: np.ndarray, first: int, stop: int, is_causal: bool, is_horizontal: bool
 ) -> None:
-    """All blocks, or those from the first on, see these columns; and these rows see all."""
+    """Let all blocks, or those from `first` on, see the columns `first` to `stop`. is_horizontal: these rows see all"""
     seen[first if is_causal else 0 :, first:stop] = True
     if is_horizontal:
         seen[first:stop] = True

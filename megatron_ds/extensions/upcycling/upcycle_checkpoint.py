@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of the tool itself; all others are those of the training."""
     parser = Arguments(__doc__)
     add = parser.add_argument
-    # The two folders.
+    # Flags that name the two folders.
     add(
         "--load",
         type=Path,
@@ -235,15 +235,15 @@ def write(
     args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mapping
 ) -> None:
     """Write the checkpoint with experts."""
-    # The disk must hold the larger model.
+    # The model is larger than the dense one, so the disk is checked first.
     pieces = upcycling.pieces(StoredTensors(args.load, step, (WEIGHT,)))
     check_room(args.save, pieces, coordinates={}, world=solo(), saves=1, limit=None)
-    # The tokenizer moves along with the weights.
+    # run.json names the copies of the tokenizer by paths in the folder.
     copies = named_copies(args.load, run).values()
     for name in {Path(copy).parts[0] for copy in copies}:
         if (args.load / name).is_dir():
             shutil.copytree(args.load / name, args.save / name, dirs_exist_ok=True)
-    # The weights.
+    # Weights are made while they are written, so the bar counts the bytes made.
     with progress(sum(piece.tensor.nbytes for piece in pieces)) as done:
         path = save(
             args.save,
@@ -253,7 +253,7 @@ def write(
             world=solo(),
             run=run,
         )
-    # What was made, how exact it is, and how to go on.
+    # A router that treats experts unlike each other changes the loss, which the user should know.
     model = upcycling.model
     added = sum(upcycling.model.experts)
     print(

@@ -148,7 +148,7 @@ class Upcycling:
 
 
 def equal_scores_weight(model: ModelConfig, num_experts: int) -> float:
-    """Sum of the routing weights of a token to which all experts are equal."""
+    """Return the sum of the routing weights of a token whose scores of all experts are equal."""
     k = model.moe_router_topk
     if model.moe_router_score_function == "sigmoid":
         weight = 1.0 if k > 1 else 0.5
@@ -160,7 +160,7 @@ def equal_scores_weight(model: ModelConfig, num_experts: int) -> float:
 def is_exact(model: ModelConfig, granularity: int) -> bool:
     """Whether the upcycled model computes what the dense one does, for any weights of the router.
 
-    So: the weights of a token sum to a constant, no token is dropped, and neither noise nor the router's
+    It does if the weights of a token sum to a constant, no token is dropped, and neither noise nor the router's
     groups of experts divide a virtual group.
     """
     is_constant = (
@@ -207,7 +207,7 @@ def _experts(
     def make(expert: int) -> torch.Tensor:
         values = read()
         if split is not None:
-            width = split.dim - 1  # that of a single expert
+            width = split.dim - 1  # the sizes of a single expert
             cut = values.unflatten(
                 width, (split.parts, parts, -1)
             )  # [.., 2 of [gate; up], G, f/G, ..]
@@ -234,7 +234,7 @@ def _piece(
 def counted(
     pieces: Sequence[MadePiece], done: Callable[[int], object]
 ) -> Iterator[MadePiece]:
-    """The pieces, with done(bytes) called when one is made."""
+    """Yield the pieces, and call done(bytes) when one is made."""
 
     def make(piece: MadePiece) -> torch.Tensor:
         done(piece.tensor.nbytes)

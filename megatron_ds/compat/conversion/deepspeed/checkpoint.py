@@ -158,7 +158,7 @@ def read_engine_folder(
 def plain_settings(
     content: Mapping[str, Any], groups: Any, shared: Mapping[str, str]
 ) -> dict[str, Any]:
-    """`RawCheckpoint.settings` from the content of a model file, and the groups of the optimizer."""
+    """Return `RawCheckpoint.settings` from the content of a model file, and the groups of the optimizer."""
     return {
         "ds_config": _plain(content.get("ds_config")),
         "args": _plain(fields_of(content.get("args"))),
@@ -277,14 +277,14 @@ def _buffers(content: Mapping[str, Any], place: Path) -> dict[str, StoredTensor]
 def _module_weights(
     content: Mapping[str, Any], place: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """(weights, {name of a shared weight: name that is kept}) of the module, without buffers."""
+    """Return (weights, {name of a shared weight: name that is kept}) of the module, without buffers."""
     buffers = buffer_names(content, place)
     shared = {
         str(k): str(v)
         for k, v in entry(content, "shared_params", Mapping, place, {}).items()
     }
     found = {}
-    by_place = {}
+    by_place: dict[tuple[str, tuple[int, ...]], str] = {}
     for name, tensor in entry(content, "module", Mapping, place, {}).items():
         if not isinstance(tensor, StoredTensor) or name in buffers or name in shared:
             continue
@@ -308,7 +308,7 @@ def _stage0(
     weights: Mapping[str, StoredTensor],
     experts: StoredExperts | None,
 ) -> tuple[Named, dict[str, Any]]:
-    """State at stage 0, where the optimizer is in the model file, by number of the parameter."""
+    """Return the state at stage 0, where the optimizer is in the model file, by number of the parameter."""
     optimizer = entry(content, "optimizer", dict, place, {})
     if not optimizer:
         return {}, {}
@@ -351,7 +351,7 @@ def _layer_weights(layer: int, path: Path) -> dict[str, StoredTensor]:
 def _of_pipeline(
     files: EngineFiles, states: Sequence[RankState], packing: RankPacking
 ) -> Named:
-    """Weights of the layer files, and masters and moments of all stages under the names of those."""
+    """Return the weights of the layer files, and masters and moments of all stages under the names of those."""
     tp_size = 1 + max(t for _, t in files.layers)
     by_rank: list[dict[str, StoredTensor]] = [{} for _ in range(tp_size)]
     for (layer, rank), path in sorted(files.layers.items()):
@@ -381,7 +381,7 @@ def _of_pipeline(
 def _untied(
     named: Mapping[str, StoredTensor], weights: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """tied_modules.KEY.LEAF under the name N.LEAF of the first layer file that holds it."""
+    """Return tied_modules.KEY.LEAF under the name N.LEAF of the first layer file that holds it."""
     found = {}
     for name, tensor in named.items():
         if name.startswith(TIED):
@@ -403,7 +403,7 @@ def _untied(
 
 
 def _merged(ranks: Sequence[Named], packing: RankPacking) -> Named:
-    """Tensors merged over tensor-parallel ranks."""
+    """Return the tensors merged over tensor-parallel ranks."""
     if len(ranks) == 1:
         return dict(ranks[0])
     result: Named = {}

@@ -49,7 +49,12 @@ class StoredExperts:
         """
         match = _NAME.fullmatch(name)
         number = self.layers.get(match[1]) if match else None
-        if number is None or number % parts or int(match[2]) >= number // parts:
+        if (
+            match is None
+            or number is None
+            or number % parts
+            or int(match[2]) >= number // parts
+        ):
             raise CheckpointError(
                 f"{place}: {name} is in a group of parameters that {parts} expert-parallel "
                 f"ranks divide, and is not an expert of such a rank. {WHOLE}."
@@ -59,13 +64,15 @@ class StoredExperts:
     def in_order(
         self, others: Mapping[str, StoredTensor], rank: int, parts: int, place: object
     ) -> dict[str, StoredTensor]:
-        """Weights of an expert-parallel rank under their global names, in the order of registration.
+        """Return the weights of an expert-parallel rank under their global names, in the order of registration.
 
         others: weights outside of experts, in that order
         """
         held: dict[str, dict[str, StoredTensor]] = {}
         for name, tensor in self.weights.items():
-            layer, expert, _ = _NAME.fullmatch(name).groups()
+            match = _NAME.fullmatch(name)
+            assert match is not None, "the weights are those of experts"
+            layer, expert, _ = match.groups()
             if self.layers[layer] % parts:
                 raise CheckpointError(
                     f"{place}: {parts} expert-parallel ranks do not divide the "
@@ -114,7 +121,7 @@ def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> StoredExperts 
     _check_complete(files, numbers)
     buffers = {_any_number(str(name)) for name in content.get("buffer_names") or ()}
     # The files of a layer are merged into one set of tensors.
-    found = {}
+    found: dict[str, StoredTensor] = {}
     layers = {}
     for layer, number in enumerate(numbers):
         prefix, tensors = _layer(
@@ -178,7 +185,7 @@ def _check_complete(files: EngineFiles, numbers: Sequence[int]) -> None:
 
 
 def _layer(paths: Sequence[Path]) -> tuple[str, dict[str, StoredTensor]]:
-    """(name of the layer, its tensors) from the files of its experts in order."""
+    """Return (name of the layer, its tensors) from the files of its experts in order."""
     found: dict[str, StoredTensor] = {}
     kinds: dict[str, Any] = {}  # of expert 0: leaf → shape and dtype
     first = ""

@@ -155,7 +155,8 @@ def files_of(folder: Path) -> EngineFiles:
 def _check_complete(
     folder: Path, kind: str, files: Mapping[tuple[int, int], Path]
 ) -> None:
-    """Every first number with every second one, from 0 on; numbers of layers may be left out."""
+    """Raises CheckpointError unless each first number occurs with each second one, from 0 on. Numbers of layers
+    may be left out."""
     if not files:
         return
     first = (
@@ -183,7 +184,7 @@ def _check_complete(
 
 
 def open_file(path: Path) -> ForeignFile:
-    """A file whose content is a dict. Raises CheckpointError."""
+    """Return a file whose content is a dict. Raises CheckpointError."""
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(
@@ -194,13 +195,13 @@ def open_file(path: Path) -> ForeignFile:
 
 
 def entry(
-    content: Mapping[str, Any],
-    name: str,
+    content: Mapping[Any, Any],
+    name: str | int,
     kind: type | tuple[type, ...],
     place: object,
     absent: Any = ...,
 ) -> Any:
-    """content[name], of a type. Raises CheckpointError where it is missing (without `absent`) or another."""
+    """Return content[name], of a type. Raises CheckpointError where it is missing (without `absent`) or another."""
     value = content.get(name, ...)
     if value is ... or value is None:
         if absent is not ...:
@@ -234,7 +235,7 @@ def buffer_names(content: Mapping[str, Any], place: object) -> set[str]:
 
 
 def count(content: Mapping[str, Any], name: str, place: object) -> int | None:
-    """A number of steps or samples; None where it is missing. Raises CheckpointError for other values."""
+    """Return a number of steps or samples; None where it is missing. Raises CheckpointError for other values."""
     value = entry(content, name, (int, float, StoredTensor), place, None)
     if isinstance(value, StoredTensor):
         value = scalar(value)
@@ -249,13 +250,13 @@ def scalar(tensor: StoredTensor) -> float:
     """The value of a tensor with one element. Raises CheckpointError for others."""
     if tensor.shape not in ((), (1,)):
         raise CheckpointError(
-            f"{tensor.place} has shape {list(tensor.shape)}, where one number is stored."
+            f"{tensor.place} has shape {list(tensor.shape)}, where one number is expected."
         )
     return tensor.read().item()
 
 
 def shapes_in(content: Any, place: object) -> dict[str, tuple[int, ...]]:
-    """{name: shape}, as `param_shapes` has them. Raises CheckpointError for anything else."""
+    """Return {name: shape}, as `param_shapes` has them. Raises CheckpointError for anything else."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{place}: shapes of parameters are a {type(content).__name__}. It is damaged."

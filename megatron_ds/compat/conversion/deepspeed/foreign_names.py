@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +47,9 @@ class ForeignInstance:
 class _Pickler(pickle._Pickler):
     """Writes names without importing them."""
 
+    # Members of the class in Python that typeshed does not declare.
+    write: Callable[[bytes], object]
+
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, ForeignClass):
             self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
@@ -56,13 +59,13 @@ class _Pickler(pickle._Pickler):
             self.save(obj.state)
             self.write(pickle.BUILD)
         else:
-            super().save(obj, save_persistent_id)
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
 
 
 def save_with_names(content: Any, path: str | os.PathLike) -> None:
     """torch.save, also of a `ForeignInstance` in `content`."""
     module = ModuleType("pickle_with_names")
-    module.Pickler = _Pickler
+    vars(module)["Pickler"] = _Pickler
     torch.save(content, path, pickle_module=module)
 
 

@@ -65,7 +65,7 @@ OPTIMIZERS = {
     frozenset({"exp_avg", "exp_avg_sq"}): "adam",
     frozenset({"momentum_buffer"}): "sgd",
 }
-# Their parameter group, the JSON's optimizer → our options.
+# Keys of their parameter groups, and of the JSON's optimizer → our options.
 NUMBERS = {"eps": "adam_eps", "weight_decay": "weight_decay"}
 
 
@@ -119,7 +119,7 @@ def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckp
 
 
 def in_our_terms(raw: RawCheckpoint, folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """A checkpoint under the names of its module, under ours. Raises CheckpointError.
+    """Return a checkpoint in our terms from one under the names of its module. Raises CheckpointError.
 
     folder: that the user gave, which may hold config.json
     """
@@ -221,17 +221,17 @@ def _vocab_size(
     if size is None:
         raise CheckpointError(
             f"{folder}: the embedding has {rows} rows with padding, and the files do not "
-            "record how many tokens there are: --vocab-size N"
+            "record how many of them are tokens. Give the number: --vocab-size N"
         )
     if not isinstance(size, int) or not 0 < size <= rows:
         raise CheckpointError(
-            f"{folder}: a vocabulary of {size!r} tokens, and the embedding has {rows} rows"
+            f"{folder}: an embedding of {rows} rows does not hold a vocabulary of {size!r} tokens"
         )
     return size
 
 
 def _without_padding(raw: RawCheckpoint, rows: int) -> RawCheckpoint:
-    """Embedding and output layer with their first rows only."""
+    """Return the embedding and output layer with their first rows only."""
 
     def cut(name: str, tensor: StoredTensor) -> StoredTensor:
         has_rows = name.endswith(("word_embeddings.weight", "output_layer.weight"))
@@ -281,7 +281,7 @@ def _config_file(inner: Path, folder: Path) -> Path:
 def _state(
     raw: RawCheckpoint, entries: list, family: Family, model: ModelConfig
 ) -> Tensors:
-    """Moments under our names. Raises CheckpointError if any parameter lacks one that others have."""
+    """Return the moments under our names. Raises CheckpointError if a parameter lacks a moment that others have."""
     found = {}
     for kind, named in raw.tensors.items():
         if kind == WEIGHT:
@@ -322,7 +322,7 @@ def _group(raw: RawCheckpoint) -> Mapping[str, Any]:
 
 
 def _training(raw: RawCheckpoint) -> dict[str, Any]:
-    """Numbers of the optimizer, where the files record them."""
+    """Return the numbers of the optimizer, where the files record them."""
     group = _group(raw)
     found = {
         f"optimizer.{ours}": group[theirs]
@@ -345,8 +345,8 @@ def _training(raw: RawCheckpoint) -> dict[str, Any]:
 
 
 def _choices(raw: RawCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are true or false: as the groups of the classes of DeepSpeed and torch have them, else
-    the JSON. The weight decay of the type AdamW is decoupled in any case."""
+    """Return the options that are true or false: from the parameter groups that DeepSpeed and torch have written,
+    else from the JSON. AdamW's weight decay is always decoupled."""
     table = lambda value: value if isinstance(value, Mapping) else {}
     optimizer = table(table(raw.settings.get("ds_config")).get("optimizer"))
     params = table(optimizer.get("params"))
@@ -413,7 +413,6 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     }
     raw = RawCheckpoint(checkpoint.folder, tensors, settings, checkpoint.progress)
     path = write_universal(raw, folder, about, wishes.done)
-    # The lines for the user state what was written and how DeepSpeed loads it.
     kinds = ", ".join(kind for kind in tensors if kind != WEIGHT) or "weights only"
     unknown = [
         "the learning rate of the next step is not recorded: DeepSpeed makes that step with the first "
@@ -428,7 +427,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
 
 
 def next_rate(checkpoint: LogicalCheckpoint, model: ModelConfig) -> float | None:
-    """Learning rate of the next step, which DeepSpeed takes from the files; None if it is not recorded."""
+    """Return the learning rate of the next step, which DeepSpeed takes from the files; None if it is not recorded."""
     if "optimizer.lr" in checkpoint.training:
         source = Source("derived", str(checkpoint.folder))
         config = RunConfig(model=model).with_values(checkpoint.training, source)

@@ -40,7 +40,7 @@ class RankFiles:
     masters: Sequence[Sequence]
 
     def group(self, g: int, ranks: Iterable[int]) -> list[Shard]:
-        """Group g of parameters on these data-parallel ranks."""
+        """Return group g of parameters on these data-parallel ranks."""
         return [
             Shard(
                 self.paths[d],
@@ -63,7 +63,7 @@ def zero_state(
     experts: StoredExperts | None,
     ignored: set[str],
 ) -> tuple[Named, dict[str, Any]]:
-    """Masters and moments of one model-parallel rank, at stages 1 to 3, and its common state.
+    """Return the masters and moments of one model-parallel rank, at stages 1 to 3, and its common state.
 
     shapes   of each group, {name: shape}
     ignored  receives names of stored objects that are not used
@@ -130,7 +130,7 @@ def _opened(
 
 
 def _parts_of_groups(opened: RankFiles, groups: int) -> list[int]:
-    """Number of expert-parallel ranks that hold different parameters of a group; 1 without experts."""
+    """Return the number of expert-parallel ranks that hold different parameters of a group; 1 without experts."""
     number = len(opened.paths)
     found = [1] * groups
     for state, inner, path in zip(opened.states, opened.inners, opened.paths):
@@ -161,7 +161,7 @@ def _group(
     parts: int,
     experts: StoredExperts | None,
 ) -> Named:
-    """kind → name → tensor of a group at stages 1 and 2."""
+    """Return kind → name → tensor of a group at stages 1 and 2."""
     mappings = [state.get("param_slice_mappings") for state in opened.states]
     tensors: Named = {}
     for part in range(parts):
@@ -169,9 +169,10 @@ def _group(
         ranks = range(part, len(opened.paths), parts)
         shards = opened.group(g, ranks)
         # Old files lack the slices, which follow from the sizes and the order.
-        if all(isinstance(mapping, list) for mapping in mappings):
+        stored = [mapping for mapping in mappings if isinstance(mapping, list)]
+        if len(stored) == len(mappings):
             slices = [
-                entry(dict(enumerate(mappings[d])), g, Mapping, opened.paths[d])
+                entry(dict(enumerate(stored[d])), g, Mapping, opened.paths[d])
                 for d in ranks
             ]
         else:
@@ -194,7 +195,7 @@ def _group(
 
 
 def _parts_of_parameters(opened: RankFiles, shapes: Sequence[Mapping]) -> Named:
-    """kind → name → tensor of all groups at stage 3."""
+    """Return kind → name → tensor of all groups at stage 3."""
     joined = []
     for d, path in enumerate(opened.paths):
         groups = [
@@ -230,7 +231,7 @@ def checked_masters(
 def unnamed_state(
     optimizer: Mapping, weights: Mapping[str, StoredTensor], place: object
 ) -> tuple[Named, dict[str, Any]]:
-    """State of an optimizer by number of the parameter: (masters and moments, common state).
+    """Return the state of an optimizer by number of the parameter: (masters and moments, common state).
 
     weights: of the module, in the order of registration. Raises CheckpointError.
     """
@@ -246,7 +247,7 @@ def expert_state(
     weights: Mapping[str, StoredTensor],
     experts: StoredExperts,
 ) -> tuple[Named, dict[str, Any]]:
-    """`unnamed_state` of all expert-parallel ranks, which have a file each. Raises CheckpointError.
+    """Return `unnamed_state` of all expert-parallel ranks, which have a file each. Raises CheckpointError.
 
     optimizer: of the model file, which is that of rank 0
     """
@@ -256,8 +257,7 @@ def expert_state(
             "experts. Copy them, or load the weights alone."
         )
     parts = len(files.expert_optimizers)
-    # Rank 0 comes last, so its state of the dense parameters remains.
-    found = {}
+    found: Named = {}
     commons = {}
     for rank, path in sorted(files.expert_optimizers.items(), reverse=True):
         own = entry(open_file(path).content, "optimizer", dict, path)
@@ -283,7 +283,9 @@ def expert_state(
             for (
                 kind,
                 named,
-            ) in state.items():  # outside of experts, state of rank 0 remains
+            ) in (
+                state.items()
+            ):  # rank 0 comes last, and its state of other parameters remains
                 found.setdefault(kind, {}).update(named)
         commons[path] = _common(own, inner, path)
     # All ranks must agree, and masters must agree with the weights of experts.
@@ -321,7 +323,7 @@ def _check_ranks(
 
 
 def _unnamed(optimizer: Mapping, place: object) -> tuple[Mapping, Any]:
-    """({"state", "param_groups"} of torch's optimizer, fp32 weights of each group or None)."""
+    """Return ({"state", "param_groups"} of torch's optimizer, fp32 weights of each group or None)."""
     masters = optimizer.get("fp32_groups")
     # A fused optimizer has one vector for each group.
     if masters is None and "fp32_groups_flat" in optimizer:
@@ -341,17 +343,18 @@ def _common(optimizer: Mapping, inner: Mapping, place: object) -> dict[str, Any]
 
 
 def optimizer_steps(inner: Mapping, place: object) -> set[int]:
-    """Numbers of updates of the groups or parameters; FusedAdam records them in `param_groups`."""
+    """Return the numbers of updates of the groups or parameters; FusedAdam records them in `param_groups`."""
     found = [
         *entry(inner, "state", Mapping, place, {}).values(),
         *entry(inner, "param_groups", list, place, []),
     ]
     states = [state for state in found if isinstance(state, Mapping)]
-    return {count(state, "step", place) for state in states} - {None}
+    steps = {count(state, "step", place) for state in states}
+    return {step for step in steps if step is not None}
 
 
 def scaler_numbers(state: Any) -> dict[str, float]:
-    """Numbers of a dynamic loss scaler; {} for a fixed one."""
+    """Return the numbers of a dynamic loss scaler; {} for a fixed one."""
     values = fields_of(state)
     if (
         not (values.get("dynamic") or values.get("dynamic_loss_scale"))

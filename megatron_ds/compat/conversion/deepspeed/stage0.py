@@ -25,7 +25,7 @@ def stage0_state(
     weights: Mapping[str, StoredTensor],
     place: object,
 ) -> dict[str, dict[str, StoredTensor]]:
-    """kind → name → tensor; with the kind "master" if there are fp32 weights beside those of the module.
+    """Return kind → name → tensor; with the kind "master" if there are fp32 weights beside those of the module.
 
     inner    {"state": {number: {kind: tensor}}, "param_groups": [{"params": [number, …]}, …]}
     masters  [[fp32 tensor of a parameter, …] for each group] of fp16 training; None
@@ -114,7 +114,8 @@ def _flat(
     weights: Mapping[str, StoredTensor],
     groups: int,
 ) -> list[dict[str, StoredTensor]] | None:
-    """State of a fused optimizer: one vector of all parameters of the only group. None if it is not that."""
+    """Return the state of a fused optimizer: one vector of all parameters of the only group. None if it is not
+    that."""
     sizes = [math.prod(tensor.shape) for tensor in weights.values()]
     if (
         groups != 1
@@ -151,7 +152,7 @@ def _assigned(
     several: bool,
     place: object,
 ) -> list[str]:
-    """Names of the parameters of one group. Raises CheckpointError unless there is exactly one way.
+    """Return the names of the parameters of one group. Raises CheckpointError unless there is exactly one way.
 
     several: there are other groups; then matrices and vectors are in different ones
     """
@@ -167,7 +168,7 @@ def _assigned(
 
     @cache
     def ways(state: int, name: int) -> int:
-        """Number of ways to assign the states from `state` on to names from `name` on, at most 2."""
+        """Return the number of ways to assign the states from `state` on to names from `name` on, at most 2."""
         if state == len(shapes):
             return 1
         if len(names) - name < len(shapes) - state:

@@ -64,8 +64,8 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
     if iteration is None and (folder / ZERO).is_dir():
         return folder
     if iteration is not None:
-        found = folder / f"global_step{iteration}_universal"
-        return found if (found / ZERO).is_dir() else None
+        numbered = folder / f"global_step{iteration}_universal"
+        return numbered if (numbered / ZERO).is_dir() else None
     found = tag_folder(folder, None, POINTER)
     return found if found is not None and (found / ZERO).is_dir() else None
 
@@ -87,9 +87,9 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
     first = contents[0]
     place = folder / next(iter(models))
     # Ranks of a pipeline have different parameters, so the descriptions are united.
-    shapes = {}
-    shared = {}
-    buffers = set()
+    shapes: dict[str, tuple[int, ...]] = {}
+    shared: dict[str, str] = {}
+    buffers: set[str] = set()
     for content in contents:
         for group in entry(content, "param_shapes", list, place, []):
             shapes |= shapes_in(group, place)
@@ -137,7 +137,7 @@ def _buffers_in_models(
     contents: Sequence[Mapping[str, Any]], buffers: Collection[str], place: Path
 ) -> dict[str, StoredTensor]:
     """The buffers of these names in the model files."""
-    found = {}
+    found: dict[str, StoredTensor] = {}
     for content in contents:
         module = entry(content, "module", Mapping, place, {})
         found |= {
@@ -162,7 +162,7 @@ def _tensors(
     others: set[str],
     weights_only: bool,
 ) -> tuple[dict[str, dict[str, StoredTensor]], set[int]]:
-    """(kind → name → tensor, numbers of steps). others: names of shared parameters."""
+    """Return (kind → name → tensor, numbers of steps). others: names of shared parameters."""
     found: dict[str, dict[str, StoredTensor]] = {WEIGHT: {}}
     steps: set[int] = set()
     for name in sorted(os.listdir(zero)):
@@ -180,7 +180,9 @@ def _tensors(
             if kind == STEP:
                 number = read_torch_file(path).content
                 step = scalar(number) if isinstance(number, StoredTensor) else number
-                steps.add(count({STEP: step}, STEP, path))
+                updates = count({STEP: step}, STEP, path)
+                if updates is not None:
+                    steps.add(updates)
             elif kind == WEIGHT_FILE or not weights_only:
                 named = found.setdefault(WEIGHT if kind == WEIGHT_FILE else kind, {})
                 named[name] = _tensor(path, shapes.get(name))
@@ -193,9 +195,9 @@ def _tensors(
 
 
 def _tensor(path: Path, shape: tuple[int, ...] | None) -> StoredTensor:
-    """The tensor in a file. One without entries beside it is flat and padded, and gets its shape from the
-    model file; others are merged over tensor-parallel ranks, of which that file records the shapes.
-    """
+    """Return the tensor in a file. A file that has no entries beside the tensor holds it flat and padded, and the
+    model file has its shape. Other files record the shapes on the tensor-parallel ranks, and the tensor is merged
+    over these."""
     content = read_torch_file(path).content
     tensor = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(tensor, StoredTensor):

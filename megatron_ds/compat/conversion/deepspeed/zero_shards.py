@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -63,7 +63,7 @@ class Shard:
         return max(sizes)
 
     def cut(self, kind: str, start: int, numel: int) -> Iterator[VectorSlice]:
-        """Elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
+        """Yield the elements [start, start + numel) of the joined vectors. Raises CheckpointError beyond the end."""
         vectors = self.vectors[kind]
         stop = start + numel
         # The interval must be inside of what the vectors hold together.
@@ -116,7 +116,7 @@ def joined(
 def merged_slices(
     shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
+    """Return kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
 
     Raises CheckpointError unless the slices of all ranks, in order, are the parameters in order.
     """
@@ -173,7 +173,7 @@ def merged_slices(
     return found
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     """Whether a value of a file is a number of elements."""
     return type(value) is int and value >= 0
 
@@ -181,10 +181,10 @@ def _is_count(value: object) -> bool:
 def replayed_slices(
     shapes: Shapes, shards: Sequence[Shard]
 ) -> list[dict[str, dict[str, int]]]:
-    """`param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
+    """Return `param_slice_mappings` of files that lack them (before DeepSpeed 0.7), from sizes and order."""
     # The parameters follow each other through the equal shards.
     size = shards[0].size
-    mappings = [{} for _ in shards]
+    mappings: list[dict[str, dict[str, int]]] = [{} for _ in shards]
     at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
@@ -206,7 +206,7 @@ def replayed_slices(
 def merged_parts(
     shapes: Shapes, shards: Sequence[Shard]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
+    """Return kind → name → tensor, of all groups together. Raises CheckpointError where sizes do not fit."""
     ranks = len(shards)
     kinds = _kinds_of(shards)
     # Every rank must hold an equal part of each parameter.
@@ -252,9 +252,9 @@ def _part(
     start: int,
     size: int,
 ) -> StoredTensor:
-    """One parameter from its parts. start, size: of the part in the vectors of each rank."""
+    """Return one parameter from its parts. start, size: of the part in the vectors of each rank."""
     numel = math.prod(shape)
-    slices = []
+    slices: list[VectorSlice] = []
     for rank, shard in enumerate(shards):
         # The last parts are padded, and may hold no element.
         left = max(0, numel - rank * size)
@@ -265,17 +265,22 @@ def _part(
 def merged_fragments(
     shapes: Shapes, fragments: Sequence[Mapping[str, StoredTensor]], place: object
 ) -> dict[str, StoredTensor]:
-    """Frozen parameters, of which stage 3 stores a part in the model file of each rank.
+    """Return frozen parameters, of which stage 3 stores a part in the model file of each rank.
 
-    fragments: name → part, of each rank. Raises CheckpointError when a rank has no part of one.
+    fragments: name → part, of each rank
+
+    Raises CheckpointError when a rank has no part of one.
     """
     found = {}
     for name, shape in shapes.items():
-        held = [one.get(name) for one in fragments]
-        if not all(isinstance(part, StoredTensor) for part in held):
-            raise CheckpointError(
-                f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
-            )
+        held = []
+        for one in fragments:
+            part = one.get(name)
+            if not isinstance(part, StoredTensor):
+                raise CheckpointError(
+                    f"{place}: a rank has no part of the frozen parameter {name}. {MIXED}."
+                )
+            held.append(part)
         # The parts follow each other; the last one is padded.
         left = math.prod(shape)
         slices = []
@@ -289,7 +294,7 @@ def merged_fragments(
 
 
 def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredTensor]]:
-    """Kind → [vector] of a group: the master, and the tensors of its optimizer state as long as it.
+    """Return kind → [vector] of a group: the master, and the tensors of its optimizer state as long as it.
 
     state: {"step", "exp_avg", …} of torch's optimizer; empty before its first step
     """

@@ -151,6 +151,8 @@ class ForeignObject:
 
     foreign_name = ""
     allowance: Allowance | None = None
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: Any, **keywords: Any) -> "ForeignObject":
         self = object.__new__(cls)
@@ -181,7 +183,7 @@ class ForeignObject:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Attributes of a stand-in, such as a Namespace or a dataclass, or the items of a dict; else {}."""
+    """Return the attributes of a stand-in, such as a Namespace or a dataclass, or the items of a dict; else {}."""
     state = value.state if isinstance(value, ForeignObject) else value
     if isinstance(state, tuple) and len(state) == 2:  # (__dict__, values of __slots__)
         state = {**(state[0] or {}), **(state[1] or {})}
@@ -189,7 +191,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def _elements_of(state: Any) -> int:
-    """Elements that `fields_of` copies."""
+    """Return the elements that `fields_of` copies."""
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     return 1 + sum(len(part) for part in parts if isinstance(part, COPIED))
 
@@ -233,7 +235,7 @@ class ForeignUnpickler(pickle.Unpickler):
         self._allowance = Allowance(content)
         self._keys = Keys((*_ATOMS, ForeignObject), _ATOMS)
         called = _CALLED | _tables_called(self._keys)
-        self._known = {
+        self._known: dict[tuple[str, str], Any] = {
             name: Function(value, self._allowance) for name, value in called.items()
         }
         self._known |= _DTYPE_NAMES | dict(allowed or {})
@@ -245,7 +247,7 @@ class ForeignUnpickler(pickle.Unpickler):
         return tuple(sorted(self._stand_ins))
 
     def find_class(self, module: str, name: str) -> Any:
-        """An object of the tables, or a stand-in. Raises UnpicklingError for code."""
+        """Return an object of the tables, or a stand-in. Raises UnpicklingError for code."""
         if (module, name) in self._known:
             return self._known[module, name]
         full = f"{module}.{name}"
@@ -273,9 +275,8 @@ class ForeignUnpickler(pickle.Unpickler):
         return self._stand_ins[full]
 
     def persistent_load(self, identifier: Any) -> Storage | Table:
-        """The storage that torch's pickles name ("storage", type, key, location, elements, …), or the table
-        that takes the place of a dict or set, after whose opcode BINPERSID was inserted.
-        """
+        """Return the storage that pickles of torch name: ("storage", type, key, location, elements, …). A dict or
+        set gets a table in its place here, because BINPERSID was inserted behind the opcode that makes it."""
         if type(identifier) in (dict, set):
             return self._keys.table()
         if (
@@ -305,7 +306,7 @@ def unpickled(
     storage_of: Callable[[torch.dtype, str, int], Storage] | None = None,
     allowed: Mapping[tuple[str, str], Any] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
-    """(content, names of the classes that became stand-ins); arguments as of `ForeignUnpickler`.
+    """Return (content, names of the classes that became stand-ins); arguments as of `ForeignUnpickler`.
 
     Raises almost any exception when `content` is damaged; UnpicklingError if it names code.
     """
@@ -372,14 +373,14 @@ def _first(tensor: Any, *_: Any) -> Any:
 
 
 def _member(owner: Any, name: str) -> ForeignObject:
-    """A member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
+    """Return a member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
     if not (
         isinstance(owner, type)
         and issubclass(owner, ForeignObject)
         and isinstance(name, str)
     ):
         raise pickle.UnpicklingError(
-            "it names an attribute of something else than a class"
+            "it takes an attribute of a value that is not a class"
         )
     return owner(name)
 
@@ -387,14 +388,14 @@ def _member(owner: Any, name: str) -> ForeignObject:
 def _reconstructed(kind: Any, *_: Any) -> ForeignObject:
     if not (isinstance(kind, type) and issubclass(kind, ForeignObject)):
         raise pickle.UnpicklingError(
-            "it makes an object of something else than a class"
+            "it makes an object from a value that is not a class"
         )
     return kind()
 
 
 def _latin_bytes(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError("it encodes text as something else than latin-1")
+        raise pickle.UnpicklingError("it encodes text, and not as latin-1")
     return text.encode("latin-1")
 
 

@@ -16,11 +16,11 @@ TIMES = 10  # elements of a larger pickle, as a multiple of its bytes
 def check_nesting(
     content: Any, nbytes: int, parts_of: Callable[[Any], Iterable | None]
 ) -> None:
-    """Raises UnpicklingError for content that is nested deeper than 200 levels, or whose elements are many
-    times the bytes of its pickle.
+    """Raises UnpicklingError for content that is nested deeper than 200 levels, or whose elements are many times the
+    bytes of its pickle.
 
-    parts_of: returns the elements of a value, None of one without elements. A value that is inside of itself
-    counts once
+    parts_of: returns the elements of a value; None for a value without elements. A value inside of itself counts
+    once
     """
     most = SPARE + TIMES * nbytes
     # id → (elements, levels): memoized, so that each value is visited once.
@@ -44,7 +44,7 @@ def check_nesting(
             measured[id(value)] = elements, levels
         if elements > most:
             raise pickle.UnpicklingError(
-                f"its values share parts so often that they have over {most:,} "
+                f"it refers to the same values so often that it stands for over {most:,} "
                 f"elements, and the pickle has {nbytes:,} bytes"
             )
         return elements, levels

@@ -7,6 +7,7 @@ float16, which cannot hold all values, is cast here, so that it is checked.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 
 import torch
 
@@ -45,10 +46,15 @@ class ReadAhead:
         self._submit()
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
-        self._memory.__exit__(*failure)
+        self._memory.__exit__(kind, error, trace)
 
     def take(self, index: int) -> torch.Tensor:
         """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""
@@ -60,7 +66,7 @@ class ReadAhead:
         return tensor
 
     def _submit(self) -> None:
-        """Start reading the next tensors, as far as the limit allows, and at least one."""
+        """Start to read the next tensors, as many as the limit allows, and at least one."""
         while self._next < len(self._tensors) and (
             not self._waiting or self._bytes + self._cost(self._next) <= MOST_BYTES
         ):
@@ -69,7 +75,7 @@ class ReadAhead:
             self._next += 1
 
     def _cost(self, index: int) -> int:
-        """Bytes of the stored tensor, and of the one that it is packed into."""
+        """Return the bytes of the stored tensor, and of the one that it is packed into."""
         return 2 * self._tensors[index].nbytes
 
     def _read(self, index: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ....errors import CheckpointError
 from ....host.direct_file import read_range
 from .stored_tensor import StoredTensor
 
-POINTER = b"version https://git-lfs.github.com"  # the beginning of the text that Git has for a file of LFS
+POINTER = b"version https://git-lfs.github.com"  # the beginning of the text that Git keeps in place of a file of LFS
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -29,8 +29,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()} | {
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged, and for two
-    sets of weights."""
+    """Return name → tensor of all files of a folder. Raises CheckpointError when a file is missing or damaged, and
+    for two sets of weights."""
     index = folder / INDEX
     single = folder / SINGLE
     if index.is_file():
@@ -53,10 +53,10 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _places_in(index: Path) -> dict[str, str]:
-    """Name of a tensor → its file, in the folder of the index and nowhere else. Raises CheckpointError."""
+    """Return name of a tensor → its file, in the folder of the index and nowhere else. Raises CheckpointError."""
     places = read_json(index).get("weight_map")
-    is_table = isinstance(places, dict) and bool(places)
-    if not is_table or not all(map(_is_file_name, places.values())):
+    is_table = isinstance(places, dict) and all(map(_is_file_name, places.values()))
+    if not is_table or not places:
         raise CheckpointError(
             f"{index} is damaged: weight_map is not a table of file names."
         )
@@ -76,7 +76,7 @@ def _check_one_set(folder: Path, places: Mapping[str, str]) -> None:
 
 
 def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Name → tensor of the files that the folder's index names."""
+    """Return name → tensor of the files that the folder's index names."""
     # All files must be present before any is read.
     files = sorted({*places.values()})
     absent = [name for name in files if not (folder / name).is_file()]
@@ -85,7 +85,7 @@ def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTe
             f"{folder} lacks {len(absent)} of {len(files)} files that {INDEX} "
             f"names, first {absent[0]}. Complete the download."
         )
-    # Each file must hold the tensors that the index assigns to it, and may hold copies of those of others.
+    # Each file must hold the tensors that the index assigns to it, and may hold copies of others.
     held = {file: read_file(folder / file) for file in files}
     for file, tensors in held.items():
         assigned = {name for name, place in places.items() if place == file}
@@ -108,8 +108,8 @@ def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTe
 
 
 def _check_copy(copy: StoredTensor, named: StoredTensor, file: str) -> None:
-    """Raises CheckpointError for a tensor in a file that the index does not name for it, with other values than in the
-    one that it names."""
+    """Raises CheckpointError if a second copy of a tensor, in a file that the index does not name for it, has
+    other values."""
     is_alike = copy.shape == named.shape and copy.dtype == named.dtype
     if not is_alike or not torch.equal(_bytes_of(copy), _bytes_of(named)):
         raise CheckpointError(
@@ -130,7 +130,7 @@ def _is_file_name(text: object) -> bool:
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of one file. Raises CheckpointError when it is damaged."""
+    """Return name → tensor of one file. Raises CheckpointError when it is damaged."""
     # The library checks that the entries of the header cover the file, without gaps or overlaps.
     try:
         with safe_open(path, framework="pt") as file:
@@ -157,7 +157,7 @@ def _advice(path: Path) -> str:
     with suppress(OSError):
         with open(path, "rb") as file:
             start = file.read(len(POINTER))
-    # Git has a short text in place of a file that was not fetched.
+    # Git keeps a short text in place of a file that was not fetched.
     if start != POINTER:
         return "Download or save it again."
     return (
@@ -167,7 +167,7 @@ def _advice(path: Path) -> str:
 
 
 def _described(path: Path, name: str, stored: Any) -> StoredTensor:
-    """A tensor that nothing reads yet. stored: of the library."""
+    """Return a tensor that cannot be read yet. stored: the entry that the library has read."""
     code = stored.get_dtype()
     if code not in DTYPES:
         known = ", ".join(DTYPES)
@@ -176,7 +176,11 @@ def _described(path: Path, name: str, stored: Any) -> StoredTensor:
         )
     # Its reader is set when its place in the file is known.
     shape = tuple(stored.get_shape())
-    return StoredTensor(shape, DTYPES[code], lambda: None, f"{path}: {name}")
+    return StoredTensor(shape, DTYPES[code], _not_placed, f"{path}: {name}")
+
+
+def _not_placed() -> torch.Tensor:
+    raise AssertionError("the place of the tensor in its file is not known yet")
 
 
 def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Tensor:

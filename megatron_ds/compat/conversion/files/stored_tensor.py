@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 def compared_with(weight: StoredTensor, master: StoredTensor, why: str) -> StoredTensor:
-    """The master. Reading it compares it with the weight, which was rounded from it.
+    """Return the master; reading it compares it with the weight that was rounded from it.
 
     why: end of the message of the CheckpointError where they differ
     """

@@ -28,7 +28,7 @@ def changed(
     shape: Sequence[int],
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> StoredTensor:
-    """`function` of the tensor, which has this shape. It is computed when the tensor is read."""
+    """Return `function` of the tensor, which has this shape. It is computed when the tensor is read."""
 
     def read() -> torch.Tensor:
         return function(tensor.read())
@@ -45,7 +45,7 @@ def first_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
 
 
 def interval(tensor: StoredTensor, start: int, shape: Sequence[int]) -> StoredTensor:
-    """Elements of a flat tensor from `start` on, in this shape."""
+    """Return the elements of a flat tensor from `start` on, in this shape."""
     stop = start + math.prod(shape)
     return changed(tensor, shape, lambda flat: flat[start:stop].view(tuple(shape)))
 
@@ -157,7 +157,7 @@ def merged_over_ranks(
 
 
 def _block(part: StoredTensor, dim: int, block: int, blocks: int) -> StoredTensor:
-    """One of the equal blocks of a rank's part along `dim`."""
+    """Return one of the equal blocks of a rank's part along `dim`."""
     size = part.shape[dim] // blocks
     start = block * size
     shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Sharded:
                 part = changed(
                     box.tensor,
                     box.tensor.shape[1:],
-                    lambda chunk, at=row - box.offset[0]: chunk[at],
+                    itemgetter(row - box.offset[0]),
                 )
                 found[row].append(StoredBox(box.offset[1:], part))
         return [
@@ -83,7 +84,7 @@ class TorchDistFolder:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether the folder of one iteration looks like one."""
+    """Whether the folder of one iteration has the files of this format."""
     return (path / INDEX_FILE).is_file() and (path / METADATA_FILE).is_file()
 
 
@@ -190,7 +191,7 @@ def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """A shape or a position. Raises TypeError."""
+    """Return a shape or a position. Raises TypeError."""
     if not (
         isinstance(value, tuple | list)
         and len(value) <= MOST_DIMENSIONS

@@ -103,7 +103,9 @@ class _Window:
         }
         base = bases[whence]
         if base + offset < 0:
-            raise ValueError(f"a position {base + offset} before its begin")
+            raise ValueError(
+                f"it is asked for the position {base + offset}, before its first byte"
+            )
         self._at = base + offset
         return self._at
 
@@ -164,7 +166,7 @@ def _archive(path: Path, window: _Window) -> ForeignFile:
 
 
 def _data_start(window: _Window, record: zipfile.ZipInfo) -> int:
-    """Position in the whole file of the first byte of a record."""
+    """Return the position in the whole file of the first byte of a record."""
     window.seek(record.header_offset)
     header = window.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
@@ -179,7 +181,7 @@ def _data_start(window: _Window, record: zipfile.ZipInfo) -> int:
 def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
     at = 0
     parts = []
-    named = {}
+    named: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage_of(dtype: torch.dtype, key: str, numel: int) -> Storage:
         if named.setdefault(key, (dtype, numel)) != (dtype, numel):
@@ -219,7 +221,7 @@ def _sequence(path: Path, content: mmap.mmap) -> ForeignFile:
 
 
 def _mapping(path: Path, start: int, nbytes: int) -> Callable[[], torch.Tensor]:
-    """A function that maps bytes of the file as a private uint8 tensor."""
+    """Return a function that maps bytes of the file as a private uint8 tensor."""
 
     def read() -> torch.Tensor:
         if not nbytes:

@@ -35,7 +35,7 @@ AUX_LOSS = 0.001  # router_aux_loss_coef where it is absent
 
 
 def expert_options(settings: Settings) -> dict[str, Any]:
-    """Our options. Raises CheckpointError."""
+    """Return our options. Raises CheckpointError."""
     # Families use two names for the number of experts.
     numbers = {
         settings[name]
@@ -69,7 +69,7 @@ def expert_options(settings: Settings) -> dict[str, Any]:
 
 
 def expert_layers(settings: Settings) -> list[int]:
-    """1 for each layer that has experts, 0 for a dense one. Raises CheckpointError."""
+    """Return 1 for each layer with experts and 0 for each dense one. Raises CheckpointError."""
     layers = settings["num_hidden_layers"]
     step = settings.get("decoder_sparse_step", 1)
     if not all(
@@ -86,13 +86,13 @@ def expert_layers(settings: Settings) -> list[int]:
 
 
 def aux_loss_scale(settings: Settings) -> tuple[int, int]:
-    """(layers with experts, experts of a token): their loss that balances experts is over all layers together
-    and counts each expert of a token; ours is the sum over layers of one that is divided by them."""
+    """Return (layers with experts, experts of a token). Their loss that balances experts is one over all layers
+    and counts each expert of a token; ours is a sum over layers, divided by these numbers."""
     return max(1, sum(expert_layers(settings))), settings["num_experts_per_tok"]
 
 
 def expert_settings(model: ModelConfig) -> dict[str, Any]:
-    """Their settings; {} without experts."""
+    """Return their settings; {} without experts."""
     dense = [i for i, number in enumerate(model.experts) if not number]
     layers = model.num_layers - len(dense)
     numbers = sorted({number for number in model.experts if number})

@@ -83,14 +83,14 @@ def expects(folder: Path) -> bool:
 
 
 def read_raw(folder: Path) -> RawCheckpoint:
-    """Settings and tensors as they are in the files. Raises CheckpointError."""
+    """Return the settings and tensors as they are in the files. Raises CheckpointError."""
     check_adapter(folder)
     settings = read_json(folder / CONFIG)
     return RawCheckpoint(folder, {WEIGHT: read_folder(folder)}, settings)
 
 
 def adapter_files(folder: Path) -> list[str]:
-    """Names of the files of an adapter in the folder."""
+    """Return the names of the files of an adapter in the folder."""
     return [name for name in ADAPTER if (folder / name).is_file()]
 
 
@@ -182,7 +182,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def with_prefix(
     tensors: Mapping[str, StoredTensor], family: Family
 ) -> Mapping[str, StoredTensor]:
-    """Names of a model with a head, also where the files hold the bare model."""
+    """Return the tensors under the names of a model with a head, also if the files hold the bare model."""
     if not family.prefix or any(name.startswith(family.prefix) for name in tensors):
         return tensors
     heads = {name for name, _ in family.tied}
@@ -198,7 +198,7 @@ def check_tied(
     model: ModelConfig,
     family: Family,
 ) -> tuple[dict, Mapping[str, StoredTensor]]:
-    """Without heads that equal embeddings. Raises CheckpointError if a tied head differs from them."""
+    """Return the tensors without heads that equal embeddings. Raises CheckpointError if a tied head differs."""
     if model.untie_embeddings_and_output_weights:
         return options, tensors
     for head, original in family.tied:
@@ -250,7 +250,7 @@ def family_for(
 
 
 def _differences(family: Family, model: ModelConfig) -> list[str]:
-    """Options that differ after a round trip through the settings of a family."""
+    """Return the options that differ after a round trip through the settings of a family."""
     wanted = _identity(model)
     try:
         settings = family.settings(model)
@@ -267,7 +267,7 @@ def _differences(family: Family, model: ModelConfig) -> list[str]:
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
-    """`model_identity`, with one spelling of the layers that have a window."""
+    """Return `model_identity`, with one spelling of the layers that have a window."""
     return model_identity(
         replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
         if any(model.windowed)
@@ -311,7 +311,6 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         if model.model == "gpt":
             _write_json(hidden / GENERATION, _generation_of(checkpoint, settings))
         files = _write_tokenizer(checkpoint, hidden)
-    # The lines for the user state what was written, rounded and left out.
     lines = [
         f"wrote {len(entries)} tensors, {sum(entry.nbytes for entry in entries) / 2**20:.1f} MiB of "
         f"{name}, as {family.about['architectures'][0]} to {folder}",
@@ -347,7 +346,7 @@ def _values(
 def config_of(
     checkpoint: LogicalCheckpoint, family: Family, model: ModelConfig
 ) -> dict[str, Any]:
-    """config.json: settings of the source, where it is of the family, overwritten by those of the model."""
+    """Return config.json: settings of the source, where it is of the family, overwritten by those of the model."""
     source = checkpoint.source if checkpoint.source.get("family") == family.name else {}
     kept = {
         name: value
@@ -365,20 +364,23 @@ def config_of(
 
 
 def token_ids(checkpoint: LogicalCheckpoint) -> dict[str, int | None]:
-    """Ids of the tokens that begin and end a text, from the files of the tokenizer; {} without these. None of one that
-    they do not name: transformers would put the id of the family's first model in its place."""
+    """Return the ids of the tokens that begin and end a text, from the files of the tokenizer; {} without these
+    files.
+
+    A token that they do not name has None: transformers would fill in the id of the family's first model.
+    """
     if "tokenizer.json" not in checkpoint.tokenizer:
         return {}
     path = checkpoint.tokenizer["tokenizer.json"]
     ids = _vocabulary(path)
     named = _named_tokens(path)
     texts = {key: named.get(key.removesuffix("_id")) for key in TOKENS}
-    return {key: ids.get(text) for key, text in texts.items()}
+    return {key: None if text is None else ids.get(text) for key, text in texts.items()}
 
 
 def _named_tokens(path: Path) -> dict[str, str]:
-    """Special tokens of a tokenizer.json: those of the files beside it, and where none names an end of a
-    document, the only token that may be one. Raises CheckpointError."""
+    """Return the special tokens of a tokenizer.json: those that the files beside it name. If no file names the end
+    of a document, it is the only token that may be one. Raises CheckpointError."""
     try:
         named = special_tokens(path.parent)
     except DataError as error:
@@ -388,7 +390,7 @@ def _named_tokens(path: Path) -> dict[str, str]:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
+    """Return token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
     content = read_json(path)
     model = content.get("model")
     added = content.get("added_tokens")

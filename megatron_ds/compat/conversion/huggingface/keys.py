@@ -71,11 +71,10 @@ def check_keys(settings: Settings) -> None:
 def notes_of(
     table: Sequence[SettingRule], extra: frozenset[str], settings: Settings
 ) -> list[str]:
-    """Sentences on the settings that a run does not follow.
+    """Return the sentences on the settings that a run does not follow.
 
     extra: settings that rules of the family read beside its table
     """
-    # What the table has, and what rules or entries have a sentence for.
     known = (
         {entry.theirs for entry in table if not isinstance(entry, Fixed)}
         | extra
@@ -85,6 +84,7 @@ def notes_of(
     for entry in table:
         if isinstance(entry, EmbeddingDropout) and (note := entry.note_of(settings)):
             notes.append(note)
+    # Other sentences, or refusals, are about these.
     explained = {
         "pad_token_id",
         "layerdrop",
@@ -92,7 +92,6 @@ def notes_of(
         *REFUSED_KEYS,
         "quantization_config",
     }
-    # All others.
     unknown = [
         f"{name} {_short(value)}"
         for name, value in settings.items()
@@ -153,7 +152,7 @@ def _dropout_of_embeddings(known: set[str], settings: Settings) -> str:
 
 
 def _rope(known: set[str], settings: Settings) -> str:
-    """What of the rotary tables is not used."""
+    """Return a sentence on the values of the rotary tables that are not used; "" if all are."""
     if "rope_scaling" not in known or "rope_local_base_freq" in known:
         return ""
     name, rope = rope_table(settings)

@@ -22,7 +22,7 @@ import torch
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from ....features import Provided
-from ..adapter_tensors import NAME
+from ..adapter_tensors import parts_of_name
 from ..family import Family, TensorMapping, entries_of
 
 ADAPTER_TARGETS: Provided[Any] = Provided("adapter targets")
@@ -37,9 +37,9 @@ B = "lora_b"
 M = "lora_m"
 THEIRS = {A: "lora_A.weight", B: "lora_B.weight", M: "lora_magnitude_vector"}
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-PROBE = 7  # columns of a tensor that shows whether a packing transposes
+PROBE = 7  # columns of a tensor by which a packing that transposes is recognised
 # Values of keys that change what an adapter computes; other values are refused.
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
     "modules_to_save": None,
@@ -88,14 +88,14 @@ class AdaptedLayer:
         return shapes[0][0] == PROBE
 
     def our_rows(self, theirs: torch.Tensor) -> torch.Tensor:
-        """Values [rows, ..] of their only module → with our rows."""
+        """Return values [rows, …] of their only module in the order of our rows."""
         values = theirs.view(len(theirs), -1)
         given = values.t() if self.is_transposed else values
         ours = self.entry.packing.to_ours([given], self.model).contiguous()
         return ours.view(theirs.shape)
 
     def their_rows(self, ours: torch.Tensor) -> list[torch.Tensor]:
-        """Values [rows, ..] with our rows → those of each module."""
+        """Return values [rows, …] in the order of our rows as those of each module."""
         parts = self.entry.packing.to_theirs(ours.view(len(ours), -1), self.model)
         if self.is_transposed:
             parts = [part.t() for part in parts]
@@ -114,7 +114,8 @@ def adapted_layers(family: Family, model: ModelConfig) -> Iterator[AdaptedLayer]
 def from_peft(
     tensors: Mapping[str, torch.Tensor], family: Family, model: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter by our names. Raises CheckpointError for those that no layer of the model has."""
+    """Return the tensors of an adapter by our names. Raises CheckpointError for tensors of layers that the model
+    lacks."""
     left = dict(tensors)
     found = {}
     for layer in adapted_layers(family, model):
@@ -152,8 +153,10 @@ def with_own_factors(
     family: Family,
     model: ModelConfig,
 ) -> dict[str, torch.Tensor]:
-    """Our tensors in which the modules that alpha_pattern names have their factor in B, and so the common one beside
-    it. Raises CheckpointError for a pattern that is more than a name, which would have to be executed."""
+    """Return our tensors with the factors of alpha_pattern multiplied into B, so that all modules share one factor.
+
+    Raises CheckpointError for a pattern that is more than a name, which would have to be executed.
+    """
     pattern = config.get("alpha_pattern") or {}
     for name, alpha in pattern.items():
         is_number = isinstance(alpha, int | float) and math.isfinite(alpha)
@@ -170,7 +173,7 @@ def with_own_factors(
         for part, module in enumerate(layer.modules):
             name = f"{layer.name}.{part}" if several else layer.name
             key = f"{name}.{B}.weight"
-            # As in peft, the first entry that is the end of the module's name.
+            # As in peft, the first entry counts with which the module's name ends.
             given = [
                 pattern[end] for end in pattern if f".{module}".endswith(f".{end}")
             ]
@@ -182,7 +185,8 @@ def with_own_factors(
 def to_peft(
     tensors: Mapping[str, torch.Tensor], family: Family, model: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter by peft's names. Raises CheckpointError for adapters that it has no names for."""
+    """Return the tensors of an adapter by the names of peft. Raises CheckpointError for adapters without a name
+    there."""
     left = dict(tensors)
     found = {}
     for layer in adapted_layers(family, model):
@@ -201,7 +205,7 @@ def to_peft(
 def _of_modules(
     layer: AdaptedLayer, left: dict[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
-    """Leaf → tensor of each module of a layer, taken out of `left`; {} for a module without an adapter."""
+    """Return leaf → tensor of each module of a layer, taken out of `left`; {} for a module without an adapter."""
     modules = range(len(layer.modules))
     whole = _taken(left, {leaf: f"{layer.name}.{leaf}.weight" for leaf in THEIRS})
     if not whole:
@@ -222,7 +226,7 @@ def _of_modules(
 def _taken(
     left: dict[str, torch.Tensor], names: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Leaf → tensor of those names that `left` has, which has them no longer."""
+    """Take the tensors of these names out of `left`, and return leaf → tensor of those that it had."""
     return {leaf: left.pop(name) for leaf, name in names.items() if name in left}
 
 
@@ -247,12 +251,11 @@ def targets_of(tensors: Iterable[str]) -> list[str]:
     """The words of --lora-target-modules for the layers that have these tensors, by our names."""
     words = []
     for name in tensors:
-        match = NAME.fullmatch(name)
-        kind = match["layer"].rpartition(".")[2]
-        part = None if match["part"] is None else int(match["part"])
+        layer, part, _ = parts_of_name(name, name)
+        kind = layer.rpartition(".")[2]
         words += [
             word
-            for word, target in ADAPTER_TARGETS.find().items()
+            for word, target in ADAPTER_TARGETS.get().items()
             if target.layer == kind and target.part == part
         ][:1]
     return list(dict.fromkeys(words))

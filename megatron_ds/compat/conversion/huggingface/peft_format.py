@@ -15,8 +15,13 @@ from safetensors.torch import save
 from ....checkpoint.folder import write_durably
 from ....errors import CheckpointError
 from ....mpu.param_spec import ParamSpec
-from ..adapter_tensors import NAME as NAME_OF_TENSOR
-from ..adapter_tensors import adapters_in_memory, of_layers, shifted, with_adapters
+from ..adapter_tensors import (
+    adapters_in_memory,
+    of_layers,
+    parts_of_name,
+    shifted,
+    with_adapters,
+)
 from ..family import entries_of, model_of
 from ..files.safetensors_reader import read_file, read_json
 from ..files.stored_tensor import (
@@ -55,7 +60,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     check_config(config, folder / CONFIG)
     _check_numbers(config, folder / CONFIG)
     weights, stored = _stored(folder)
-    # The model beside which it was trained.
+    # peft's files have no weights of the model, only its name.
     named = wishes.base or config.get("base_model_name_or_path")
     base = Path(str(named))
     if named is None or not base.is_dir():
@@ -85,8 +90,10 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 
 
 def _stored(folder: Path) -> tuple[Path, Mapping[str, StoredTensor]]:
-    """The file with the tensors, and those, not read yet. As peft does, the safetensors file is taken where there are
-    two. Raises CheckpointError."""
+    """Return the file with the tensors, and the tensors, which are not read yet. Raises CheckpointError.
+
+    Of two files the safetensors file is taken, as peft does.
+    """
     weights = folder / WEIGHTS
     if weights.is_file():
         return weights, read_file(weights)
@@ -127,19 +134,19 @@ def _check_shapes(
 ) -> None:
     """Raises CheckpointError for matrices of another rank, or of a model with other widths."""
     for name, tensor in tensors.items():
-        found = NAME_OF_TENSOR.fullmatch(name)
-        columns = specs[f"{found['layer']}.weight"].shape[1]
+        layer, _, leaf = parts_of_name(name, weights)
+        columns = specs[f"{layer}.weight"].shape[1]
         wanted = {"a": [rank, columns], "b": [len(tensor), rank]}
         shape = list(tensor.shape)
-        if shape != wanted.get(found["leaf"], shape):
+        if shape != wanted.get(leaf, shape):
             raise CheckpointError(
                 f"{weights}: {name} is {shape}, and with r={rank} and the model's widths it is "
-                f"{wanted[found['leaf']]}. Give the {CONFIG} and the model of this adapter."
+                f"{wanted[leaf]}. Give the {CONFIG} and the model of this adapter."
             )
 
 
 def _check_magnitudes(adapters: AdapterTensors, wanted: bool, weights: Path) -> None:
-    """Raises CheckpointError unless all adapters have magnitudes, or none, as their settings have it."""
+    """Raises CheckpointError unless all adapters have magnitudes or none has, as the settings demand."""
     found = set()
     for parts in of_layers(adapters).values():
         found |= {"m" in leaves for leaves in parts.values()}

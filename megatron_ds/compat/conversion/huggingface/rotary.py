@@ -26,7 +26,6 @@ from ....errors import CheckpointError
 from ....models.attention import rotary_scalings, scaled_rotary_base
 
 Settings = Mapping[str, Any]
-# The values that are computed.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -35,15 +34,14 @@ LLAMA3_LENGTH = 8192
 LENGTH = "original_max_position_embeddings"
 THETA = "rope_theta"
 SHARE = "partial_rotary_factor"
-# Names of the two beside the table.
 BESIDE = {THETA: THETA, SHARE: SHARE}
 BESIDE_IN_NEOX = {THETA: "rotary_emb_base", SHARE: "rotary_pct"}
 USUAL = {THETA: 10000.0, SHARE: 1.0}
 
 
 def rope_table(settings: Settings) -> tuple[str, Settings]:
-    """The name and the values of the table of rotary settings that counts. Raises CheckpointError for one
-    that has other values in some layers."""
+    """Return the name and the values of the table of rotary settings that is in force. Raises CheckpointError for
+    a table whose values differ between layers."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = settings.get(name) or {}
     if not isinstance(rope, Mapping) or any(
@@ -56,7 +54,7 @@ def rope_table(settings: Settings) -> tuple[str, Settings]:
 
 
 def rotary_options(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    """Our options. defaults: values of absent settings; those of models that rotate a part of each head have
+    """Return our options. defaults: values of absent settings; those of models that rotate a part of each head have
     partial_rotary_factor. Raises CheckpointError for what is not computed."""
     name, rope = rope_table(settings)
     is_neox = settings.get("model_type") == "gpt_neox"
@@ -85,7 +83,7 @@ def rotary_options(settings: Settings, defaults: Settings) -> dict[str, Any]:
 
 
 def _positive(values: Settings, key: str, where: str) -> float:
-    """A number above 0. Raises CheckpointError. transformers computes with no other."""
+    """Return a number above 0. Raises CheckpointError. transformers computes with no other."""
     value = values.get(key)
     if (
         isinstance(value, bool)
@@ -132,12 +130,15 @@ def _yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
 
 
 def _amplitude(rope: Settings, factor: float) -> dict[str, float]:
-    """Our weights of ln(factor) for their attention_factor, or for theirs, of which both or none count."""
+    """Return our two weights of ln(factor): from attention_factor, or from mscale and mscale_all_dim, which count
+    only together."""
     given = rope.get("attention_factor")
-    weights = (rope.get("mscale"), rope.get("mscale_all_dim"))
-    if given is None:
-        mscale, divisor = weights if all(weights) else (1.0, 0.0)
+    mscale = rope.get("mscale")
+    divisor = rope.get("mscale_all_dim")
+    if given is None and mscale and divisor:
         return {"yarn_mscale": float(mscale), "yarn_mscale_all_dim": float(divisor)}
+    if given is None:
+        return {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
     if factor <= 1 and given != 1:
         raise CheckpointError(
             f"attention_factor is {given} with factor {factor}, and this package computes "
@@ -177,7 +178,7 @@ READERS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
 
 
 def rotary_settings(model: ModelConfig, is_partial: bool) -> dict[str, Any]:
-    """Their settings, in the spellings of transformers 4 and 5. is_partial: the share of a head is written"""
+    """Return their settings, in the spellings of transformers 4 and 5. is_partial: the share of a head is written"""
     scaling = _scaling(model)
     share = (
         {"partial_rotary_factor": model.rotary_percent}

@@ -23,7 +23,7 @@ LAYER = "decoder.layers.{i}."
 
 
 def _layer(ours: str, *theirs: str, **packing) -> Row:
-    """A row of a layer of a decoder, weight and bias."""
+    """Return a row of a layer of a decoder, weight and bias."""
     return Row(
         f"{LAYER}{ours}.{{leaf}}",
         " ".join(f"{name}.{{leaf}}" for name in theirs),

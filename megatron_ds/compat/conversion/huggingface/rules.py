@@ -3,7 +3,7 @@ a formula."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
@@ -14,9 +14,9 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Derived:
-    """An option that follows from a setting of another meaning, which another entry has.
+    """An option that follows from a setting whose own option another entry sets.
 
-    value  function(the setting) -> the option
+    value function(the setting) -> the option
     """
 
     theirs: str
@@ -24,35 +24,35 @@ class Derived:
     value: Callable[[Any], Any]
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """{our option: value}; {} where the setting is no number, which its own entry reports."""
+        """Return {our option: value}; {} where the setting is no number, which the other entry reports."""
         given = settings.get(self.theirs)
         return {self.ours: self.value(given)} if type(given) is int else {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{}."""
+        """Return {}."""
         return {}
 
 
 @dataclass(frozen=True)
 class EmbeddingDropout:
-    """embd_pdrop: embeddings have the dropout of the residuals here, resid_pdrop.
+    """The setting embd_pdrop. Embeddings have the same dropout as the residuals here, resid_pdrop.
 
-    default  of both
+    default of both
     """
 
     default: float
     theirs: str = "embd_pdrop"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """{}: the entry of resid_pdrop has the option."""
+        """Return {}: the entry of resid_pdrop sets the option."""
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{embd_pdrop: rate}."""
+        """Return {embd_pdrop: rate}."""
         return {self.theirs: model.hidden_dropout}
 
     def note_of(self, settings: Settings) -> str:
-        """A sentence where the two differ, else nothing."""
+        """Return a sentence if the two settings differ; "" if they are equal."""
         own, others = (
             self.default if settings.get(name) is None else settings[name]
             for name in (self.theirs, "resid_pdrop")
@@ -72,11 +72,11 @@ class RotaryDim:
     theirs: str = "rotary_dim"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options of rotary positions. Raises CheckpointError."""
+        """Return our options of rotary positions. Raises CheckpointError."""
         dim = settings.get(self.theirs)
         heads = settings.get("n_head")
         width = settings.get("n_embd")
-        if not all(type(number) is int and number > 0 for number in (heads, width)):
+        if not (_is_size(heads) and _is_size(width)):
             return {}  # other entries of the table report these settings
         if type(dim) is not int or not 0 < dim <= width // heads or dim % 2:
             raise CheckpointError(
@@ -90,7 +90,7 @@ class RotaryDim:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{rotary_dim: channels}."""
+        """Return {rotary_dim: channels}."""
         return {self.theirs: round(model.rotary_percent * model.head_dim)}
 
 
@@ -106,7 +106,7 @@ class FalconBlock:
     theirs: str = "new_decoder_architecture"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options of groups, residual and norms. Raises CheckpointError."""
+        """Return our options of groups, residual and norms. Raises CheckpointError."""
         is_new = bool(settings.get(self.theirs))
         is_parallel = bool(settings.get("parallel_attn", True))
         norms = settings.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
@@ -133,7 +133,7 @@ class FalconBlock:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Their settings."""
+        """Return their settings."""
         is_parallel = model.use_parallel_residual
         is_shared = is_parallel and model.shared_block_norm
         is_single = model.query_groups == 1
@@ -169,7 +169,7 @@ class MptAttention:
     theirs: str = "attn_config"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options. Raises CheckpointError for attention that is not computed."""
+        """Return our options. Raises CheckpointError for attention that is not computed."""
         given = settings.get(self.theirs) or {}
         for name, values in MPT_ATTENTION.items():
             if (value := given.get(name, values[0])) not in values:
@@ -192,7 +192,7 @@ class MptAttention:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{attn_config: values}."""
+        """Return {attn_config: values}."""
         fixed = {name: values[0] for name, values in MPT_ATTENTION.items()}
         own = {
             "softmax_scale": model.softmax_scale,
@@ -204,12 +204,13 @@ class MptAttention:
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """query_pre_attn_scalar of Gemma: scores are divided by its root; the usual scale where it is head_dim."""
+    """The setting query_pre_attn_scalar of Gemma, by whose root scores are divided. head_dim, the usual value,
+    needs no option."""
 
     theirs: str = "query_pre_attn_scalar"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """{softmax_scale: value}; {} for the usual one. Raises CheckpointError."""
+        """Return {softmax_scale: value}; {} for the usual one. Raises CheckpointError."""
         scalar = settings.get(self.theirs)
         if (
             isinstance(scalar, bool)
@@ -221,12 +222,16 @@ class QueryScalar:
         return {} if is_usual else {"softmax_scale": scalar**-0.5}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """{query_pre_attn_scalar: number}, whole where it is nearly."""
-        scalar = model.head_dim
+        """Return {query_pre_attn_scalar: number}, whole where it is nearly."""
+        scalar: float = model.head_dim
         if model.softmax_scale is not None:
             scalar = model.softmax_scale**-2
         is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
         return {self.theirs: round(scalar) if is_whole else scalar}
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 WINDOW_THETA = "rope_local_base_freq"
@@ -244,7 +249,7 @@ class RotaryByWindow:
     theirs: str = "rope_parameters"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our options of both. Raises CheckpointError."""
+        """Return our options of both. Raises CheckpointError."""
         both = settings.get(self.theirs) or {}
         inside = dict(both.get("sliding_attention") or {})
         if inside.get("rope_type", "default") != "default":
@@ -257,6 +262,10 @@ class RotaryByWindow:
         usual = {THETA: settings.get(THETA, 1e6)}
         alone = {**settings, self.theirs: usual | outside, "rope_scaling": None}
         base = inside.get(THETA, settings.get(WINDOW_THETA, 1e4))
+        if not isinstance(base, int | float):
+            raise CheckpointError(
+                f"{THETA} of sliding_attention is {base!r}, not a number"
+            )
         return {
             "position_embedding_type": "rope",
             **rotary_options(alone, {}),
@@ -264,7 +273,7 @@ class RotaryByWindow:
         }
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Their settings in both spellings."""
+        """Return their settings in both spellings."""
         found = rotary_settings(model, is_partial=False)
         base = model.window_rotary_base or model.rotary_base
         windowed = {"rope_type": "default", THETA: base}

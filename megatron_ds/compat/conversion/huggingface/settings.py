@@ -65,7 +65,7 @@ ALIASES = {
     },
 }
 # Values of settings that are absent, where a table above has those of another model_type.
-ABSENT = {
+ABSENT: Mapping[str, Mapping[str, Any]] = {
     "bloom": {"seq_length": 2048},
     "gptj": {"rotary_dim": 64, "n_positions": 2048},
     "falcon": {"max_position_embeddings": 2048},
@@ -138,7 +138,7 @@ BESIDE_TABLES = (
 
 
 def options(table: tuple, settings: Settings) -> dict[str, Any]:
-    """Our model options, by a table above and by the rules that need more than one setting.
+    """Return our model options, by a table above and by the rules that need more than one setting.
 
     Raises CheckpointError listing what this package does not compute.
     """
@@ -165,7 +165,7 @@ def options(table: tuple, settings: Settings) -> dict[str, Any]:
 
 
 def notes(table: tuple, settings: Settings) -> list[str]:
-    """Sentences on the settings that a run does not follow; `options` accepted them."""
+    """Return the sentences on the settings that a run does not follow; `options` accepted them."""
     extra = {"word_embed_proj_dim"}
     if ROTARY in table:
         extra |= ROTARY_KEYS | WINDOW_KEYS
@@ -180,8 +180,8 @@ def notes(table: tuple, settings: Settings) -> list[str]:
 def with_defaults(settings: Settings) -> Settings:
     """The settings under their own names, with the values of ABSENT for those that are absent."""
     model_type = settings.get("model_type")
-    names = ALIASES.get(model_type, {})
-    defaults = ABSENT.get(model_type, {})
+    names = ALIASES.get(str(model_type), {})
+    defaults = ABSENT.get(str(model_type), {})
     settings = {names.get(name, name): value for name, value in settings.items()}
     if {"num_experts", "num_local_experts"} & settings.keys():
         defaults = {
@@ -218,7 +218,7 @@ def _check_attention(settings: Settings) -> None:
 
 
 def settings(table: tuple, model: ModelConfig) -> dict[str, Any]:
-    """Settings in the spellings of transformers 4 and 5."""
+    """Return the settings in the spellings of transformers 4 and 5."""
     found = settings_of(table, model)
     if ROTARY in table:
         is_partial = any(table is other for other in PARTLY)

@@ -28,7 +28,7 @@ Settings = Mapping[str, Any]
 
 
 def all_layers(settings: Settings, count: int) -> list[bool]:
-    """Each layer has the window. Raises CheckpointError if layer_types has others: transformers ignores it in
+    """Give each layer the window. Raises CheckpointError if layer_types has others: transformers ignores it in
     these models."""
     if listed := settings.get("layer_types"):
         if odd := sorted({*map(str, listed)} - {SLIDING}):
@@ -40,7 +40,8 @@ def all_layers(settings: Settings, count: int) -> list[bool]:
 
 
 def layers_from_first(settings: Settings, count: int) -> list[bool]:
-    """Layers by layer_types, or else those from max_window_layers on. Raises CheckpointError."""
+    """Return which layers have the window: by layer_types, else those from max_window_layers on. Raises
+    CheckpointError."""
     if settings.get("layer_types") is not None:
         return listed_layers(settings, count)
     first = settings.get("max_window_layers", FIRST)
@@ -50,7 +51,7 @@ def layers_from_first(settings: Settings, count: int) -> list[bool]:
 
 
 def listed_layers(settings: Settings, count: int) -> list[bool]:
-    """Layers by layer_types. Raises CheckpointError."""
+    """Return which layers have the window, by layer_types. Raises CheckpointError."""
     listed = settings.get("layer_types")
     if (
         not isinstance(listed, list)
@@ -65,8 +66,8 @@ def listed_layers(settings: Settings, count: int) -> list[bool]:
 
 
 def layers_by_pattern(settings: Settings, count: int) -> list[bool]:
-    """Layers by layer_types, or else all but each sixth, or that of sliding_window_pattern. Raises
-    CheckpointError."""
+    """Return which layers have the window: by layer_types, else all but every N-th, N being sliding_window_pattern
+    or 6. Raises CheckpointError."""
     if settings.get("layer_types") is not None:
         return listed_layers(settings, count)
     every = settings.get("sliding_window_pattern") or PATTERN
@@ -94,7 +95,7 @@ class Window:
     theirs: str = "sliding_window"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Our two options; {} where no window hides a token. Raises CheckpointError."""
+        """Return our two options; {} where no window hides a token. Raises CheckpointError."""
         # Without a window no layer may ask for one.
         window = settings.get(self.theirs, self.default)
         if (
@@ -133,12 +134,12 @@ class Window:
         )
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Their settings."""
+        """Return their settings."""
         windowed = model.windowed
-        without = None if self.hides else model.positions
-        found: dict[str, Any] = {
-            self.theirs: model.window_size[0] + 1 if any(windowed) else without
-        }
+        value = None if self.hides else model.positions
+        if model.window_size is not None and any(windowed):
+            value = model.window_size[0] + 1
+        found: dict[str, Any] = {self.theirs: value}
         if self.has_switch:
             found["use_sliding_window"] = any(windowed)
         if self.layers is not all_layers:

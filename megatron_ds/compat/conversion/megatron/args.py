@@ -132,7 +132,7 @@ MOST = {"num_layers": 10_000, "num_experts": 100_000}
 
 
 def check_arguments(args: Mapping[str, Any], place: object) -> None:
-    """Raises CheckpointError for arguments that describe no model, and for counts that are none."""
+    """Raises CheckpointError for arguments that describe no model, and for counts that are out of range."""
     if missing := [name for name in NEEDED if not args.get(name)]:
         raise CheckpointError(
             f"{place}: the arguments in the files lack {', '.join(missing)}: they do not "
@@ -150,7 +150,7 @@ def check_arguments(args: Mapping[str, Any], place: object) -> None:
 
 
 def local_experts(args: Mapping[str, Any]) -> int:
-    """Experts of one expert-parallel rank. Raises CheckpointError for sizes that do not divide."""
+    """Return the experts of one expert-parallel rank. Raises CheckpointError for sizes that do not divide."""
     experts = args.get("num_experts") or 1
     ranks = args.get("expert_model_parallel_size") or 1
     if args.get("num_experts") and experts % ranks:
@@ -167,7 +167,7 @@ def model_options(
     bert: bool,
     vocab_size: int | None,
 ) -> dict[str, Any]:
-    """Our model options, without those at their defaults. tensors: of kind "weight", by our names.
+    """Return our model options, without those at their defaults. tensors: of kind "weight", by our names.
 
     Raises CheckpointError naming arguments that are not computed here, or that the tensors contradict.
     """
@@ -224,7 +224,7 @@ def _refuse(args: Mapping[str, Any]) -> None:
 
 
 def experts_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Our options of experts, for a model that has them."""
+    """Return our options of experts, for a model that has them."""
     found = {name: args[name] for name in OF_EXPERTS if args.get(name) is not None}
     balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
     names = (balancing,) if isinstance(balancing, str) else tuple(balancing)
@@ -237,7 +237,7 @@ def experts_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def capacity_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Our options of the experts' capacity. In Megatron-LM all tokens of a micro-batch compete for it, in
+    """Return our options of the experts' capacity. In Megatron-LM all tokens of a micro-batch compete for it, in
     evaluation as well; a negative factor is no limit.
     """
     factor = args.get("moe_expert_capacity_factor")
@@ -262,7 +262,7 @@ def capacity_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, default: Any) -> Any:
-    """A number of the type of the default."""
+    """Return a value as it is, or as a float if the default is a float."""
     return (
         float(value)
         if isinstance(default, float) and isinstance(value, int | float)
@@ -271,7 +271,7 @@ def _plain(value: Any, default: Any) -> Any:
 
 
 def query_groups(args: Mapping[str, Any]) -> int | None:
-    """Number of key/value heads; None where each query head has its own."""
+    """Return the number of key/value heads; None where each query head has its own."""
     groups = args.get("num_query_groups")
     is_grouped = args.get("group_query_attention", groups is not None)
     return (
@@ -282,7 +282,7 @@ def query_groups(args: Mapping[str, Any]) -> int | None:
 
 
 def activation_of(args: Mapping[str, Any]) -> str:
-    """Our name of the activation. GELU is the tanh approximation where Megatron fuses it with the bias."""
+    """Return our name of the activation. GELU is the tanh approximation where Megatron fuses it with the bias."""
     if args.get("swiglu"):
         return "swiglu"
     if args.get("squared_relu"):
@@ -300,7 +300,7 @@ def activation_of(args: Mapping[str, Any]) -> str:
 def true_vocabulary(
     args: Mapping[str, Any], tensors: Mapping[str, Any], wanted: int | None
 ) -> int:
-    """Rows of the vocabulary without padding. Raises CheckpointError where nothing records it."""
+    """Return the rows of the vocabulary without padding. Raises CheckpointError where nothing records it."""
     rows = (
         tensors[EMBEDDING].shape[0]
         if EMBEDDING in tensors
@@ -327,7 +327,7 @@ def true_vocabulary(
 
 
 def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
-    """Values of the Namespace that --use-checkpoint-args reads. The inverse of `model_options`."""
+    """Return the values of the Namespace that --use-checkpoint-args reads. The inverse of `model_options`."""
     # What Megatron-LM does not compute cannot be written for it.
     _check_computed_by_megatron(model)
     # Names that both programs share are copied; the rest is derived.
@@ -373,7 +373,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
 
 
 def _check_computed_by_megatron(model: ModelConfig) -> None:
-    """Raises CheckpointError for a model that Megatron-LM does not have, or whose numbers would be others there."""
+    """Raises CheckpointError for a model that Megatron-LM does not have, or would compute with other results."""
     if model.model not in ("gpt", "bert"):
         raise CheckpointError(f"Megatron-LM has no model {model.model!r}.")
     is_gelu = model.activation == "gelu"
@@ -392,7 +392,7 @@ def _check_computed_by_megatron(model: ModelConfig) -> None:
 
 
 def _positions_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of scaled rotary positions. Dynamic NTK is another base (`scaled_rotary_base`)."""
+    """Return the arguments of scaled rotary positions. Dynamic NTK is another base (`scaled_rotary_base`)."""
     if model.position_embedding_type == "alibi":
         raise CheckpointError(
             "Megatron-LM does not compute ALiBi (--position-embedding-type alibi). Choose "

@@ -97,7 +97,7 @@ class BufferLayout:
         return BufferKey(optimizer, rank % tp, rank // tp % ep, rank // tp // ep, chunk)
 
     def places(self) -> set[BufferKey]:
-        """All places, if each pipeline stage has experts."""
+        """Return all places, if each pipeline stage has experts."""
         ranks = {0: self.tp * self.pp} | (
             {1: self.experts_tp * self.ep * self.pp} if self.is_chained else {}
         )
@@ -116,17 +116,20 @@ def from_buckets(
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
 ) -> dict[str, dict[str, StoredTensor]]:
-    """kind → our name → tensor, merged over ranks. weights: by our names, with padded vocabulary.
+    """Return kind → our name → tensor, merged over ranks. weights: by our names, with padded vocabulary.
 
     Raises CheckpointError if the layout cannot be replayed.
     """
     # The keys give optimizer, rank, chunk and bucket of each buffer.
-    found = {key: _KEY.fullmatch(key) for key in buffers}
-    if odd := [key for key, match in found.items() if match is None]:
-        raise CheckpointError(
-            f"{stored.path}: the optimizer stores {odd[0]}, by rank and without names. "
-            f"{REMEDY}"
-        )
+    found: dict[str, re.Match[str]] = {}
+    for key in buffers:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise CheckpointError(
+                f"{stored.path}: the optimizer stores {key}, by rank and without names. "
+                f"{REMEDY}"
+            )
+        found[key] = match
     size = lambda name: args.get(name) or 1
     tp = size("tensor_model_parallel_size")
     layout = BufferLayout(
@@ -164,7 +167,7 @@ def from_buckets(
 def _merged(
     parts: Mapping[TensorPart, Mapping[int, StoredTensor]], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """Tensors over tensor-parallel ranks, and those of experts stacked."""
+    """Return the tensors over tensor-parallel ranks, and those of experts stacked."""
     found: dict[str, StoredTensor] = {}
     experts: dict[str, dict[int, StoredTensor]] = {}
     for part, by_rank in parts.items():
@@ -189,7 +192,7 @@ def _of_place(
     args: Mapping[str, Any],
     where: tuple[BufferLayout, BufferKey],
 ) -> Iterator[tuple[str, TensorPart, StoredTensor]]:
-    """(kind, part of ours, local tensor) of one buffer."""
+    """Yield (kind, part of ours, local tensor) of one buffer."""
     # The recorded lengths and starts identify the layout.
     lengths = [buckets[i]["param"].shape[0] for i in range(len(buckets))]
     starts = [
@@ -227,7 +230,7 @@ def _registered(
     where: tuple[BufferLayout, BufferKey],
     attention: Sequence[str],
 ) -> list[LocalParameter]:
-    """Parameters of a buffer in the order of registration of megatron-core's GPT."""
+    """Return the parameters of a buffer in the order of registration of megatron-core's GPT."""
     # The chunk of the stage determines its layers; the first and last have the embeddings and the head.
     layout, place = where
     stages = layout.pp * layout.chunks
@@ -242,7 +245,7 @@ def _registered(
             TensorPart("decoder.final_layernorm.bias"),
             TensorPart(HEAD),
         ]
-    # Parameters that the model lacks, or that another optimizer has, are left out.
+    # The model lacks some of these parameters, and others belong to another optimizer.
     found = []
     for part in parts:
         like = (
@@ -276,7 +279,7 @@ def _of_layer(
     where: tuple[BufferLayout, BufferKey],
     attention: Sequence[str],
 ) -> list[TensorPart]:
-    """Parts of one layer in the order of registration, also those that the model lacks."""
+    """Return the parts of one layer in the order of registration, also those that the model lacks."""
     # Each layer has a weight and a bias for each of its modules.
     layout, place = where
     named = partial(_weights_and_biases, prefix)

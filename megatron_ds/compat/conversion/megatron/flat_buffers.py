@@ -46,7 +46,7 @@ class LocalParameter:
 def places_of(
     parameters: Sequence[LocalParameter], bucket_size: int | None
 ) -> tuple[list[Place], list[int]]:
-    """(place of each parameter, lengths of the buckets without padding at their ends)."""
+    """Return (place of each parameter, lengths of the buckets without padding at their ends)."""
     places: list[Place] = []
     lengths: list[int] = []
     at = 0
@@ -71,7 +71,7 @@ def places_of(
 
 
 def bucket_sizes(args: Mapping[str, Any], numel: int) -> list[int | None]:
-    """Bucket sizes that these arguments may have led to, the most probable first."""
+    """Return the bucket sizes that these arguments may have led to, the most probable first."""
     ranks = args.get("data_parallel_size") or 1
     default = max(
         40_000_000, 1_000_000 * ranks * (args.get("context_parallel_size") or 1)
@@ -107,7 +107,7 @@ def from_file(
     args: Mapping[str, Any],
     place: str,
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """kind → part → tensor of this rank. chunks: parameters of each model chunk.
+    """Return kind → part → tensor of this rank. chunks: parameters of each model chunk.
 
     Raises CheckpointError if the layout cannot be replayed.
     """

@@ -25,11 +25,11 @@ def from_indices(
     parameters: Sequence[LocalParameter],
     place: str,
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """kind → part → tensor. states: of the optimizers that are chained, usually one.
+    """Return kind → part → tensor. states: of the optimizers that are chained, usually one.
 
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """
-    # A group of experts in any optimizer means that their parameters form groups of their own.
+    # If any optimizer has a group of experts, no other group holds parameters of experts.
     found: dict[str, dict[TensorPart, StoredTensor]] = {
         kind: {} for kind in KINDS.values()
     }

@@ -18,7 +18,7 @@ from ..beyond_megatron import check_known_to_megatron
 from ..family import Family, Row
 from ..files.stored_tensor import RawCheckpoint, StoredTensor
 from ..packings import QKV_ROWS, SAME
-from ..settings_table import Fixed, Key, Only, options_of, settings_of
+from ..settings_table import Fixed, Key, Only, SettingRule, options_of, settings_of
 
 # as --family takes them
 NAME = "mds-gpt"
@@ -51,7 +51,7 @@ ROWS = (
 )
 
 # Arguments as Megatron-DeepSpeed stores them. A switch that is absent is off.
-ARGUMENTS = (
+ARGUMENTS: tuple[SettingRule, ...] = (
     *(Key(name, name) for name in ("num_layers", "hidden_size", "num_attention_heads")),
     Key("ffn_hidden_size", "ffn_size", None, option="ffn_hidden_size"),
     Key("kv_channels", "head_dim", None, option="kv_channels"),
@@ -87,7 +87,7 @@ FIXED = (Fixed("model", "gpt"),)
 
 
 def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Our model options. Raises CheckpointError for arguments that are missing or not computed here."""
+    """Return our model options. Raises CheckpointError for arguments that are missing or not computed here."""
     options = options_of((*ARGUMENTS, *FIXED), args)
     rotary = bool(args.get("use_rotary_position_embeddings"))
     learned = args.get("add_position_embedding", not rotary)
@@ -108,7 +108,7 @@ def model_options(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def activation_of(args: Mapping[str, Any]) -> str:
-    """Our activation. Fused with its bias, their gelu is the one with tanh; otherwise it is exact."""
+    """Return our activation. Their gelu is the tanh form if it is fused with its bias, else the exact one."""
     switches = {
         "swiglu": "swiglu",
         "squared_relu": "squared_relu",
@@ -126,7 +126,7 @@ def activation_of(args: Mapping[str, Any]) -> str:
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of which `model_options` makes the same model. Raises CheckpointError."""
+    """Return the arguments of which `model_options` makes the same model. Raises CheckpointError."""
     # What Megatron-DeepSpeed does not compute cannot be written for it.
     check_known_to_megatron(model, "Megatron-DeepSpeed")
     if model.window_size is not None or model.softmax_type != "vanilla":
@@ -182,7 +182,7 @@ def family(packing: str, name: str = NAME) -> Family:
 
 
 def pipeline_name(name: str, model: ModelConfig) -> str:
-    """Name in a pipeline of a tensor that has `name` in the module."""
+    """Return the name in a pipeline of a tensor that has `name` in the module."""
     leaf = name.removeprefix(ROOT)
     if leaf.startswith("embedding."):
         tied = not model.untie_embeddings_and_output_weights
@@ -224,22 +224,27 @@ def with_module_names(raw: RawCheckpoint) -> RawCheckpoint:
     return replace(raw, tensors=tensors)
 
 
+def _layer_and_leaf(name: str) -> tuple[str, str]:
+    """Return (digits of the layer, name in it) of a name in a pipeline."""
+    if name.startswith("tied_modules."):
+        return "0", name.split(".", 2)[2]
+    digits, _, leaf = name.partition(".")
+    return digits, leaf
+
+
 def _names_of_layers(
     weights: Mapping[str, StoredTensor], folder: object
 ) -> dict[str, str]:
-    """Name in a pipeline → name in the module."""
+    """Return name in a pipeline → name in the module."""
     # The leaves of each layer identify it.
     leaves: dict[int, set[str]] = {}
     for name in weights:
-        number, _, leaf = name.partition(".")
-        if name.startswith("tied_modules."):
-            number = "0"
-            leaf = name.split(".", 2)[2]
-        if not number.isdecimal():
+        digits, leaf = _layer_and_leaf(name)
+        if not digits.isdecimal():
             raise CheckpointError(
                 f"{folder}: {name} is not the name of a tensor of Megatron-DeepSpeed."
             )
-        leaves.setdefault(int(number), set()).add(leaf)
+        leaves.setdefault(int(digits), set()).add(leaf)
     # Layers with attention are the transformer's, numbered in their order.
     blocks = {
         number: i
@@ -250,11 +255,8 @@ def _names_of_layers(
     # Other layers are embeddings, the final norm and the head.
     names = {}
     for name in weights:
-        number, _, leaf = name.partition(".")
-        if name.startswith("tied_modules."):
-            number = "0"
-            leaf = name.split(".", 2)[2]
-        number = int(number)
+        digits, leaf = _layer_and_leaf(name)
+        number = int(digits)
         if number in blocks:
             names[name] = f"{ROOT}encoder.layers.{blocks[number]}.{leaf}"
         elif "embeddings" in leaf:
@@ -276,10 +278,10 @@ def _names_of_layers(
 
 
 def packing_of(raw: RawCheckpoint, model: ModelConfig, wanted: str | None) -> str:
-    """The packing of query_key_value: as the user states, or where the files leave one possibility.
+    """Return the packing of query_key_value: the one that the user states, or the only one that fits the files.
 
-    Raises CheckpointError where both are possible, or if "thirds" is stated for grouped queries: their thirds
-    are not queries, keys and values.
+    Raises CheckpointError where both fit, or if "thirds" is stated for grouped queries: their thirds are not
+    queries, keys and values.
     """
     if wanted == "thirds" and model.query_groups != model.num_attention_heads:
         raise CheckpointError(

@@ -107,7 +107,7 @@ def _tied_once(
     shapes: Mapping[str, tuple],
     raw: RawCheckpoint,
 ) -> dict[str, StoredTensor]:
-    """Without the head of a tied model. Reading the embedding compares the two copies of its weights."""
+    """Return the tensors without the head of a tied model. Reading the embedding compares it with that copy."""
     if HEAD not in stored or HEAD in shapes:
         return dict(stored)
     embedding = stored.get(EMBEDDING)
@@ -140,7 +140,8 @@ def _check_names(
     raw: RawCheckpoint,
     wishes: Wishes,
 ) -> tuple[str, ...]:
-    """Names that are not used, all allowed. Raises CheckpointError for others, and for missing ones."""
+    """Return the names of tensors that the model does not use and the user allows. Raises CheckpointError for
+    other such names, and for missing tensors."""
     absent = [name for name in shapes if name not in stored]
     if absent:
         raise CheckpointError(
@@ -163,7 +164,8 @@ def _cut(
     kind: str,
     raw: RawCheckpoint,
 ) -> dict[str, StoredTensor]:
-    """The tensors of the model, without padding of the vocabulary. Raises CheckpointError for shapes."""
+    """Return the tensors of the model, without padding of the vocabulary. Raises CheckpointError for tensors of
+    another shape."""
     found = {}
     wrong = []
     for name, tensor in stored.items():
@@ -193,7 +195,7 @@ def _cut(
 
 # ---- Progress and training.
 
-# Our option → the argument. They are those that continue the optimizer.
+# Our options without which the optimizer does not continue → the argument.
 TRAINING = {
     "optimizer.lr": "lr",
     "optimizer.weight_decay": "weight_decay",
@@ -203,7 +205,7 @@ TRAINING = {
     "optimizer.clip_grad": "clip_grad",
     "optimizer.min_lr": "min_lr",
 }
-# The same of what is true or false: in the parameter groups of the optimizer, and in newer arguments.
+# Our option that is true or false → the argument, which the parameter groups of the optimizer may have, too.
 CHOICES = {
     "optimizer.adam_bias_correction": "bias_correction",
     "optimizer.decoupled_weight_decay": "decoupled_weight_decay",
@@ -211,7 +213,7 @@ CHOICES = {
 
 
 def training_options(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the optimizer that the files record."""
+    """Return the options of the optimizer that the files record."""
     numbers = {
         path: float(args[name])
         for path, name in TRAINING.items()
@@ -268,7 +270,8 @@ def progress_of(
 
 
 def _scaler(state: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of run.json. Megatron counts good steps since the scale changed, ours since an overflow."""
+    """Return the loss scaler's numbers for run.json. Megatron counts good steps since the scale changed, ours
+    since an overflow."""
     scale = number(state.get("scale"))
     if scale is None:
         return {}
@@ -281,13 +284,13 @@ def _scaler(state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float | None:
-    """A number, also one that is stored as a tensor."""
+    """Return a number, also one that is stored as a tensor."""
     if isinstance(value, StoredTensor):
         return float(value.read().reshape(-1)[0]) if value.shape in ((), (1,)) else None
     return value if isinstance(value, int | float) else None
 
 
 def adam_updates(states: Sequence[Mapping[str, Any]]) -> int | None:
-    """Steps of Adam: the largest `step` in parameter groups and states. None if none is recorded."""
+    """Return the steps of Adam: the largest `step` in parameter groups and states. None if none is recorded."""
     steps = [number(state.get("step")) for state in states]
     return max((int(step) for step in steps if step is not None), default=None)

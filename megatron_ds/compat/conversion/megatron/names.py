@@ -100,7 +100,7 @@ def is_bert(names: Sequence[str]) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the layer in a name of ours; None outside of layers."""
+    """Return the number of the layer in a name of ours; None outside of layers."""
     found = _LAYER.fullmatch(name)
     return int(found[2]) if found else None
 
@@ -112,7 +112,7 @@ def in_layer(name: str, layer: int) -> str:
 
 
 def flattened(nested: Any, prefix: str = "") -> dict[str, StoredTensor]:
-    """Tensors of nested dicts in their order, under names joined with dots, without what is ignored."""
+    """Return the tensors of nested dicts in their order, under names joined with dots, without what is ignored."""
     found: dict[str, StoredTensor] = {}
     for key, value in fields_of(nested).items():
         name = f"{prefix}{key}"

@@ -64,22 +64,24 @@ def _weights_file(folder: Path) -> Path | None:
 
 
 def read_rank_files(path: Path) -> list[RankFile]:
-    """All ranks' files, sorted by position. Raises CheckpointError if some are missing or mixed up."""
+    """Return all ranks' files, sorted by position. Raises CheckpointError if some are missing or mixed up."""
     # The first file records the sizes of the grid.
-    folders = rank_folders(path)
-    if not folders:
+    paths = [(folder, _weights_file(folder)) for folder in rank_folders(path)]
+    contents = {
+        folder: read_torch_file(file) for folder, file in paths if file is not None
+    }
+    if not contents:
         raise CheckpointError(f"{path} has no mp_rank_*/{WEIGHTS_FILES[0]}.")
-    paths = [_weights_file(folder) for folder in folders]
-    contents = [read_torch_file(file) for file in paths]
-    if not all(isinstance(found.content, Mapping) for found in contents):
+    if not all(isinstance(found.content, Mapping) for found in contents.values()):
         raise CheckpointError(f"{path}: a file holds no table of values.")
-    args = fields_of(contents[0].content.get("args"))
+    first = next(iter(contents.values()))
+    args = fields_of(first.content.get("args"))
     if args:
         check_arguments(args, path)
     # Each folder's name is its position in the grid.
     sizes = _sizes(args)
     files = []
-    for folder, found in zip(folders, contents):
+    for folder, found in contents.items():
         at = _position(folder.name, sizes)
         chunks = tuple(flattened(model) for model in _models(found.content, folder))
         files.append(RankFile(folder, at, found.content, chunks, found.ignored))
@@ -95,7 +97,7 @@ def read_rank_files(path: Path) -> list[RankFile]:
 
 
 def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
-    """(tp, pp, ep) of the arguments; None without arguments.
+    """Return (tp, pp, ep) of the arguments; None without arguments.
 
     Files of releases before pipelines name the first size model_parallel_size.
     """
@@ -103,21 +105,23 @@ def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
         return None
     # Sizes that are missing or None are 1.
     names = [f"{axis}_model_parallel_size" for axis in _AXES]
-    sizes = [args.get(name) or 1 for name in names]
+    tp, pp, ep = (args.get(name) or 1 for name in names)
     if not args.get("tensor_model_parallel_size"):
-        sizes[0] = args.get("model_parallel_size") or 1
-    return tuple(sizes)
+        tp = args.get("model_parallel_size") or 1
+    return tp, pp, ep
 
 
 def _position(name: str, sizes: Coordinates | None) -> Coordinates:
     """The position that the name of a folder gives; missing numbers are 0."""
-    groups = _FOLDER.fullmatch(name).groups()
-    numbers = [int(number) for number in groups if number is not None]
+    match = _FOLDER.fullmatch(name)
+    assert match is not None, "rank_folders has chosen the folders by their names"
+    numbers = [int(number) for number in match.groups() if number is not None]
     # With one pipeline stage, the second number is the expert-parallel position.
     has_experts_alone = sizes is not None and sizes[1] == 1 and sizes[2] > 1
     if len(numbers) == 2 and has_experts_alone:
         return numbers[0], 0, numbers[1]
-    return (*numbers, 0, 0)[:3]
+    first, second, third, *_ = (*numbers, 0, 0)
+    return first, second, third
 
 
 def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
@@ -170,7 +174,7 @@ def _check_grid(path: Path, files: list[RankFile], sizes: Coordinates | None) ->
 
 
 def _positions(sizes: Coordinates) -> Iterator[Coordinates]:
-    """All positions of a grid of (tp, pp, ep) ranks, one by one: a damaged file may state any sizes."""
+    """Yield all positions of a grid of (tp, pp, ep) ranks, one by one: a damaged file may state any sizes."""
     tp, pp, ep = sizes
     for t in range(tp):
         for p in range(pp):

@@ -77,7 +77,6 @@ def write_release(
             )
             wishes.done(total // (tp * pp))
         (hidden / TRACKER).write_text(RELEASE)
-    # The lines for the user state what was written and how Megatron-LM loads it.
     return [
         f"wrote {folder / RELEASE}: weights for tensor × pipeline = {tp} × {pp} ranks",
         f"to train it in Megatron-LM: --load {folder} --use-checkpoint-args --ckpt-format torch "
@@ -115,7 +114,7 @@ def _weights(
     tensor: tuple[int, int],
     pipeline: tuple[int, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, values) of one rank, with its own numbers of layers. tensor, pipeline: its position and size."""
+    """Yield (name, values) of one rank, with its own numbers of layers. tensor, pipeline: its position and size."""
     t, tp = tensor
     p, pp = pipeline
     count = model.num_layers // pp

@@ -22,7 +22,7 @@ ByRank = dict[tuple[int, int], StoredTensor]
 
 
 def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
-    """(dimension that tensor parallelism splits, pieces packed along it) of our name, for one expert."""
+    """Return (dimension that tensor parallelism splits, pieces packed along it) of our name, for one expert."""
     if name in VOCABULARY:
         return 0, 1
     matching = (dim for pattern, dim in _SPLITS if pattern.fullmatch(name))
@@ -37,7 +37,7 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
 def merged(
     parts: Mapping[TensorPart, ByRank], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """Our name → logical tensor. Raises CheckpointError where ranks or experts are missing."""
+    """Return our name → logical tensor. Raises CheckpointError where ranks or experts are missing."""
     by_name: dict[str, dict[TensorPart, StoredTensor]] = {}
     for part, by_rank in parts.items():
         # Expert-parallel ranks hold copies of what is outside of experts.
@@ -52,7 +52,7 @@ def merged(
 
 
 def _without_copies(name: str, by_rank: ByRank) -> ByRank:
-    """One tensor for each tensor-parallel rank; copies are compared when they are read."""
+    """Return one tensor for each tensor-parallel rank; copies are compared when they are read."""
     expert_ranks = {ep for _, ep in by_rank}
     if len(expert_ranks) <= 1:
         return by_rank
@@ -72,14 +72,16 @@ def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
     if whole in parts:
         return parts[whole]
     # Experts are numbered without gaps.
-    wanted = [TensorPart(name, number) for number in range(len(parts))]
-    experts = [parts.get(part) for part in wanted]
-    if None in experts:
-        numbers = sorted(part.expert or 0 for part in parts)
-        raise CheckpointError(
-            f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "
-            "are missing."
-        )
+    experts = []
+    for number in range(len(parts)):
+        part = TensorPart(name, number)
+        if part not in parts:
+            numbers = sorted(part.expert or 0 for part in parts)
+            raise CheckpointError(
+                f"{name}: experts {numbers} are stored, with numbers missing. Files of a rank "
+                "are missing."
+            )
+        experts.append(parts[part])
     return stacked(experts, name)
 
 
@@ -133,7 +135,7 @@ def with_experts_of(part: TensorPart, rank: int, count: int) -> TensorPart:
 def repacked_qkv(
     name: str, tensor: StoredTensor, version: float, head_dim: int
 ) -> StoredTensor:
-    """A rank's rows of linear_qkv, of an older checkpoint_version, as [heads, 3, d] like ours.
+    """Return a rank's rows of linear_qkv, of an older checkpoint_version, as [heads, 3, d] like ours.
 
     Version 0 has rows [3, heads, d], 1.0 [heads, d, 3], 2.0 and later ours.
     """
@@ -157,7 +159,7 @@ def repacked_qkv(
         exchanged = (1, 2)
 
     def read(whole: torch.Tensor) -> torch.Tensor:
-        # The first dimension, rows, as theirs; then two of its dimensions change places.
+        # The rows are split into their three dimensions, two of which change places.
         theirs = whole.reshape(*order, *rest)
         ours = theirs.transpose(*exchanged)
         return ours.reshape(rows, *rest)

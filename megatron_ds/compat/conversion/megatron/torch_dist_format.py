@@ -75,7 +75,8 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         )
     check_arguments(args, stored.path)
     # The keys separate weights, optimizer state by name, and flat buffers.
-    keys = {kind: {} for kind in (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")}
+    kinds = (WEIGHT, MASTER, "exp_avg", "exp_avg_sq")
+    keys: dict[str, dict[str, Sharded]] = {kind: {} for kind in kinds}
     buffers = {}
     for key, tensor in stored.tensors.items():
         if _BUFFERS.fullmatch(key):
@@ -114,7 +115,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def _tensors(
     keys: Mapping[str, Sharded], weights: Mapping[str, Sharded], bert: bool
 ) -> dict[str, StoredTensor]:
-    """Tensors under our names: stacked ones by layer, halves and experts joined."""
+    """Return the tensors under our names: stacked ones by layer, halves and experts joined."""
     parts: dict[str, dict[TensorPart, StoredTensor]] = {}
     for key, tensor in keys.items():
         tensor = unflattened(tensor, weights[key].shape) if key in weights else tensor
@@ -135,13 +136,13 @@ def _by_layer(key: str, tensor: Sharded) -> list[tuple[str, StoredTensor]]:
 
 
 def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
-    """One tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
+    """Return one tensor of ours from halves and experts. Raises CheckpointError where some are missing."""
     if len(parts) == 1 and next(iter(parts)) == TensorPart(name):
         return parts[TensorPart(name)]
-    experts = sorted({part.expert for part in parts if part.expert is not None}) or [
-        None
-    ]
-    halves = sorted({part.half for part in parts if part.half is not None}) or [None]
+    numbers = sorted({part.expert for part in parts if part.expert is not None})
+    experts: list[int | None] = [*numbers] or [None]
+    numbers = sorted({part.half for part in parts if part.half is not None})
+    halves: list[int | None] = [*numbers] or [None]
     wanted = {TensorPart(name, expert, half) for expert in experts for half in halves}
     if wanted != parts.keys() or experts not in ([None], [*range(len(experts))]):
         raise CheckpointError(
@@ -156,7 +157,7 @@ def _joined(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor
 
 
 def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
-    """A tensor of the weight's shape from one whose ranks' shards are stored flat (`flattened_range`).
+    """Return a tensor of the weight's shape from one whose ranks' shards are stored flat (`flattened_range`).
 
     A weight of shape [X, Y], cut into shards of [x, y], is then stored as [X/x, Y/y, x·y].
     """
@@ -181,7 +182,7 @@ def unflattened(tensor: Sharded, shape: tuple[int, ...]) -> Sharded:
 
 
 def _optimizers(stored: TorchDistFolder) -> list[dict[str, Any]]:
-    """States of the optimizers but their tensors."""
+    """Return the states of the optimizers but their tensors."""
     states = optimizers_in(stored.common.get("optimizer"))
     return states + [
         fields_of(stored.object(key))
@@ -214,7 +215,7 @@ def _progress(
 
 
 def optimizers_in(value: Any) -> list[dict[str, Any]]:
-    """States of one optimizer, or of several in a list or under numbers."""
+    """Return the states of one optimizer, or of several in a list or under numbers."""
     if isinstance(value, list | tuple):
         return [fields_of(one) for one in value]
     found = fields_of(value)

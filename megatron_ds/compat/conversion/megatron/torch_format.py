@@ -117,7 +117,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def _named(
     chunk: Mapping[str, StoredTensor], args: Mapping[str, Any], bert: bool
 ) -> Chunk:
-    """Parts of ours, numbered as in the file. A tied head has two spellings."""
+    """Return the parts of ours, numbered as in the file. A tied head has two spellings."""
     experts = local_experts(args)
     pairs: Chunk = []
     for name, tensor in chunk.items():
@@ -129,7 +129,7 @@ def _named(
 def _first_layers(
     files: Sequence[RankFile], chunks: Mapping[tuple, Sequence[Chunk]]
 ) -> dict:
-    """(pipeline rank, chunk) → number to add to the layers of its file.
+    """Return (pipeline rank, chunk) → number to add to the layers of its file.
 
     Layers are numbered from 0 in each chunk of each rank. Chunk c of all ranks comes before chunk c + 1.
     """
@@ -149,7 +149,8 @@ def _first_layers(
 def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -> Chunk:
     """The parts of a chunk, renamed with the global numbers of their layers and experts."""
     per_rank = local_experts(args)
-    present = {layer_of(part.name) for part, _ in chunk} - {None}
+    layers = [layer_of(part.name) for part, _ in chunk]
+    present = [layer for layer in layers if layer is not None]
     # Some versions number the layers globally already.
     is_local = not present or min(present) == 0
     shift = first if is_local else 0
@@ -167,7 +168,7 @@ def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> N
     for part, tensor in pairs:
         by_rank = found.setdefault(part, {})
         at = (file.at[0], file.at[2])
-        # Those may be on two stages.
+        # Tied embeddings may be on two stages.
         if at in by_rank and part.name not in (
             EMBEDDING,
             HEAD,
@@ -182,7 +183,7 @@ def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> N
 def _optimizer(
     file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """kind → part → state of this rank's parameters; {} where none was saved."""
+    """Return kind → part → state of this rank's parameters; {} where none was saved."""
     # A file without optimizer has no state, and joined experts have no known layout.
     if file.content.get("optimizer") is None:
         return {}
@@ -235,7 +236,7 @@ def _repacked(
 def _progress(file: RankFile, args: Mapping[str, Any]) -> StoredProgress:
     states = optimizers_in(file.content.get("optimizer"))
     steps = []
-    scaler = {}
+    scaler: dict[str, Any] = {}
     for state in states:
         inner = fields_of(state.get("optimizer")) or state
         steps += [fields_of(group) for group in inner.get("param_groups") or ()]

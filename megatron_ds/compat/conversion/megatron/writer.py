@@ -134,7 +134,7 @@ def _report(
     wishes: Wishes,
     with_state: bool,
 ) -> list[str]:
-    """Lines that state what was written to `path` and how Megatron-LM loads it."""
+    """Return the lines that state what was written to `path` and how Megatron-LM loads it."""
     flags = [
         "--load",
         str(folder),
@@ -231,7 +231,10 @@ def _common(
 ) -> dict[str, Any]:
     # Weights alone need the arguments and the version.
     step = checkpoint.progress.iteration or 0
-    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
     common = {
         "args": argparse.Namespace(**args),
         "checkpoint_version": 3.0,
@@ -241,10 +244,10 @@ def _common(
     }
     if not with_state:
         return common
-    # The optimizer's parameter groups are stored apart from its tensors.
+    # Megatron-LM stores the optimizer's parameter groups in this file, and its tensors in others.
     content["distrib_optim_sharding_type"] = "fully_reshardable"
     state: Any = _optimizer(checkpoint, args, is_of_experts=False)
-    # There experts have an optimizer of their own.
+    # With expert parallelism Megatron-LM has an optimizer for the experts alone.
     if args["expert_model_parallel_size"] > 1:
         state = {0: state, 1: _optimizer(checkpoint, args, is_of_experts=True)}
     # The scheduler is stored as a constant rate, at the number of samples that were trained.
@@ -291,7 +294,7 @@ def _group(
     wd_mult: float,
     is_of_experts: bool,
 ) -> dict[str, Any]:
-    """A parameter group as torch's Adam has it, with Megatron's factors."""
+    """Return a parameter group as torch's Adam has it, with Megatron's factors."""
     return {
         "wd_mult": wd_mult,
         "lr_mult": 1.0,
@@ -309,7 +312,7 @@ def _group(
 
 
 def _objects(model: ModelConfig) -> dict[str, object]:
-    """Empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
+    """Return empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
     blocks = "encoder.layers" if model.model == "bert" else "decoder.layers"
     count = model.num_layers
     stacked = len(set(model.experts)) <= 1
@@ -339,8 +342,8 @@ def _chunks(
     dtype: torch.dtype,
     with_state: bool,
 ) -> Iterator[tuple[DcpChunk, int]]:
-    """All chunks: weights, then masters and moments under the keys of the optimizer; with the bytes of the
-    source that each has converted. A weight that is also a master counts once."""
+    """Yield the chunks, each with the number of the source's bytes that it has converted: weights, then masters
+    and moments under the keys of the optimizer. A weight that is also a master counts once."""
     is_stacked = len(set(model.experts)) <= 1
     if is_stacked and any(model.experts):
         args["moe_layer_freq"] = 1

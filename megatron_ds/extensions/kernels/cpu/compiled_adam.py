@@ -65,13 +65,11 @@ def with_one_state_(
     **numbers: float,
 ) -> None:
     """`elementwise_updates.lion` or `.adagrad`, by the name `rule`, in one pass; as `adamw_`."""
-    _run(
-        rule,
-        [_checked([r.p, r.grad, r.state, r.state], r.low, 1) for r in rows],
-        threads,
-        variant,
-        **numbers,
-    )
+    _run(rule, _with_one_state(rows), threads, variant, **numbers)
+
+
+def _with_one_state(rows: Sequence[UpdateRow]) -> list[tuple[int, ...]]:
+    return [_checked([r.p, r.grad, r.state, r.state], r.low, 1) for r in rows]
 
 
 def _run(
@@ -202,14 +200,9 @@ def _update(
     rule: str, rows: Sequence[UpdateRow], divisor: float, **numbers: float
 ) -> None:
     wide = [r for r in rows if r.grad.dtype == torch.float32]
-    with_one_state_(
-        rule, wide, grad_scale=elementwise_updates.inverse(divisor), **numbers
+    others = (
+        [r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32
     )
-    for r in rows:  # one copy at a time
-        if r.grad.dtype != torch.float32:
-            with_one_state_(
-                rule,
-                [r._replace(grad=r.grad.float())],
-                grad_scale=elementwise_updates.inverse(divisor),
-                **numbers,
-            )
+    scale = elementwise_updates.inverse(divisor)
+    for part in chain([wide], others):  # one copy at a time
+        _run(rule, _with_one_state(part), None, "", grad_scale=scale, **numbers)

@@ -273,7 +273,7 @@ def _run(
         EVERYTHING if count is None else count
         for count in (pattern.left, pattern.after)
     ]
-    of_heads = scoring.sink, scoring.alibi and scoring.alibi.slopes
+    of_heads = scoring.sink, scoring.alibi.slopes if scoring.alibi else None
     numbers = [
         *_ids(block, q.shape[1]),
         *(None if t is None else t.detach().float().contiguous() for t in of_heads),
@@ -341,6 +341,7 @@ def _ids(
         return None, None
     padding = None if mask is None else mask[:, 0, 0].expand(samples, -1)
     if documents is None:
+        assert padding is not None, "there are documents or a mask"
         ids = torch.zeros_like(padding, dtype=torch.int32)
     else:
         ids = documents.ids.int()

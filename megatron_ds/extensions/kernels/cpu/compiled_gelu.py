@@ -73,7 +73,7 @@ def _backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dx
 
 
-compiled_gelu.halves = Halves(_forward, _backward)
+Halves(_forward, _backward).of(compiled_gelu)
 gelu.kernel(
     "c++",
     devices=CPU,

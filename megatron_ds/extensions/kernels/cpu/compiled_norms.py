@@ -160,11 +160,11 @@ def _call(function: str, x: torch.Tensor, *arguments: Any) -> None:
     """Pass tensors by address; a plan's have none, and nothing is computed."""
     if isinstance(x, FakeCpuTensor):
         return
-    arguments = [
+    held = [
         a.detach().contiguous() if isinstance(a, torch.Tensor) else a
         for a in (x, *arguments)
-    ]  # held until the function returns
-    numbers = [_number(a) for a in arguments]
+    ]  # until the function returns
+    numbers = [_number(a) for a in held]
     getattr(extension(), function)(*numbers, torch.get_num_threads())
 
 
@@ -175,8 +175,9 @@ def _number(argument: torch.Tensor | float | None) -> float:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
+_HALVES = Halves(norm_rows, norm_gradients)
 for _norm in (layer_norm, rms_norm, residual_norm):
-    _norm.halves = Halves(norm_rows, norm_gradients)
+    _HALVES.of(_norm)
 _LIMITS = {
     "devices": CPU,
     "dtypes": DTYPES,

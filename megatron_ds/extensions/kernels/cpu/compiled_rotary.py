@@ -4,6 +4,7 @@ csrc/elementwise/rotary.cpp: an optional extension. Bits are those of torch's op
 
 import functools
 import logging
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -113,7 +114,7 @@ def _rotated(
 def _move(
     to_packed: bool,
     packed: torch.Tensor,
-    parts: tuple[torch.Tensor, ...],
+    parts: Sequence[torch.Tensor],
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool,

@@ -14,12 +14,13 @@ So the products are of scores that the pattern shows, and of no others but those
 hidden. Pure values, without tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ....ops.attention_pattern import AttentionPattern
+from ....ops.block_layout import BlockLayout
 from ....ops.visible_blocks import Parts, visible_blocks
 
 UNIT = 16
@@ -62,7 +63,9 @@ def key_spans(
     # The different layouts with their heads; one for a pattern without a layout.
     layout = pattern.layout
     if layout is None or layout.is_alike:
-        groups = [([*range(heads)], layout)]
+        groups: Sequence[tuple[list[int], BlockLayout | None]] = [
+            ([*range(heads)], layout)
+        ]
     else:
         groups = layout.groups
     # Spans are listed once for all heads that share a layout.

@@ -73,8 +73,8 @@ def adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
     """
     if not has_memory(rows[0].p):
         return
-    is_tensor = isinstance(how.divisor, torch.Tensor)
-    divisor, grad_scale = (how.divisor, 1.0) if is_tensor else (None, how.grad_scale)
+    divisor = how.divisor if isinstance(how.divisor, torch.Tensor) else None
+    grad_scale = how.grad_scale if divisor is None else 1.0
     beta1, beta2 = how.betas
     for step, alike in _by_step(rows):
         launches = _launches(alike)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ....host.autograd_functions import direct_apply
 from ....ops import dropout as ops_dropout
 from ....ops.keep_tables import seeds_on, threshold_of
 from ....ops.kernel_table import FLOATS, GPU
@@ -68,7 +69,7 @@ def dropout(
     first_row  of the tables: that of x[0]; with picked, int64 [b, s], row i of sample j is
                first_row + picked[j, i]
     """
-    return _Dropout.apply(x, residual, picked, seeds, threshold, first_row)
+    return _dropout(x, residual, picked, seeds, threshold, first_row)
 
 
 class _Dropout(torch.autograd.Function):
@@ -105,12 +106,11 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (picked,) = ctx.saved_tensors
-        dx = (
-            _Dropout.apply(dy, None, picked, *ctx.table)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        dx = _dropout(dy, None, picked, *ctx.table) if ctx.needs_input_grad[0] else None
         return dx, dy if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+_dropout = direct_apply(_Dropout)
 
 
 def fits(x: torch.Tensor, *_: object, **__: object) -> str:

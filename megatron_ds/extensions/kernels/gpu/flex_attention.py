@@ -20,6 +20,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
 from ....host.device_copies import on_device
@@ -184,8 +185,10 @@ def _of_pattern(pattern: AttentionPattern, positions: int, device: torch.device)
 def _of_batch(
     pattern: AttentionPattern, ids: torch.Tensor | None, padding: torch.Tensor | None
 ) -> Any:
-    device = (padding if ids is None else ids).device
-    positions = (padding if ids is None else ids).shape[-1]
+    of_batch = padding if ids is None else ids
+    assert of_batch is not None, "there are documents or padding"
+    device = of_batch.device
+    positions = of_batch.shape[-1]
     tiles = _pattern_tiles(pattern, positions, device)
     mods = list(_pattern_mods(pattern, device))
     if ids is not None:
@@ -200,7 +203,7 @@ def _of_batch(
 @lru_cache(maxsize=1024)
 def _pattern_tiles(
     pattern: AttentionPattern, positions: int, device: torch.device
-) -> VisibleBlocks:
+) -> VisibleBlocks[torch.Tensor]:
     tiles = tiles_of(pattern, positions)
     with torch.inference_mode(False):  # else training could not keep them for backward
         return VisibleBlocks(
@@ -211,7 +214,7 @@ def _pattern_tiles(
         )
 
 
-def tiles_of(pattern: AttentionPattern, positions: int) -> VisibleBlocks:
+def tiles_of(pattern: AttentionPattern, positions: int) -> VisibleBlocks[np.ndarray]:
     """Arrays [n or 1, tiles, tiles] of whole sequences. A last tile that is shorter is never whole."""
     parts = Parts.of(range(positions), TILE)
     tiles = visible_blocks(pattern, parts, parts)
@@ -219,7 +222,9 @@ def tiles_of(pattern: AttentionPattern, positions: int) -> VisibleBlocks:
     return VisibleBlocks(tiles.seen, tiles.whole & is_full & is_full[:, None])
 
 
-def _made(tiles: VisibleBlocks, mods: list[MaskMod], positions: int) -> Any:
+def _made(
+    tiles: VisibleBlocks[torch.Tensor], mods: list[MaskMod], positions: int
+) -> Any:
     from torch.nn.attention.flex_attention import BlockMask, and_masks
 
     with torch.inference_mode(False):

@@ -120,7 +120,7 @@ def _launch(
     )
 
 
-swiglu.halves = Halves(_swiglu_forward, _swiglu_backward)
+Halves(_swiglu_forward, _swiglu_backward).of(swiglu)
 _LIMITS = {"devices": GPU, "dtypes": FLOATS}
 activation.squared_relu.kernel("cuda", fits=fits_plain, **_LIMITS)(squared_relu)
 activation.swiglu.kernel("cuda", fits=fits_gated, **_LIMITS)(swiglu)

@@ -57,7 +57,7 @@ class KernelCache:
         """The kernel that was written under this key; None if there is none, or if its file is damaged."""
         if self.folder is None:
             return None
-        path = self._path(key)
+        path = self.folder / key
         try:
             content = read_regular(path, KernelError)
         except (OSError, KernelError):  # absent, not readable by this user, or a pipe
@@ -75,12 +75,9 @@ class KernelCache:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(self._path(key), _packed(kernel, key))
+            _replace(self.folder / key, _packed(kernel, key))
         except OSError as error:
             _warn_of(self.folder, error.strerror or str(error))
-
-    def _path(self, key: str) -> Path:
-        return self.folder / key
 
 
 def _packed(kernel: CompiledKernel, key: str) -> bytes:

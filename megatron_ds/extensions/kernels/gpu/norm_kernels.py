@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm with an optional residual addition, forward and backward: csrc/gpu/norm.cu."""
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVarTuple
 
 import torch
 
@@ -120,7 +121,8 @@ def residual_norm(
     return _apply(x, residual, weight, bias, eps)
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """How rows are computed.
 
     threads  of a row; 0: rows of any width
@@ -220,7 +222,7 @@ def norm_rows(
     # One pass over the rows writes the results and the numbers that backward needs.
     way = _way_forward(x.shape, x.dtype, is_rms, adds)
     y = torch.empty_like(x)
-    total = torch.empty_like(x) if adds else None
+    total = torch.empty_like(x) if adds else x
     rstd = x.new_empty(way.rows, dtype=torch.float32)
     mean = None if is_rms else torch.empty_like(rstd)
     way.kernel(
@@ -231,14 +233,14 @@ def norm_rows(
         residual,
         weight,
         bias,
-        total,
+        total if adds else None,
         y,
         mean,
         rstd,
         way.number,
         eps,
     )
-    return y, total if adds else x, mean, rstd
+    return y, total, mean, rstd
 
 
 def norm_gradients(
@@ -258,14 +260,18 @@ def norm_gradients(
     return dx, *_sum_rows(partial_w, partial_b, weight)
 
 
-def _all_packed(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Each as `packed`, in one call."""
-    found = []
+Tensors = TypeVarTuple("Tensors")
+
+
+def _all_packed(*tensors: *Tensors) -> tuple[*Tensors]:
+    """Return each tensor as `packed`, and each None, in one call."""
+    found: list[object] = []
     for t in tensors:
-        if t is not None and not (t.is_contiguous() and t.data_ptr() % BYTES == 0):
-            t = packed(t)
+        if isinstance(t, torch.Tensor):
+            if not (t.is_contiguous() and t.data_ptr() % BYTES == 0):
+                t = packed(t)
         found.append(t)
-    return found
+    return tuple(found)  # type: ignore[return-value]  # each of the type of its argument
 
 
 @lru_cache(maxsize=1024)
@@ -351,8 +357,9 @@ def _sum_rows(
     return dw, db
 
 
+_HALVES = Halves(norm_rows, norm_gradients)
 for _norm in (layer_norm, rms_norm, residual_norm):
-    _norm.halves = Halves(norm_rows, norm_gradients)
+    _HALVES.of(_norm)
 _LIMITS = {"devices": GPU, "dtypes": FLOATS, "fits": fits}
 norms.layer_norm.kernel("cuda", **_LIMITS)(layer_norm)
 norms.rms_norm.kernel("cuda", **_LIMITS)(rms_norm)

@@ -14,9 +14,10 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -173,6 +174,7 @@ class RuntimeCompiler:
     def _symbol(self, program: ctypes.c_void_p, expression: str) -> str:
         symbol = ctypes.c_char_p()
         self._call("GetLoweredName", program, expression.encode(), ctypes.byref(symbol))
+        assert symbol.value is not None, "the call has written the name"
         return symbol.value.decode()
 
     def _output(self, target: str) -> str:
@@ -180,7 +182,8 @@ class RuntimeCompiler:
             return "Code"
         return "PTX" if target.startswith("compute_") else "CUBIN"
 
-    def _function(self, name: str) -> Callable:
+    def _function(self, name: str) -> Any:
+        """Return a function of the library, of the type that ctypes makes for it."""
         return getattr(self._library, self.names.prefix + name)
 
     def _call(self, name: str, *arguments: object) -> None:

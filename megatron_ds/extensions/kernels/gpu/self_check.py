@@ -60,10 +60,23 @@ def check_widths(calls: Calls, device: torch.device) -> None:
         if entry is None or not operation.has(entry.name, "cuda", dtype):
             continue
         size = ROWS, _width(operation, dtype, last)
-        if _takes(entry, operation.make_example(*size, dtype, device)) and failure(
+        arguments = _example(operation, *size, dtype, device)
+        if _takes(entry, arguments) and failure(
             operation, entry, dtype, device, [size]
         ):
             operation.remove(entry.name, "cuda", dtype)
+
+
+def _example(
+    operation: Operation,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple:
+    make = operation.make_example
+    assert make is not None, "operations with kernels have examples"
+    return make(rows, width, dtype, device)
 
 
 def _width(operation: Operation, dtype: torch.dtype, last: int) -> int:
@@ -71,11 +84,8 @@ def _width(operation: Operation, dtype: torch.dtype, last: int) -> int:
 
     That tensor may be two halves of the width.
     """
-    return (
-        last
-        * 8
-        // operation.make_example(1, 8, dtype, torch.device("cpu"))[0].shape[-1]
-    )
+    first = _example(operation, 1, 8, dtype, torch.device("cpu"))[0]
+    return last * 8 // first.shape[-1]
 
 
 def _takes(entry: Implementation, arguments: tuple) -> bool:
