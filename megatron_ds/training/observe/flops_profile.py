@@ -78,9 +78,10 @@ class ProfiledFlops(TimedPhases):
         )
         # The text: layers with their FLOPs, then phases with their times.
         ranks = self._mesh.grid.world_size
+        noun = "ranks" if ranks > 1 else "rank"
         head = (
-            f"FLOPs profile of step {end.step}: {size.samples} samples of {size.length} tokens on "
-            f"{ranks} rank{'s' if ranks > 1 else ''}"
+            f"FLOPs profile of step {end.step}: "
+            f"{size.samples} samples of {size.length} tokens on {ranks} {noun}"
         )
         phases = phase_lines(rows, measured, end.seconds, self._peak, ranks)
         text = "\n".join([head, *layer_lines(rows), *phases])
