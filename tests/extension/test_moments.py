@@ -77,7 +77,9 @@ class Witness(Observer):
         self.runs = 0
 
     def told_of(self, moment, values):
-        self.told.append(moment if moment != "phase" else f"phase {values['name']}")
+        line = moment if moment != "phase" else f"phase {values['name']}"
+        with self.told.open("a") as file:
+            file.write(f"{line}\n")
         hints = get_type_hints(getattr(Observer, moment))
         for name, value in values.items():
             assert fits(value, hints[name]), (moment, name, value)
@@ -140,13 +142,18 @@ def witnessed(rank, *, told, fails_in=None):
         yield
 
 
+def moments_in(told):
+    return told.read_text().splitlines()
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(the moments, the last lines of the log, the folder)"""
     folder = tmp_path_factory.mktemp("run")
-    told = []
-    (ended,) = train(1, [*RUN, "--save", folder], spoil=partial(witnessed, told=told))
-    return told, ended.out, folder
+    told = folder / "told"
+    words = [*RUN, "--save", folder / "saved"]
+    (ended,) = train(1, words, spoil=partial(witnessed, told=told))
+    return moments_in(told), ended.out, folder / "saved"
 
 
 def test_moments_come_in_order(run):
@@ -158,20 +165,21 @@ def test_moments_come_in_order(run):
 
 
 def test_a_complete_run_is_told_the_rest(tmp_path):
-    told = []
-    length = ["--train-iters", "3", "--eval-iters", "1", "--save", tmp_path]
+    told = tmp_path / "told"
+    length = ["--train-iters", "3", "--eval-iters", "1", "--save", tmp_path / "saved"]
     train(1, [*MOCK, *length], spoil=partial(witnessed, told=told))
     end = ["saved", "trained", "evaluated", "evaluated", "run_ended", "closed"]
-    assert told[-len(end) :] == end
-    assert set(MOMENTS) == {moment.split()[0] for moment in told}
+    moments = moments_in(told)
+    assert moments[-len(end) :] == end
+    assert set(MOMENTS) == {moment.split()[0] for moment in moments}
 
 
-def test_a_run_that_fails_is_closed_and_not_ended():
-    told = []
+def test_a_run_that_fails_is_closed_and_not_ended(tmp_path):
+    told = tmp_path / "told"
     spoil = partial(witnessed, told=told, fails_in=2)
     (ended,) = run_pretrain(1, MOCK, spoil=spoil)
     assert ended.code == 2 and "the witness has seen too much" in ended.err
-    assert told[-3:] == ["between_steps", "step_began", "closed"]
+    assert moments_in(told)[-3:] == ["between_steps", "step_began", "closed"]
 
 
 def test_answers_happen(run):
