@@ -138,6 +138,7 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
         )
         return
     begin = time.perf_counter()
+    # Of this package.
     step = base.start.step
     assert step is not None, "find_base found a checkpoint of this package"
     load(

@@ -89,6 +89,7 @@ class Evaluations:
                 should_stop=self._stopping.is_asked,
                 after_batch=after_batch,
             )
+        # The record, on rank 0.
         if self._engine.mesh.rank == 0:
             self._log.write(
                 EvalRecord(

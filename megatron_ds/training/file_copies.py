@@ -91,11 +91,12 @@ def spread_blocks(sizes: Sequence[int], most: int) -> list[Iterable[int]]:
     total = sum(counts)
     if total <= most:
         return [range(count) for count in counts]
+    # A share of each, in proportion to its size.
     chosen: list[Iterable[int]] = []
     for count in counts:
         share = -(-count * most // total)
-        places = (place * count // share - 1 for place in range(1, share + 1))
-        chosen.append(list(places))
+        blocks = [place * count // share - 1 for place in range(1, share + 1)]
+        chosen.append(blocks)
     return chosen
 
 

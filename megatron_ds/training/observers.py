@@ -37,28 +37,28 @@ class Observers(Observer):
         self._started: list[Observer] = []
 
     def built(self, replica: Replica) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.built(replica)
 
     def loaded(self, replica: Replica, tokenizer: Tokenizer) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.loaded(replica, tokenizer)
 
     def run_started(self, start: RunStart) -> None:
-        """Tell each. Those that have started are closed in any case."""
+        """Call each. Those that have started are closed in any case."""
         for observer in self._all:
             observer.run_started(start)
             self._started.append(observer)
 
     def step_began(self, step: int) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.step_began(step)
 
     def batch_read(self, step: int, batch: Batch) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.batch_read(step, batch)
 
@@ -105,32 +105,32 @@ class Observers(Observer):
         return Numbers(fields, tags)
 
     def step_logged(self, step: int, record: TrainRecord | None) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.step_logged(step, record)
 
     def between_steps(self, progress: Progress) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.between_steps(progress)
 
     def evaluated(self, split: str, step: int, loss: float) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.evaluated(split, step, loss)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.saved(step, seconds)
 
     def trained(self, progress: Progress) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.trained(progress)
 
     def run_ended(self, reason: str) -> None:
-        """Tell each."""
+        """Call each."""
         for observer in self._all:
             observer.run_ended(reason)
 

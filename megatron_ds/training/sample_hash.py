@@ -1,4 +1,4 @@
-"""`hash_of_sample`: what tells whether two ranks read the same sample."""
+"""`hash_of_sample`: by which ranks compare the samples that they read."""
 
 import hashlib
 

@@ -122,6 +122,7 @@ def build_loaders(
     if mesh.rank == 0:
         warn_without_ends(data, datasets.train, tokenizer.eod)
     tp = mesh.group("tp")
+    # On the ranks of a tensor-parallel group one may read for all.
     shared = data.data_readers == "first" and tp.size > 1
 
     def loader(dataset, order=None):

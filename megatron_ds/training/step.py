@@ -71,7 +71,7 @@ def train_step(
     learning_rate: of all parameters, or by name as of `make_learning_rates`
     beta1: Adam's in this step; None: that of the configuration
     stop: whether this rank asks to end the run after this step; the outcome has whether any rank did
-    observer: is told the phases of the step, and may ask for another run of it, or for no update
+    observer: is called at the phases of the step, and may ask for another run of it, or for no update
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()

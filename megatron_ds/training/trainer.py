@@ -1,7 +1,7 @@
 """The training loop: step, log, evaluate, save, until the run is complete or asked to stop.
 
 Only `Trainer.progress` changes; learning rate, batch size and data position are functions of it. What else happens
-in a run is in observers (observer.py), which are told its moments.
+in a run is in observers (observer.py), which are called at its moments.
 """
 
 import time

@@ -313,6 +313,7 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_
         "params_norm",
         "decoupled_learning_rate",
         "grad_noise_scale",
+        "kept_title",
         "times",
         "tags",
     )

@@ -78,9 +78,10 @@ class ProfiledFlops(TimedPhases):
         )
         # The text: layers with their FLOPs, then phases with their times.
         ranks = self._mesh.grid.world_size
+        noun = "ranks" if ranks > 1 else "rank"
         head = (
-            f"FLOPs profile of step {end.step}: {size.samples} samples of {size.length} tokens on "
-            f"{ranks} rank{'s' if ranks > 1 else ''}"
+            f"FLOPs profile of step {end.step}: "
+            f"{size.samples} samples of {size.length} tokens on {ranks} {noun}"
         )
         phases = phase_lines(rows, measured, end.seconds, self._peak, ranks)
         text = "\n".join([head, *layer_lines(rows), *phases])
@@ -97,14 +98,14 @@ def layer_lines(rows: Sequence[LayerRow]) -> Iterator[str]:
     parameters = sum(row.parameters for row in rows)
     flops = sum(row.forward for row in rows)
     yield f"  {'layers':{width}}{'number':>8}{'parameters':>13}{'FLOPs of forward':>27}"
-    for row in (
-        *rows,
-        LayerRow("all", sum(row.count for row in rows), parameters, flops, None),
-    ):
-        yield (
-            f"  {row.name:{width}}{row.count:8}{short(row.parameters):>13}"
-            f"{_share(row.parameters, parameters)}{short(row.forward):>10}{_share(row.forward, flops)}"
-        )
+    count = sum(row.count for row in rows)
+    whole = LayerRow("all", count, parameters, flops, None)
+    for row in (*rows, whole):
+        line = f"  {row.name:{width}}{row.count:8}{short(row.parameters):>13}"
+        line += _share(row.parameters, parameters)
+        line += f"{short(row.forward):>10}"
+        line += _share(row.forward, flops)
+        yield line
 
 
 def phase_lines(
@@ -114,7 +115,13 @@ def phase_lines(
     peak: float | None,
     ranks: int,
 ) -> Iterator[str]:
-    """The times of a step and what they mean. times: phase → rank → seconds."""
+    """Yield the times of a step and what they mean.
+
+    times    phase → rank → seconds
+    seconds  of the whole step
+    peak     FLOP/s of a device, if known
+    ranks    of the run
+    """
     forward = sum(row.forward for row in rows)
     of_phase = {FORWARD: forward, BACKWARD: 2 * forward}
     yield f"  {'phase':20}{'largest':>13}{'smallest of all ranks':>24}{'FLOP/s of a rank':>20}"
@@ -128,10 +135,13 @@ def phase_lines(
             total = sum(found, 0.0)
             has_rate = phase in of_phase and total > 0
             of_rank = short(of_phase[phase] / total) if has_rate else ""
-            yield f"  {name:20}{_ms(max(found)):>13}{_ms(min(found)):>24}{of_rank:>20}"
+            largest = _ms(max(found))
+            smallest = _ms(min(found))
+            yield f"  {name:20}{largest:>13}{smallest:>24}{of_rank:>20}"
     # The whole step, whose backward has twice the FLOPs of its forward.
     rate = 3 * forward / seconds / ranks
-    yield f"  {'step':20}{_ms(seconds):>13}{'':24}{short(rate):>20}"
+    whole = _ms(seconds)
+    yield f"  {'step':20}{whole:>13}{'':24}{short(rate):>20}"
     share = utilization(rate, peak)
     if share is not None and peak is not None:
         yield f"  model FLOPs utilization: {share:.1%} of {short(peak)}FLOP/s"
@@ -141,8 +151,9 @@ def phase_lines(
         yield "  FLOPs of recomputation are not counted: --recompute-num-layers sets blocks of each stage."
     elif any(again):
         with_it = rate + sum(again) / seconds / ranks
+        more = short(sum(again))
         yield (
-            f"  recomputation: {short(sum(again))}FLOPs more in backward, {short(with_it)}FLOP/s of a "
+            f"  recomputation: {more}FLOPs more in backward, {short(with_it)}FLOP/s of a "
             "rank with it"
         )
 
