@@ -187,7 +187,8 @@ def _take_memories(
 
 def _placed(router: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Memories by the last part of their names."""
-    balance, weight = router.balance, router.weight
+    balance = router.balance
+    weight = router.weight
     assert isinstance(balance, Balance) and isinstance(weight, torch.Tensor)
     if not balance.is_placed:
         balance.place(weight.device)

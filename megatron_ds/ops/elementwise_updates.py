@@ -127,22 +127,30 @@ def inverse(divisor: float) -> float:
 
 
 def _write_low(rows: Sequence[UpdateRow]) -> None:
-    if pairs := [(r.low, r.p) for r in rows if r.low is not None]:
-        torch._foreach_copy_([low for low, _ in pairs], [p for _, p in pairs])
+    low: list[torch.Tensor] = []
+    wide: list[torch.Tensor] = []
+    for row in rows:
+        if row.low is not None:
+            low.append(row.low)
+            wide.append(row.p)
+    if low:
+        torch._foreach_copy_(low, wide)
 
 
 def _example_rows(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> list[UpdateRow]:
     draw = random_generator(device, 3 * rows * width)
+    is_wide = dtype == torch.float32
     made = []
     for n in (rows * width, width):
         p, grad, state = (
             torch.rand(n, generator=draw, device=draw.device).to(device)
             for _ in range(3)
         )
-        low = None
-        if dtype != torch.float32:
+        row = UpdateRow(p, grad, state)
+        if not is_wide:
             low = torch.zeros(n, dtype=dtype, device=device)
-        made.append(UpdateRow(p, grad, state, low))
+            row = row._replace(low=low)
+        made.append(row)
     return made

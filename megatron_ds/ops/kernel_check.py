@@ -69,12 +69,13 @@ def _values(function: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
     made = function(*arguments)
     if not isinstance(made, tuple):
         made = (made,)
+    # The tensors among the results.
     results = [t for t in made if isinstance(t, torch.Tensor)]
     # Gradients of those arguments that need them.
     tensors = [a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor)]
     leaves = [a for a in tensors if a.requires_grad]
     differentiable = [t for t in results if t.requires_grad]
-    gradients: Sequence[torch.Tensor | None] = ()
+    gradients: tuple[torch.Tensor | None, ...] = ()
     if leaves and differentiable:
         weights = [_weights(t) for t in differentiable]
         gradients = torch.autograd.grad(

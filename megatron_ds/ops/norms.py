@@ -77,7 +77,8 @@ class Norm(nn.Module):
     def halves(self, x: torch.Tensor, adds: bool) -> Halves | None:
         """The halves of what computes the norm of x [.., hidden], or if it `adds`, of its sum with a
         residual, as `layer_norm_rows` and `layer_norm_gradients`. None where there are none."""
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         if self.offset or (self.is_centred and bias is None):
             return None
         if adds:

@@ -77,7 +77,9 @@ class VisibleBlocks(Generic[A]):
 
         A block where no query sees a key through both may still be computed, with a mask.
         """
-        return VisibleBlocks(self.seen & other.seen, self.whole & other.whole)
+        seen = self.seen & other.seen
+        whole = self.whole & other.whole
+        return VisibleBlocks(seen, whole)
 
 
 def visible_blocks(
