@@ -411,6 +411,7 @@ class CoreAttention(Core):
         )
         if self.is_simple and not p and exchange is None and not hides_keys:
             return self.simple_attention(q, k, v)
+        # Each query has keys of its own, or its sums are exchanged.
         visible = visible_keys(self.pattern.of_heads(self.heads(q)), batch)
         run = (
             attention

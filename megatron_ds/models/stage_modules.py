@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
+from ..mpu.managed_parameter import describe, spec_of
 from .layer import Layer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def _untied(source: nn.Module) -> nn.Parameter:
     """Return the weight of a layer, which another one of this rank then shares: it is tied to no other rank."""
     weight = source.weight
     assert isinstance(weight, nn.Parameter), "layers that others are tied to have one"
-    weight.spec = replace(weight.spec, tied=None)
+    describe(weight, replace(spec_of(weight), tied=None))
     return weight
 
 

@@ -111,6 +111,7 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryB
     position = mesh.coordinate("pp")
     program = schedule[position]
     placement = run.shape.placement
+    # Messages are those of a schedule that gathers each stage once.
     plan = plan_rank(
         config,
         mesh.rank,

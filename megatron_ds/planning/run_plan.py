@@ -310,11 +310,9 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         config = replace(config, model=replace(config.model, vocab_size=1))
     ctx = ParallelContext(device=torch.device("meta"))
     layers = model_layers(config, ctx)
-    specs = {
-        spec_of(p).name: spec_of(p)
-        for layer in layers
-        for p in layer.make().parameters()
-    }
+    described = [spec_of(p) for layer in layers for p in layer.make().parameters()]
+    specs = {spec.name: spec for spec in described}
+    # A rule names parameters by patterns, and may give them another optimizer.
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))
     for rule in rules:

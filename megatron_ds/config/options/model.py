@@ -14,7 +14,12 @@ GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections
 
 
 @dataclass(frozen=True)
-class ModelConfig(AttentionOptions, *added_options("model"), BlockOptions, MoEOptions):
+class ModelConfig(
+    AttentionOptions,
+    *added_options("model"),  # type: ignore[misc]  # base classes are found at run time
+    BlockOptions,
+    MoEOptions,
+):
     """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties.
 
     vocab_size is None until the tokenizer of a run is known, before the model is built.

@@ -41,7 +41,10 @@ OPTIMIZERS = (
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(MuonConfig, *added_options("optimizer")):
+class OptimizerConfig(
+    MuonConfig,
+    *added_options("optimizer"),  # type: ignore[misc]  # base classes are found at run time
+):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
     iterations and samples do not count skipped steps.
     """

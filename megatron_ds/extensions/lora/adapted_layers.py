@@ -166,11 +166,13 @@ def _expert_dropout(
     weight = linear.weight.spec
     local = len(linear.weight)
     first = ctx.group("ep").rank * local
+    cut = weight.split_over("tp")
+    assert cut is not None, "weights of experts are divided over tensor-parallel ranks"
     return ExpertDropout(
         settings.lora_dropout,
         f"{weight.name}.lora",
         weight.shape[0],
         range(first, first + local),
-        weight.split_over("tp").dim == 2,
+        cut.dim == 2,
         ctx,
     )

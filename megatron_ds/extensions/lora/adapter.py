@@ -122,6 +122,9 @@ class AdaptedExperts(nn.Module):
         weight = base.weight.spec
         experts, rows, columns = weight.shape
         cut = weight.split_over("tp")
+        assert cut is not None, (
+            "weights of experts are divided over tensor-parallel ranks"
+        )
         cuts_rows = cut.dim == 1
         name = weight.name.removesuffix(".weight")
         self.down = GroupedLinear(

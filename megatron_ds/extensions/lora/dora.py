@@ -101,6 +101,9 @@ class DoraExperts(AdaptedExperts):
         base.bias = None
         # The rows are divided as a bias is: outputs of a cut input are partial sums, and so is the gradient.
         cut = base.weight.spec.split_over("tp")
+        assert cut is not None, (
+            "weights of experts are divided over tensor-parallel ranks"
+        )
         cuts_rows = cut.dim == 1
         self.columns = solo("tp") if cuts_rows else form.ctx.tp
         experts = Split("ep", 0)

@@ -48,8 +48,8 @@ class _Above:
 
 
 @cache
-def _tqdm() -> Any:
-    """tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
+def _tqdm() -> type[Any]:
+    """Return tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
     from tqdm import tqdm
 
     class Bar(tqdm):
