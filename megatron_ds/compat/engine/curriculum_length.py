@@ -17,7 +17,7 @@ from torch import nn
 from ...config.options.option import shown
 from ...errors import ConfigError
 from ...features import Provided, missing_wings
-from ...progress.token_drop import Difficulty
+from ...progress.kept_tokens import Difficulty
 
 DIFFICULTY: Provided[Any] = Provided("difficulty")
 
