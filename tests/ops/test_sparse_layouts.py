@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ds.batch.documents import Documents, document_numbers
-from megatron_ds.extensions.sparse_layouts.layer_layouts import LAYOUTS
+from megatron_ds.extensions.sparse_layouts.layer_layouts import sparse_layouts
 from megatron_ds.extensions.sparse_layouts.sparse_layouts import (
     block_layout,
     keyed,
@@ -228,18 +228,22 @@ def test_random_blocks_are_functions_of_seed_layer_and_head():
         sparse_layout_per_head=True,
     )
     name = "decoder.layers.1"
-    ours = LAYOUTS.of_layer(config, name, 7, True)
+    ours = sparse_layouts().of_layer(config, name, 7, True)
     block_layout.cache_clear()
-    assert np.array_equal(LAYOUTS.of_layer(config, name, 7, True).seen, ours.seen)
-    assert not np.array_equal(
-        LAYOUTS.of_layer(config, "decoder.layers.2", 7, True).seen, ours.seen
+    assert np.array_equal(
+        sparse_layouts().of_layer(config, name, 7, True).seen, ours.seen
     )
-    assert not np.array_equal(LAYOUTS.of_layer(config, name, 8, True).seen, ours.seen)
+    assert not np.array_equal(
+        sparse_layouts().of_layer(config, "decoder.layers.2", 7, True).seen, ours.seen
+    )
+    assert not np.array_equal(
+        sparse_layouts().of_layer(config, name, 8, True).seen, ours.seen
+    )
     assert not np.array_equal(ours.seen[0], ours.seen[1])
     halves = [ours.of_heads(range(first, first + 2)).seen for first in (0, 2)]
     assert np.array_equal(np.concatenate(halves), ours.seen)
     same = replace(config, sparse_layout_per_head=False)
-    assert LAYOUTS.of_layer(same, name, 7, True).is_alike
+    assert sparse_layouts().of_layer(same, name, 7, True).is_alike
     counts = [keyed(50, seed)(0, 20, 50, 1)[0] for seed in range(400)]
     assert len(set(counts)) > 45  # every block is drawn
 
