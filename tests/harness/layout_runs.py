@@ -20,7 +20,7 @@ from megatron_ds.data.samples.fim import FillInMiddle
 from megatron_ds.data.samples.packing import PackedDataset
 from megatron_ds.extensions.joined_blocks.joined_block import AfterAttention
 from megatron_ds.models.attention import CoreAttention
-from megatron_ds.models.block import MLP, Block
+from megatron_ds.models.block import MLP, Block, in_parallel
 from megatron_ds.models.context_attention import SharedKeysAttention
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
@@ -188,7 +188,7 @@ def look_at(engine) -> Seen:
         places=set(engine.optimizer.memory_by_place()),
         stages=tuple(engine.stages),
         traffic=engine.mesh.traffic,
-        parallel={block.parallel_residual for block in blocks},
+        parallel={block.run is in_parallel for block in blocks},
     )
     for block in blocks:
         block.register_forward_pre_hook(
