@@ -315,6 +315,7 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_
         "grad_noise_scale",
         "times",
         "tags",
+        "kept_title",
     )
     fields = {
         name: value
