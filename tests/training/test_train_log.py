@@ -316,6 +316,7 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_
         "kept_title",
         "times",
         "tags",
+        "kept_title",
     )
     fields = {
         name: value
