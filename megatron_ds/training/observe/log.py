@@ -48,7 +48,7 @@ class _Above:
 
 
 @cache
-def _tqdm() -> Any:
+def _tqdm() -> type[Any]:
     """tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
     from tqdm import tqdm
 
