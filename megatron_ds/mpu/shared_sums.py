@@ -174,7 +174,8 @@ class SharedSums:
         """Wait for the tensors of a round and read them."""
         self._until_none(lambda: self._missing(number))
         begun = self._waiting[number]
-        tensor, read = begun.tensor, begun.read
+        tensor = begun.tensor
+        read = begun.read
         assert tensor is not None and read is not None, "a round is completed once"
         places = self._ready[number]
         nbytes = tensor.nbytes
