@@ -310,11 +310,9 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         model = replace(model, vocab_size=1)
     ctx = ParallelContext(device=torch.device("meta"))
     layers = model_layers(model, config.adapters, ctx)
-    specs = {
-        spec_of(p).name: spec_of(p)
-        for layer in layers
-        for p in layer.make().parameters()
-    }
+    specs = {}
+    for layer in layers:
+        specs |= {spec_of(p).name: spec_of(p) for p in layer.make().parameters()}
     rules = group_rules(config.optimizer.param_groups)
     yield from pattern_problems(rules, list(specs))
     for rule in rules:

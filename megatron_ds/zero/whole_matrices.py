@@ -16,7 +16,6 @@ layout, and buffers, shards and checkpoints are those of other optimizers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
 from typing import cast
 
 import torch

@@ -306,9 +306,8 @@ def matrices_of(
     Where tensor parallelism can split some of them, only these: gradients of others may still be partial sums
     when they are reduced, and the noise is to be measured on the same parameters under every layout.
     """
-    matrices = [
-        spec_of(p) for s in sets for p in s.parameters if not is_vector(spec_of(p))
-    ]
+    specs = [spec_of(p) for s in sets for p in s.parameters]
+    matrices = [spec for spec in specs if not is_vector(spec)]
     wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {
         spec.name for spec in matrices
     }
