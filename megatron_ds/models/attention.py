@@ -404,6 +404,7 @@ class CoreAttention(Core):
     ) -> torch.Tensor:
         """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d], or what an exchange makes of it."""
         p = self.dropout if batch.training else 0.0
+        # The common case is one call of a kernel.
         hides_keys = (
             batch.document_ids is not None
             or batch.attention_mask is not None

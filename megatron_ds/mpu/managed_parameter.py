@@ -1,6 +1,6 @@
 """`ManagedParameter`: a parameter with a description (`.spec`), and where its gradient goes (`.grads`).
 
-`ParamSpec` says what the parameter is; every layer gives one. An optimizer that sums gradients up gives the
+`ParamSpec` describes the parameter; every layer gives one. An optimizer that sums gradients up gives the
 parameter a `GradientAccumulator`; without one the gradient is left to autograd, as in any module. Two passes
 send gradients elsewhere for their time, by a `Detour`: the input half of a split backward, and a layer that
 computes a gradient part by part.

@@ -48,7 +48,7 @@ def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimiz
 
 
 class MakeOptimizer(Protocol):
-    """Makes a torch optimizer from parameter groups. `traits_of` says what the optimizer needs."""
+    """Makes a torch optimizer from parameter groups. `traits_of` returns what the optimizer needs."""
 
     def __call__(
         self, groups: list[dict[str, Any]], /, **options: Any

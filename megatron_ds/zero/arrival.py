@@ -24,7 +24,9 @@ class Arrivals:
         self._stores: list[WholeParameters] = []
         bucket_of = {}
         for s in filter(is_gathered_whole, sets):
-            assert isinstance(s.store, WholeParameters), "`is_gathered_whole` says so"
+            assert isinstance(s.store, WholeParameters), (
+                "`is_gathered_whole` has checked it"
+            )
             self._stores.append(s.store)
             for p, slot in zip(s.parameters, s.plan.layout.slots, strict=True):
                 bucket_of[p] = s.store, slot.bucket

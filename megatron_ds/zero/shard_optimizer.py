@@ -5,7 +5,7 @@ These are 1-D and padded to whole vectors (padding has value and gradient zero a
 optimizer that needs whole tensors, whole parameters in their shape. State exists from the start, so that a
 checkpoint can be loaded into it.
 
-An optimizer of this package, a `PartOptimizer`, says how it takes a step. Others are torch's or a user's, and one
+An optimizer of this package, a `PartOptimizer`, declares how it takes a step. Others are torch's or a user's, and one
 whose state does not begin with zeros `Restarts` before the first update.
 
 Note: grad_scale. A fused optimizer of torch divides each gradient by its attribute `grad_scale` while it reads

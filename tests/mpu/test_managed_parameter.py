@@ -23,6 +23,7 @@ from megatron_ds.mpu.managed_parameter import (
 )
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 
+pytestmark = pytest.mark.threads
 SPEC = ParamSpec("weight", (3, 4), Init("normal", 0.1))
 
 
