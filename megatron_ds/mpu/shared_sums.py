@@ -179,6 +179,7 @@ class SharedSums:
         assert tensor is not None and read is not None, "a round is completed once"
         places = self._ready[number]
         nbytes = tensor.nbytes
+        # Views of other sizes would read past the tensor of a peer.
         for peer, (_, theirs) in places.items():
             if theirs != nbytes:
                 raise self._translate(

@@ -119,6 +119,7 @@ class AdaptedExperts(nn.Module):
         self.base = base
         self.scale = form.scale
         [self.drop] = form.drops
+        # The adapter is divided as the base is: by its rows, or by its columns.
         weight = base.weight.spec
         experts, rows, columns = weight.shape
         cut = weight.split_over("tp")

@@ -49,7 +49,7 @@ class _Above:
 
 @cache
 def _tqdm() -> type[Any]:
-    """tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
+    """Return tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
     from tqdm import tqdm
 
     class Bar(tqdm):
