@@ -31,7 +31,7 @@ from megatron_ds.host.pace import Pace
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from megatron_ds.training.saves import WRITERS_SHARE, Saves
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import open_loader, random_samples
@@ -44,23 +44,23 @@ JOB = (
 
 
 class Run:
-    """An engine, its data and its progress."""
+    """A replica, its data and its progress."""
 
-    def __init__(self, folder: Path, loader, config, engine):
+    def __init__(self, folder: Path, loader, config, replica):
         self.folder = folder
         self.config = config
-        self.engine = engine
+        self.replica = replica
         self.progress = Progress()
         self._loader = loader
 
     def step(self, saves: Saves) -> tuple[float, int]:
         """(seconds of a step, ranks that are ready for the next stage of a save)."""
         begin = time.perf_counter()
-        self.engine.saving = saves
+        self.replica.saving = saves
         size = self.config.train.global_batch_size
-        batch = self.engine.batches.training(self._loader, self.progress, size)
+        batch = self.replica.batches.training(self._loader, self.progress, size)
         outcome = train_step(
-            self.engine,
+            self.replica,
             batch,
             self.progress,
             learning_rate=1e-4,
@@ -183,14 +183,14 @@ def main() -> None:
         words = [*JOB.split(), "--save", folder, "--async-save"]
         config = parse([*words, "--save-interval", "1000"], world_size=1)
         mesh = Mesh(Grid.fit(1), 0, lambda *_: None, torch.device("cpu"))
-        engine = build_engine(config, mesh)
+        replica = build_replica(config, mesh)
         samples = random_samples(64, 128, config.model.vocab_size, seed=1)
         with closing(open_loader(config, samples, mesh)) as loader:
-            run = Run(path, loader, config, engine)
-            waiting = Saves(engine, {}, None)
-            background = HeldSaves(engine, {}, None)
+            run = Run(path, loader, config, replica)
+            waiting = Saves(replica, {}, None)
+            background = HeldSaves(replica, {}, None)
             turns = [turn(run, waiting, background) for _ in range(1 + args.saves)]
-        size = sum(p.numel() for p in engine.parameters) * 12 / 1e9
+        size = sum(p.numel() for p in replica.parameters) * 12 / 1e9
     print(f"{size:.2f} GB of state, torch {torch.__version__}, {args.saves} turns")
     report(turns[1:])
 

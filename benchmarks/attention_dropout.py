@@ -37,11 +37,11 @@ def measure(length: int, dropout: float, all_scores: bool, steps: int) -> dict:
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.ops import attention_rows
     from megatron_ds.progress.ramps import Progress
-    from megatron_ds.training.build import build_engine
+    from megatron_ds.training.build import build_replica
     from megatron_ds.training.step import train_step
     from tests.harness.layout_comparison import open_loader, random_samples
 
-    # The engine.
+    # The replica.
     if all_scores:
         attention_rows.suits = lambda *_: False
     words = [*FLAGS.split(), "--attention-dropout", str(dropout)]
@@ -49,17 +49,17 @@ def measure(length: int, dropout: float, all_scores: bool, steps: int) -> dict:
     words += ["--max-position-embeddings", str(length)]
     config = parse(words, world_size=1)
     mesh = Mesh(Grid.fit(1), 0, lambda *_: None, torch.device("cpu"))
-    engine = build_engine(config, mesh)
+    replica = build_replica(config, mesh)
     progress = Progress()
     seconds = []
     # The steps.
     samples = random_samples(4, length, config.model.vocab_size, seed=1)
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
-            batch = engine.batches.training(loader, progress, 1)
+            batch = replica.batches.training(loader, progress, 1)
             start = time.process_time()
             train_step(
-                engine,
+                replica,
                 batch,
                 progress,
                 learning_rate=1e-4,

@@ -1,6 +1,6 @@
 """One training step of each contestant on a workload: a function from the step's number to the step's loss.
 
-`ours` runs this package's engine; `eager` is plain PyTorch in one process, `compile` the same under
+`ours` runs this package's replica; `eager` is plain PyTorch in one process, `compile` the same under
 torch.compile, `ddp` and `ddp-compile` under DistributedDataParallel, all with fused AdamW, foreach clipping
 and SDPA attention. In bf16 they are under autocast; with the suffix `+mixed` they have bf16 weights and
 gradients, and fp32 masters.
@@ -287,22 +287,22 @@ def ours(
     from megatron_ds.data.samples.gpt_data import GPTCollator
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress.ramps import Progress
-    from megatron_ds.training.build import build_engine
+    from megatron_ds.training.build import build_replica
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
 
     config = parse(our_flags(w, dtype, layout), world_size=world)
-    engine = build_engine(
+    replica = build_replica(
         config, stack.enter_context(joined(config, launching.read_launch(os.environ)))
     )
-    _load(engine, initial_weights(w), w)
+    _load(replica, initial_weights(w), w)
     loader = Loader(Samples(w), GPTCollator(w.seq), micro_batch_size=w.micro_batch)
 
     def step(i: int) -> float:
         progress = Progress(step=i, samples=i * w.global_batch)
-        batch = engine.batches.training(loader, progress, w.global_batch)
+        batch = replica.batches.training(loader, progress, w.global_batch)
         return train_step(
-            engine,
+            replica,
             batch,
             progress,
             learning_rate=LEARNING_RATE,
@@ -365,15 +365,15 @@ def packed_heads(value: np.ndarray, w: Workload) -> np.ndarray:
     return np.concatenate(parts, axis=1).reshape(value.shape)
 
 
-def _load(engine, values: dict[str, np.ndarray], w: Workload) -> None:
+def _load(replica, values: dict[str, np.ndarray], w: Workload) -> None:
     from megatron_ds.checkpoint.pieces import views
 
-    for piece in engine.optimizer.pieces():
+    for piece in replica.optimizer.pieces():
         if piece.kind == "weight":
             whole = torch.from_numpy(logical_value(piece.spec.name, values, w))
-            for view in views(piece, engine.mesh.coordinates):
+            for view in views(piece, replica.mesh.coordinates):
                 where = tuple(
                     slice(o, o + n) for o, n in zip(view.offset, view.tensor.shape)
                 )
                 view.tensor.copy_(whole[where])
-    engine.optimizer.after_load()
+    replica.optimizer.after_load()

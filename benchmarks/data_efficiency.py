@@ -303,11 +303,11 @@ def times(out: Path, rounds: int = 9) -> None:
     from megatron_ds.host.allocator import set_allocator
     from megatron_ds.mpu.grid import Grid
     from megatron_ds.mpu.mesh import Mesh
-    from megatron_ds.training.build import build_engine
+    from megatron_ds.training.build import build_replica
 
     # A model that drops tokens, and one batch of them.
     set_allocator(keep_freed=True)
-    engine = build_engine(
+    replica = build_replica(
         config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse),
         Mesh(Grid(), 0),
     )
@@ -327,9 +327,9 @@ def times(out: Path, rounds: int = 9) -> None:
                 kept_tokens=kept,
             )
             start = time.perf_counter()
-            engine.optimizer.begin_step()
-            engine.executor.run([batch])
-            engine.optimizer.step(1e-3, 0.1)
+            replica.optimizer.begin_step()
+            replica.executor.run([batch])
+            replica.optimizer.step(1e-3, 0.1)
             taken.setdefault((length, kept), []).append(
                 1000 * (time.perf_counter() - start)
             )
@@ -341,8 +341,8 @@ def times(out: Path, rounds: int = 9) -> None:
     (out / "times.json").write_text(json.dumps(rows))
     whole = next(row[2] for row in rows if row[:2] == [LENGTH, LENGTH])
     for length, kept, middle, least, most in rows:
-        flops = step_flops(engine.config.model, length, kept) / step_flops(
-            engine.config.model, LENGTH, LENGTH
+        flops = step_flops(replica.config.model, length, kept) / step_flops(
+            replica.config.model, LENGTH, LENGTH
         )
         print(
             f"{length:4} positions, {kept:4} kept: {middle:6.1f} ms ({least:.1f} to {most:.1f}), "

@@ -24,7 +24,7 @@ from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.requests import GenerationRequest, Sampling
 from megatron_ds.host.allocator import set_allocator
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.build import Replica, build_engine
+from megatron_ds.training.build import Replica, build_replica
 
 DTYPES = {"fp32": [], "bf16": ["--bf16"]}
 # Options that every run needs, and that do not change what is measured.
@@ -121,7 +121,7 @@ def model_of(workload: Workload, flags: list[str]) -> Replica:
         words += [flag, str(size)]
     config = parse([*words, *REQUIRED.split(), *flags])
     mesh = Mesh(config.grid(1), 0, lambda *_: None, torch.device("cpu"))
-    return build_engine(config, mesh, trains=False)
+    return build_replica(config, mesh, trains=False)
 
 
 def tokens_per_second(model: Replica, texts: int, turn: Turn) -> float:

@@ -188,13 +188,13 @@ def measure(name: str, shape: Shape, args: argparse.Namespace) -> list[dict]:
     # The model, its kernels and its data.
     start = time.perf_counter()
     with weights_of_the_device():
-        engine = build.build_engine(config, mesh)
-    prepared = prepare_kernels(engine)
+        replica = build.build_replica(config, mesh)
+    prepared = prepare_kernels(replica)
     common = {
         "model": name,
         "layers": count,
         "kernels": prepared,
-        "parameters": sum(p.numel() for p in engine.parameters),
+        "parameters": sum(p.numel() for p in replica.parameters),
         "start_s": time.perf_counter() - start,
         "planned_gib": planned / 2**30,
     }
@@ -204,7 +204,7 @@ def measure(name: str, shape: Shape, args: argparse.Namespace) -> list[dict]:
     samples = random_samples(4 * largest, length, config.model.vocab_size, seed=1)
     rows = []
     with closing(open_loader(config, samples, mesh)) as loader:
-        trainer = Steps(engine, loader, device)
+        trainer = Steps(replica, loader, device)
         for number in shape.micro_batches:
             size = config.train.micro_batch_size * number
             steps = args.steps if number == 1 else max(2, args.steps // 2)
@@ -215,10 +215,10 @@ def measure(name: str, shape: Shape, args: argparse.Namespace) -> list[dict]:
 
 
 class Steps:
-    """Training steps of one engine, one after another."""
+    """Training steps of one replica, one after another."""
 
-    def __init__(self, engine: build.Replica, loader: object, device: torch.device):
-        self._engine = engine
+    def __init__(self, replica: build.Replica, loader: object, device: torch.device):
+        self._engine = replica
         self._loader = loader
         self._device = device
         self._progress = Progress()
@@ -269,17 +269,17 @@ class Steps:
     def _step(self, size: int) -> tuple[float, float, float]:
         """(seconds, those until the host had launched the update, loss). What the host launches is timed without
         the wait for it."""
-        engine = self._engine
-        batch = engine.batches.training(self._loader, self._progress, size)
+        replica = self._engine
+        batch = replica.batches.training(self._loader, self._progress, size)
         self._synchronize()
         start = time.perf_counter()
         outcome = train_step(
-            engine, batch, self._progress, learning_rate=1e-4, weight_decay=0.1
+            replica, batch, self._progress, learning_rate=1e-4, weight_decay=0.1
         )
         launched = time.perf_counter() - start
         self._synchronize()
         seconds = time.perf_counter() - start
-        tokens = size * engine.config.model.seq_length
+        tokens = size * replica.config.model.seq_length
         self._progress = self._progress.after(size, tokens, skipped=outcome.skipped)
         return seconds, launched, outcome.loss
 
@@ -347,7 +347,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"{name}: {why}" if is_memory else traceback.format_exc(), flush=True)
         # Figures are kept, and the memory is given to the next model.
         write(found, options.json)
-        gc.collect()  # engines hold tensors in cycles
+        gc.collect()  # replicas hold tensors in cycles
         if options.device != "cpu":
             torch.cuda.empty_cache()
     return code

@@ -30,7 +30,7 @@ from benchmarks.workloads import (
 from megatron_ds.config import parse
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import global_batch_share
 
@@ -38,7 +38,7 @@ OPTIMIZERS = ("adam", "muon", "muon --muon-ns-dtype bf16")
 
 
 class Contestant:
-    """An engine with a clock around its update."""
+    """A replica with a clock around its update."""
 
     def __init__(self, optimizer: str, workload: str):
         w = WORKLOADS[workload]
@@ -53,12 +53,12 @@ class Contestant:
         self.updates = []
         self.steps = []
         self.mesh = fake_mesh(self.config.grid(), 0, "cpu")
-        self.engine, self.samples = (
-            build_engine(self.config, self.mesh),
+        self.replica, self.samples = (
+            build_replica(self.config, self.mesh),
             torch.tensor(token_batches(w)[0]),
         )
-        update = self.engine.optimizer._clip_and_update
-        self.engine.optimizer._clip_and_update = lambda *numbers: self._timed(
+        update = self.replica.optimizer._clip_and_update
+        self.replica.optimizer._clip_and_update = lambda *numbers: self._timed(
             self.updates, update, *numbers
         )
 
@@ -70,7 +70,7 @@ class Contestant:
         self._timed(
             self.steps,
             train_step,
-            self.engine,
+            self.replica,
             batch,
             Progress(step=len(self.steps)),
             learning_rate=LEARNING_RATE,

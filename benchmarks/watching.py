@@ -63,7 +63,7 @@ class Watched(trainer.Trainer):
         """Turn everything on or off."""
         CLOCK.is_on = is_watched
         self.log.sinks = self.sinks if is_watched else []
-        self.engine.mesh.traffic.log = self.communication if is_watched else None
+        self.replica.mesh.traffic.log = self.communication if is_watched else None
         places._writer[:] = [self.writer] if is_watched else []
 
 

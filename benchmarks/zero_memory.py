@@ -134,7 +134,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     from megatron_ds.config import parse
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress.ramps import Progress
-    from megatron_ds.training.build import build_engine
+    from megatron_ds.training.build import build_replica
     from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
     from tests.harness.layout_comparison import global_batch_share, random_samples
@@ -156,12 +156,12 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     # One step: what is alive after it is the state.
     before = live_storages()
     with joined(config, launch) as mesh:
-        engine = build_engine(config, mesh)
+        replica = build_replica(config, mesh)
         batch = global_batch_share(
             random_samples(n, SEQ_LENGTH, VOCAB, seed=1), 0, n, config, mesh
         )
         mesh.traffic.clear()
-        train_step(engine, batch, Progress(), learning_rate=1e-3, weight_decay=0.1)
+        train_step(replica, batch, Progress(), learning_rate=1e-3, weight_decay=0.1)
         del batch
         state = sum(size for key, size in live_storages().items() if key not in before)
         bytes_sent = {
@@ -178,17 +178,17 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     if n > 1:
         wire["all_reduce"] *= 1 - NORM_BYTES / bytes_sent["all_reduce"]
         bytes_sent["all_reduce"] -= NORM_BYTES
-    itemsize = {"all_gather": engine.parameters[0].dtype.itemsize}
+    itemsize = {"all_gather": replica.parameters[0].dtype.itemsize}
     gradient_bytes = 4 if config.optimizer.gradient_dtype == "float32" else 2
     return Measured(
-        psi=sum(p.spec.numel for p in engine.parameters),
-        working=engine.optimizer.working_bytes,
-        state=state - engine.optimizer.working_bytes,
-        predicted_state=predicted_bytes(engine, config, rank, n, gradient_bytes),
+        psi=sum(p.spec.numel for p in replica.parameters),
+        working=replica.optimizer.working_bytes,
+        state=state - replica.optimizer.working_bytes,
+        predicted_state=predicted_bytes(replica, config, rank, n, gradient_bytes),
         sent={op: count for op, count in bytes_sent.items() if count},
         predicted_sent={
             op: count
-            for (op, _), count in engine.optimizer.traffic(
+            for (op, _), count in replica.optimizer.traffic(
                 1, config.zero.stage >= 2, False
             ).items()
         },
@@ -212,7 +212,7 @@ def live_storages() -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() >= SMALL_BYTES}
 
 
-def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> int:
+def predicted_bytes(replica, config, rank: int, n: int, gradient_bytes: int) -> int:
     """From names and sizes alone."""
 
     from megatron_ds.zero.prediction import ElementBytes, predict_sets
@@ -221,13 +221,13 @@ def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> i
 
     layer_of = {
         p: i
-        for i, module in reversed(list(enumerate(engine.modules)))
+        for i, module in reversed(list(enumerate(replica.modules)))
         for p in module.parameters()
     }
-    dtype = engine.parameters[0].dtype
+    dtype = replica.parameters[0].dtype
     facts = [
         Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p])
-        for p in engine.parameters
+        for p in replica.parameters
     ]
     plans = plan_sets(facts, ZeroSettings.from_config(config), {DATA_AXES: n})
     return predict_sets(

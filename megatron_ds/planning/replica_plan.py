@@ -1,6 +1,6 @@
 """`ReplicaPlan`: what a rank decides before it builds anything.
 
-    RunConfig → plan_replica → ReplicaPlan → training.build.build_engine → Replica
+    RunConfig → plan_replica → ReplicaPlan → training.build.build_replica → Replica
 
 A dry run makes the same decisions for any rank of any world (world_plan.py).
 """

@@ -128,13 +128,13 @@ def _of_whole_model(identity: dict) -> dict:
     return {name: identity[name] for name in PARTS}
 
 
-def load_base(engine: Replica, base: BaseWeights) -> None:
+def load_base(replica: Replica, base: BaseWeights) -> None:
     """Fill the frozen weights. Collective over the world."""
-    pieces = frozen_pieces(engine)
-    mesh = engine.mesh
+    pieces = frozen_pieces(replica)
+    mesh = replica.mesh
     if base.foreign is not None:
         foreign_checkpoints(base.checkpoint.load).load(
-            engine, base.foreign, pieces, base.checkpoint
+            replica, base.foreign, pieces, base.checkpoint
         )
         return
     begin = time.perf_counter()
@@ -150,7 +150,7 @@ def load_base(engine: Replica, base: BaseWeights) -> None:
         kinds=(WEIGHT,),
         exact=False,  # frozen weights in 16 bits have no fp32 copies
     )
-    engine.optimizer.after_load()
+    replica.optimizer.after_load()
     if mesh.rank == 0:
         logger.info(
             "loaded the frozen weights from %s, iteration %d, in %.1f s",

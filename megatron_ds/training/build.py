@@ -1,6 +1,6 @@
 """From a configuration to running objects: the one file that uses all of `RunConfig` and every room.
 
-`planning/replica_plan.py` makes the decisions (how layers are cut, what stays gathered); `build_engine` makes
+`planning/replica_plan.py` makes the decisions (how layers are cut, what stays gathered); `build_replica` makes
 the objects. Layers receive a `ParallelContext` and numbers, never the whole
 configuration.
 """
@@ -130,7 +130,7 @@ class Replica:
         )
 
 
-def build_engine(
+def build_replica(
     config: RunConfig,
     mesh: Mesh,
     planned: ReplicaPlan | None = None,

@@ -22,21 +22,21 @@ class Evaluations:
 
     def __init__(
         self,
-        engine: Replica,
+        replica: Replica,
         loaders: Loaders,
         log: Log,
         observer: Observer,
         stopping: Stopping,
     ):
-        self._engine = engine
+        self._engine = replica
         self._loaders = loaders
         self._log = log
         self._observer = observer
         self._stopping = stopping
-        self._train = engine.config.train
-        self._size = make_batch_size(engine.config).final
-        self._planned = make_length(engine.config).steps_after()
-        objective = engine.config.objective
+        self._train = replica.config.train
+        self._size = make_batch_size(replica.config).final
+        self._planned = make_length(replica.config).steps_after()
+        objective = replica.config.objective
         self._is_of_tokens = objective is None or objective.is_of_tokens
         self._validated_step = -1
 

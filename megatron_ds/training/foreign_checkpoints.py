@@ -45,7 +45,7 @@ class ForeignCheckpoints:
 
     def load(
         self,
-        engine: Replica,
+        replica: Replica,
         found: Any,
         pieces: Sequence[Piece],
         checkpoint: CheckpointConfig,

@@ -26,12 +26,12 @@ class _Done:
 class LoggedInterval:
     """Averages the steps of a line. total: steps of the whole run"""
 
-    def __init__(self, engine: Replica, total: int):
-        self._config = config = engine.config
+    def __init__(self, replica: Replica, total: int):
+        self._config = config = replica.config
         self._layers = layers_of_run(config)
         self._kept = config.kept_tokens
-        self._mesh = engine.mesh
-        self._peak = engine.peak_flops
+        self._mesh = replica.mesh
+        self._peak = replica.peak_flops
         self._total = total
         self._steps: list[_Done] = []
 

@@ -15,7 +15,7 @@ class Prepare(Protocol):
 
     def __call__(
         self,
-        engine: Replica,
+        replica: Replica,
         loaders: Loaders,
         start: Start,
         description: dict,

@@ -4,7 +4,7 @@ parse and check the config        before the process group: all its errors are r
 --dry-run                         print the plan and exit
 launch                            torchrun, Slurm, Open MPI or one rank
 save folder                       checked and locked
-tokenizer, data, engine           then the checkpoint, if there is one
+tokenizer, data, replica           then the checkpoint, if there is one
 train                             exit code 0 also after SIGTERM, SIGUSR1 and the first Ctrl-C
 """
 
@@ -61,7 +61,7 @@ from .base_weights import (
     load_base,
     started_from_pretrained,
 )
-from .build import Replica, build_engine
+from .build import Replica, build_replica
 from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks
@@ -260,20 +260,20 @@ def train(
         opened = _open(as_given, recorded, mesh)
         config = opened.config
         _leave_if_stopped(stop, mesh)
-        engine = _build(opened, mesh, source)
+        replica = _build(opened, mesh, source)
         observer = observers_of(config)
-        observer.built(engine)
+        observer.built(replica)
         _leave_if_stopped(stop, mesh)
-        progress, description = _load(engine, opened)
-        observer.loaded(engine, opened.tokenizer)
+        progress, description = _load(replica, opened)
+        observer.loaded(replica, opened.tokenizer)
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
             given = recorded.checkpoint
-            description |= _prepare_saves(engine, progress, lock, stop, given)
+            description |= _prepare_saves(replica, progress, lock, stop, given)
         # Train, then make sure that the folder was ours to the end.
         trainer = Trainer(
-            engine,
+            replica,
             opened.loaders,
             _open_log(config, progress, opened, mesh),
             progress,
@@ -349,36 +349,36 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
 def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     """Build the model and its optimizer, and describe them in the log. Collective over the world."""
     config = opened.config
-    engine = build_engine(config, mesh, plan_replica(config, mesh))
+    replica = build_replica(config, mesh, plan_replica(config, mesh))
     if mesh.rank == 0:
-        logger.info("%s", describe(engine, source, opened.as_given))
+        logger.info("%s", describe(replica, source, opened.as_given))
     for feature in features():
-        prepared = "" if feature.prepared is None else feature.prepared(engine)
+        prepared = "" if feature.prepared is None else feature.prepared(replica)
         if prepared:
             logger.info("%s", prepared)
-    return engine
+    return replica
 
 
-def _load(engine: Replica, opened: Opened) -> tuple[Progress, dict]:
+def _load(replica: Replica, opened: Opened) -> tuple[Progress, dict]:
     """Load the weights and prepare the objective. Returns the progress of the checkpoint, and the description of the
     run. Collective over the world."""
     if opened.base is not None:
-        load_base(engine, opened.base)
+        load_base(replica, opened.base)
     if opened.foreign is None:
-        progress = load_run(engine, opened.start)
-        _log_changes(engine, opened, progress)
+        progress = load_run(replica, opened.start)
+        _log_changes(replica, opened, progress)
     else:
         of_others = foreign_checkpoints(opened.config.checkpoint.load)
         progress = of_others.load(
-            engine, opened.foreign, all_pieces(engine), opened.config.checkpoint
+            replica, opened.foreign, all_pieces(replica), opened.config.checkpoint
         )
     found = opened.prepare(
-        engine, opened.loaders, opened.start, opened.description, progress
+        replica, opened.loaders, opened.start, opened.description, progress
     )
     return progress, opened.description | found
 
 
-def _log_changes(engine: Replica, opened: Opened, progress: Progress) -> None:
+def _log_changes(replica: Replica, opened: Opened, progress: Progress) -> None:
     """Log on rank 0 what this start changes of the schedules of the run that it continues. Collective."""
     run = opened.start.run
     if not progress.step or "converted_from" in run:
@@ -390,8 +390,8 @@ def _log_changes(engine: Replica, opened: Opened, progress: Progress) -> None:
         before = saved_config(run, opened.config.checkpoint.load)
         return list(changes(before, opened.config, progress))
 
-    for text in on_one_rank(engine.mesh.group("world"), texts):
-        if engine.mesh.rank == 0:
+    for text in on_one_rank(replica.mesh.group("world"), texts):
+        if replica.mesh.rank == 0:
             logger.warning("%s", text)
 
 
@@ -405,7 +405,7 @@ def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
 
 
 def _prepare_saves(
-    engine: Replica,
+    replica: Replica,
     progress: Progress,
     lock: SaveLock,
     stop: StopRequest,
@@ -416,11 +416,11 @@ def _prepare_saves(
     given: the options of the user
     Collective over the world.
     """
-    config = engine.config
-    world = engine.mesh.group("world")
+    config = replica.config
+    world = replica.mesh.group("world")
     on_one_rank(world, lambda: _stop_when_lost(lock, stop))
     clear_save_folder(given, world)
-    _check_room(engine, progress)
+    _check_room(replica, progress)
     return on_one_rank(world, lambda: keep_tokenizer_files(config))
 
 
@@ -439,16 +439,16 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
         raise Stopped(before_training(next(filter(None, received))))
 
 
-def _check_room(engine: Replica, progress: Progress) -> None:
+def _check_room(replica: Replica, progress: Progress) -> None:
     """Raises CheckpointError when the save folder has no room for one checkpoint. Collective."""
-    config = engine.config
-    mesh = engine.mesh
+    config = replica.config
+    mesh = replica.mesh
     checkpoint = config.checkpoint
     steps = make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
     check_room(
         place_of(known_folder(checkpoint.save)),
-        largest_pieces(engine),
+        largest_pieces(replica),
         coordinates=mesh.coordinates,
         world=mesh.group("world"),
         saves=saves,

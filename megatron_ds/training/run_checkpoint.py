@@ -286,58 +286,58 @@ def _data_identity(config: RunConfig) -> dict:
     return identity | data_kind(config).identity(config)
 
 
-def save_run(engine: Replica, progress: Progress, description: dict) -> bool:
+def save_run(replica: Replica, progress: Progress, description: dict) -> bool:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world.
 
     Returns False where the state has a value that is not finite. No training recovers from one, so nothing is
     written then: the last good checkpoint stays, and stays the one that a restart loads.
     """
     begin = time.perf_counter()
-    pieces = saved_pieces(engine)
-    world = engine.mesh.group("world")
+    pieces = saved_pieces(replica)
+    world = replica.mesh.group("world")
     # The reads of a GPU from here on wait for no other rank.
-    wait_for_work(engine.mesh.device, world)
+    wait_for_work(replica.mesh.device, world)
     found = all_gather_object(not_finite(pieces), world)
-    if not is_finite(found, progress, engine):
+    if not is_finite(found, progress, replica):
         return False
-    saving = new_saving(engine, progress)
-    saving.begin(pieces, run_values(engine, progress, description))
+    saving = new_saving(replica, progress)
+    saving.begin(pieces, run_values(replica, progress, description))
     parts = saving.collect(lambda: saving.write(saving.own(pieces)))
     path = saving.complete(parts)
-    if engine.mesh.rank == 0:
+    if replica.mesh.rank == 0:
         log_saved(path, begin)
     return True
 
 
-def new_saving(engine: Replica, progress: Progress) -> Saving:
+def new_saving(replica: Replica, progress: Progress) -> Saving:
     """A save of this run that has not begun."""
-    checkpoint = engine.config.checkpoint
+    checkpoint = replica.config.checkpoint
     return Saving(
         place_of(known_folder(checkpoint.save)),
         progress.step,
-        engine.mesh.coordinates,
-        engine.mesh.group("world"),
+        replica.mesh.coordinates,
+        replica.mesh.group("world"),
         checkpoint.save_total_limit,
         checkpoint.save_retain_interval,
     )
 
 
-def check_states(engine: Replica, description: Mapping) -> None:
+def check_states(replica: Replica, description: Mapping) -> None:
     """Raises ConfigError where an observer keeps state under a name that run.json has for something else."""
     own = {*description, "progress", "optimizer"}
-    for name in sorted(own & engine.states.keys()):
+    for name in sorted(own & replica.states.keys()):
         raise ConfigError(
             f"an observer keeps its state under {name!r}, which run.json has for something else. Use another name in "
             "`replica.states`."
         )
 
 
-def run_values(engine: Replica, progress: Progress, description: dict) -> dict:
+def run_values(replica: Replica, progress: Progress, description: dict) -> dict:
     """The values of run.json at this moment: the tensors are in other files."""
-    of_observers = {name: kept.state() for name, kept in engine.states.items()}
+    of_observers = {name: kept.state() for name, kept in replica.states.items()}
     own = {
         "progress": progress.to_dict(),
-        "optimizer": engine.optimizer.extra_state(),
+        "optimizer": replica.optimizer.extra_state(),
     }
     return description | own | of_observers
 
@@ -353,7 +353,9 @@ def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
     )
 
 
-def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) -> bool:
+def is_finite(
+    found: Sequence[str | None], progress: Progress, replica: Replica
+) -> bool:
     """Whether no rank has a value that is not finite; logs the first one.
 
     found: of each rank, what `not_finite` returned
@@ -361,7 +363,7 @@ def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) 
     if not any(found):
         return True
     rank = next(rank for rank, name in enumerate(found) if name)
-    if engine.mesh.rank == 0:
+    if replica.mesh.rank == 0:
         logger.warning(
             "iteration %d is not saved: %s has values that are not finite (on rank %d), and "
             "no training recovers from them. Earlier checkpoints in %s are kept. Stop this "
@@ -369,7 +371,7 @@ def is_finite(found: Sequence[str | None], progress: Progress, engine: Replica) 
             progress.step,
             found[rank],
             rank,
-            place_of(known_folder(engine.config.checkpoint.save)),
+            place_of(known_folder(replica.config.checkpoint.save)),
         )
     return False
 
@@ -390,62 +392,62 @@ def not_finite(pieces: Iterable[Piece]) -> str | None:
     return None
 
 
-def saved_pieces(engine: Replica) -> list[Piece]:
+def saved_pieces(replica: Replica) -> list[Piece]:
     """The pieces of a checkpoint that is written now. Collective over the world."""
-    weights_only = engine.config.checkpoint.no_save_optim
-    state = engine.optimizer.pieces(saving=not weights_only)
+    weights_only = replica.config.checkpoint.no_save_optim
+    state = replica.optimizer.pieces(saving=not weights_only)
     return [
         piece
-        for piece in _without_frozen(engine, (*state, *engine.step_state.pieces()))
+        for piece in _without_frozen(replica, (*state, *replica.step_state.pieces()))
         if piece.kind == WEIGHT or not weights_only
     ]
 
 
-def largest_pieces(engine: Replica) -> list[Piece]:
+def largest_pieces(replica: Replica) -> list[Piece]:
     """Pieces with the bytes of the largest checkpoint of the run."""
-    weights_only = engine.config.checkpoint.no_save_optim
+    weights_only = replica.config.checkpoint.no_save_optim
     return [
         piece
-        for piece in (*all_pieces(engine), *engine.optimizer.pieces_of_worker())
+        for piece in (*all_pieces(replica), *replica.optimizer.pieces_of_worker())
         if piece.kind == WEIGHT or not weights_only
     ]
 
 
 def all_pieces(
-    engine: Replica, saved: Mapping[str, float] | None = None
+    replica: Replica, saved: Mapping[str, float] | None = None
 ) -> list[Piece]:
     """Return this rank's weights, optimizer state, and what layers remember from step to step, without frozen
     weights. saved: see `ZeroOptimizer.pieces`."""
     pieces: list[Piece] = [
-        *engine.optimizer.pieces(saved=saved),
-        *engine.step_state.pieces(),
+        *replica.optimizer.pieces(saved=saved),
+        *replica.step_state.pieces(),
     ]
-    return _without_frozen(engine, pieces)
+    return _without_frozen(replica, pieces)
 
 
-def frozen_pieces(engine: Replica) -> list[Piece]:
+def frozen_pieces(replica: Replica) -> list[Piece]:
     """Return this rank's weights below added ones, and what their layers remember from step to step."""
-    frozen = engine.frozen
-    weights = [p for p in engine.optimizer.pieces() if p.spec.name in frozen]
-    encoded = engine.optimizer.encoded_pieces()
-    return [*weights, *encoded, *engine.step_state.pieces()]
+    frozen = replica.frozen
+    weights = [p for p in replica.optimizer.pieces() if p.spec.name in frozen]
+    encoded = replica.optimizer.encoded_pieces()
+    return [*weights, *encoded, *replica.step_state.pieces()]
 
 
-def _without_frozen(engine: Replica, pieces: Iterable[Piece]) -> list[Piece]:
-    frozen = engine.frozen
+def _without_frozen(replica: Replica, pieces: Iterable[Piece]) -> list[Piece]:
+    frozen = replica.frozen
     return [piece for piece in pieces if piece.spec.name not in frozen]
 
 
-def load_run(engine: Replica, start: Start) -> Progress:
+def load_run(replica: Replica, start: Start) -> Progress:
     """Fill weights and optimizer from the --load folder. Returns the progress. Collective over the world."""
-    checkpoint = engine.config.checkpoint
-    mesh = engine.mesh
+    checkpoint = replica.config.checkpoint
+    mesh = replica.mesh
     begin = time.perf_counter()
     if start.step is None:
         return Progress()
     # Finetuning, and --no-load-optim, take the weights alone.
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
-    pieces = all_pieces(engine, start.run.get("optimizer"))
+    pieces = all_pieces(replica, start.run.get("optimizer"))
     load(
         known_folder(checkpoint.load),
         start.step,
@@ -456,17 +458,17 @@ def load_run(engine: Replica, start: Start) -> Progress:
         exact=with_optimizer,  # weights that are not trained have no fp32 copies
     )
     if with_optimizer:
-        engine.optimizer.load_extra_state(start.run["optimizer"])
-        for name, kept in engine.states.items():
+        replica.optimizer.load_extra_state(start.run["optimizer"])
+        for name, kept in replica.states.items():
             kept.load_state(start.run.get(name, {}))
-    engine.optimizer.after_load()
+    replica.optimizer.after_load()
     progress = Progress() if checkpoint.finetune else progress_of(start.run)
     # Differences that are allowed are logged.
     if mesh.rank == 0:
         if with_optimizer:
-            log_other_workers(start.run.get("config", {}), engine.config)
+            log_other_workers(start.run.get("config", {}), replica.config)
         log_positions(
-            start.run["identity"]["model"], model_identity(engine.config.model)
+            start.run["identity"]["model"], model_identity(replica.config.model)
         )
         logger.info(
             "loaded %s, iteration %d%s, in %.1f s",
@@ -532,11 +534,11 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     saved: the values of run.json; current: of `describe_run`; wanted: which parts to load.
     """
     directory = known_folder(wanted.load)
-    if "engine" in saved:
+    if "replica" in saved:
         raise MismatchError(
-            f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
+            f"--load {directory} was saved by a replica (megatron_ds.initialize), not by a "
             "training script: its tensors have other names. Load it with "
-            "engine.load_checkpoint."
+            "replica.load_checkpoint."
         )
     for why in unloadable(saved.get("identity", {}), current["identity"], directory):
         raise MismatchError(why)

@@ -56,19 +56,19 @@ class Saves:
     report     called for each complete checkpoint: its step, and the seconds that steps waited for it
     """
 
-    def __init__(self, engine: Replica, description: dict, loaded_step: int | None):
-        check_states(engine, description)
+    def __init__(self, replica: Replica, description: dict, loaded_step: int | None):
+        check_states(replica, description)
         self.step = -1 if loaded_step is None else loaded_step
         self.tried = -1
         self.check: Callable[[], None] = lambda: None
         self.report: Callable[[int, float], None] = lambda step, seconds: None
-        self._engine = engine
+        self._engine = replica
         self._description = description
         self._copies = Copies()
         self._pending: _Pending | None = None
-        if engine.config.checkpoint.async_save:
-            engine.saving = self
-        if engine.config.checkpoint.save:
+        if replica.config.checkpoint.async_save:
+            replica.saving = self
+        if replica.config.checkpoint.save:
             # The import takes 0.8 s on a local disk and minutes on a busy file server: it is part of the start, and
             # neither of the first save nor of the steps beside its thread.
             importlib.import_module("..checkpoint.storage", __package__)

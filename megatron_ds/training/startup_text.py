@@ -51,25 +51,25 @@ DEFAULT_QUEUES = 8
 MOST_QUEUES = 32
 
 
-def describe(engine: Replica, launch_source: str, given: RunConfig) -> str:
+def describe(replica: Replica, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
-    config = engine.config
-    device = engine.mesh.device.type
+    config = replica.config
+    device = replica.mesh.device.type
     # Model, stages, schedule, state and options. Texts of absent features are empty.
     model = (
-        grid_text(engine.mesh.grid, launch_source, device),
-        _model(engine, given),
+        grid_text(replica.mesh.grid, launch_source, device),
+        _model(replica, given),
         experts_text(config),
     )
-    stages = (_stages(engine.plan, SHARES[config.parallel.pipeline_cut]),)
-    schedule = (_schedule(config, engine.plan, engine.keeps_gathered),)
+    stages = (_stages(replica.plan, SHARES[config.parallel.pipeline_cut]),)
+    schedule = (_schedule(config, replica.plan, replica.keeps_gathered),)
     state = (
         _optimizer(config),
         allocator_text(),
         queues_text(os.environ, device),
         dropout_text(config, device),
-        _zero(engine),
-        _memory(engine),
+        _zero(replica),
+        _memory(replica),
         kept_inputs_text(config, device),
     )
     options = (
@@ -116,10 +116,10 @@ def dropout_text(config: RunConfig, device: str) -> str:
     )
 
 
-def _memory(engine: Replica) -> str:
+def _memory(replica: Replica) -> str:
     """Bytes of rank 0 by what they are for, without those that are 0."""
-    counts = asdict(engine.optimizer.memory())
-    counts |= _activations(engine)
+    counts = asdict(replica.optimizer.memory())
+    counts |= _activations(replica)
     listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
     return f"memory of rank 0 (MiB): {', '.join(listed)}"
 
@@ -133,21 +133,21 @@ def kept_inputs_text(config: RunConfig, device: str) -> str:
     return "inputs of recomputed layers wait in host memory"
 
 
-def _activations(engine: Replica) -> dict[str, int]:
+def _activations(replica: Replica) -> dict[str, int]:
     """Maximum of what the micro-batches of a full batch keep, as --dry-run shows it; nothing on a CPU."""
     # The plan of a small model takes longer than its first steps.
-    if engine.mesh.device.type == "cpu":
+    if replica.mesh.device.type == "cpu":
         return {}
     # The order in which this rank computes, and what each of its stages keeps.
     schedule = plan_schedule(
-        engine.config,
-        microbatches_of(engine.config),
-        engine.keeps_gathered,
-        engine.plan.stage_costs(),
+        replica.config,
+        microbatches_of(replica.config),
+        replica.keeps_gathered,
+        replica.plan.stage_costs(),
     )
-    program = schedule[engine.mesh.coordinate("pp")]
+    program = schedule[replica.mesh.coordinate("pp")]
     runs = run_own_stages(
-        engine.config, engine.mesh, engine.plan, program, only_forward=True
+        replica.config, replica.mesh, replica.plan, program, only_forward=True
     )
     kept = {stage: run.kept for stage, run in runs.items()}
     return {"activations": most_kept(program, kept)}
@@ -171,19 +171,19 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
     )
 
 
-def _model(engine: Replica, given: RunConfig) -> str:
+def _model(replica: Replica, given: RunConfig) -> str:
     """Parameters of the model and of this rank, and the size of the vocabulary."""
-    config = engine.config
+    config = replica.config
     # Parameters of the whole model, and elements that rank 0 holds.
     found = config.model.vocab_size
     assert found is not None, "the tokenizer has set it"
     padded = config.padded_vocab_size
-    here = sum(p.numel() for p in engine.parameters if p.requires_grad)
-    whole = count_parameters(config, engine.mesh.grid)
+    here = sum(p.numel() for p in replica.parameters if p.requires_grad)
+    whole = count_parameters(config, replica.mesh.grid)
     model = f"model: {whole.all:,} parameters"
     added = config.added_weights
     if added is not None:
-        frozen = sum(p.numel() for p in engine.parameters) - here
+        frozen = sum(p.numel() for p in replica.parameters) - here
         model += (
             f", of which {whole.trained:,} in {added.noun} are trained; rank 0 trains {here:,} and holds {frozen:,} "
             "frozen ones"
@@ -352,16 +352,16 @@ def _wrapped(title: str, values: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _zero(engine: Replica) -> str:
+def _zero(replica: Replica) -> str:
     """State and traffic of rank 0. Tests compare them with the buffers and with counted collectives."""
-    config = engine.config
-    memory = engine.optimizer.memory()
+    config = replica.config
+    memory = replica.optimizer.memory()
     # Traffic by operation and group, and state by place.
     sent = []
-    for (operation, axes), count in sorted(engine.traffic().items()):
+    for (operation, axes), count in sorted(replica.traffic().items()):
         name = operation.replace("_", "-")
         sent.append(f"{name} over {axes} {count:,}")
-    places = engine.optimizer.memory_by_place()
+    places = replica.optimizer.memory_by_place()
     listed = ", ".join(f"{place} {count:,}" for place, count in places.items())
     where = f" ({listed})" if set(places) - {"device"} else ""
     text = (
@@ -369,8 +369,8 @@ def _zero(engine: Replica) -> str:
         f"rank{where}; payload of a step over the data-parallel ranks: "
         f"{', '.join(sent) or 'none'}"
     )
-    if engine.why_gathered:
-        text += f"\n{engine.why_gathered}"
+    if replica.why_gathered:
+        text += f"\n{replica.why_gathered}"
     return text
 
 

@@ -56,7 +56,7 @@ class StepOutcome(StepReport):
 
 
 def train_step(
-    engine: Replica,
+    replica: Replica,
     batch: Batch,
     progress: Progress,
     *,
@@ -75,12 +75,12 @@ def train_step(
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
-    microbatches = batch.split(engine.config.train.micro_batch_size)
-    loss_scale = engine.optimizer.loss_scale
+    microbatches = batch.split(replica.config.train.micro_batch_size)
+    loss_scale = replica.optimizer.loss_scale
     # A checkpoint that is written in the background learns in the metrics that other ranks are ready.
-    saving = engine.saving
+    saving = replica.saving
     votes = stop, saving is not None and saving.is_ready
-    compute = lambda: _compute(engine, microbatches, progress, votes, observer)
+    compute = lambda: _compute(replica, microbatches, progress, votes, observer)
 
     # The loss and the gradients, as often as it is asked for.
     computed = compute()
@@ -88,16 +88,16 @@ def train_step(
         computed = compute()
     report = computed.report
     if not report.is_finite:
-        _report_nonfinite(engine, microbatches, report, progress)
+        _report_nonfinite(replica, microbatches, report, progress)
 
     # The update. While it runs on the device, the host prepares the next step.
-    result = _update(engine, computed, learning_rate, weight_decay, beta1, observer)
+    result = _update(replica, computed, learning_rate, weight_decay, beta1, observer)
     rates = (
         learning_rate
         if isinstance(learning_rate, Mapping)
         else {MAIN_RATE: learning_rate}
     )
-    counts = engine.config.logging.log_num_zeros_in_grad
+    counts = replica.config.logging.log_num_zeros_in_grad
     return StepOutcome(
         **vars(report),
         grad_norm=result.grad_norm,
@@ -113,7 +113,7 @@ def train_step(
 
 
 def _compute(
-    engine: Replica,
+    replica: Replica,
     microbatches: Sequence[Batch],
     progress: Progress,
     votes: tuple[bool, bool],
@@ -123,35 +123,35 @@ def _compute(
 
     votes: (stop, is_ready) of `StepMetrics.queue`
     """
-    optimizer = engine.optimizer
-    executor = engine.executor
-    world = engine.mesh.group("world")
+    optimizer = replica.optimizer
+    executor = replica.executor
+    world = replica.mesh.group("world")
     # Gradients are summed over micro-batches and ranks, so each micro-batch has its share of the global
     # batch as weight.
     optimizer.begin_step()
-    engine.step_state.forget()
+    replica.step_state.forget()
     scale = optimizer.loss_scale
-    if not engine.config.train.calculate_per_token_loss:
+    if not replica.config.train.calculate_per_token_loss:
         # Ranks along other axes than dp work on the same micro-batches.
-        scale /= len(microbatches) * engine.mesh.samples.size
+        scale /= len(microbatches) * replica.mesh.samples.size
     with observer.phase("forward-backward"):
         losses = executor.run(microbatches, scale)
 
     # Metrics of all ranks, and the norm of the gradient: read together, the one wait for the device in a
     # step.
-    sums = engine.metrics.queue(losses, executor.entries, *votes)
-    measured = optimizer.measure(engine.config.logging.log_num_zeros_in_grad)
+    sums = replica.metrics.queue(losses, executor.entries, *votes)
+    measured = optimizer.measure(replica.config.logging.log_num_zeros_in_grad)
     with executor.place_named():
         numbers = read_numbers(torch.cat([sums, measured]), world)
-    report = engine.metrics.report(numbers[: len(sums)], losses, executor.entries)
+    report = replica.metrics.report(numbers[: len(sums)], losses, executor.entries)
     gradient = numbers[len(sums) :]
-    norm = math.sqrt(gradient[0]) / (optimizer.loss_scale * _divisor(engine, report))
+    norm = math.sqrt(gradient[0]) / (optimizer.loss_scale * _divisor(replica, report))
     drop = observer.update_checked(norm)
     return Computed(progress, report, gradient, norm, drop)
 
 
 def _update(
-    engine: Replica,
+    replica: Replica,
     computed: Computed,
     learning_rate: float | Mapping[str, float],
     weight_decay: float,
@@ -159,58 +159,60 @@ def _update(
     observer: Observer,
 ) -> StepResult:
     """Update the weights, unless the step is skipped. Collective over the world. beta1: as of `train_step`."""
-    optimizer = engine.optimizer
+    optimizer = replica.optimizer
     if beta1 is not None:
         optimizer.set_beta1(beta1)
-    if engine.saving is not None:
-        engine.saving.before_update()
+    if replica.saving is not None:
+        replica.saving.before_update()
     with observer.phase("optimizer"):
         result = optimizer.update(
             computed.gradient,
             learning_rate,
             weight_decay,
-            _divisor(engine, computed.report),
+            _divisor(replica, computed.report),
             observer.update_checked,
         )
-    engine.step_state.after_step(applied=not result.skipped)
+    replica.step_state.after_step(applied=not result.skipped)
     return result
 
 
-def _divisor(engine: Replica, report: StepReport) -> float:
+def _divisor(replica: Replica, report: StepReport) -> float:
     """Return what gradients are divided by besides the loss scale."""
-    per_token = engine.config.train.calculate_per_token_loss
+    per_token = replica.config.train.calculate_per_token_loss
     return max(report.tokens, 1) if per_token else 1.0
 
 
 def _report_nonfinite(
-    engine: Replica,
+    replica: Replica,
     microbatches: Sequence[Batch],
     report: StepReport,
     progress: Progress,
 ) -> None:
     """Locate the first NaN, then raise or warn. Collective over the world."""
-    if engine.seeks_loss_scale:
+    if replica.seeks_loss_scale:
         return
     # Loaded by runs that need it.
     from .nan_locator import locate_nonfinite
 
     weights = [
-        (p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"
+        (p.spec.name, p.tensor)
+        for p in replica.optimizer.pieces()
+        if p.kind == "weight"
     ]
-    rerun = lambda: engine.executor.forward(microbatches)
-    where = locate_nonfinite(engine.layers, weights, rerun, engine.mesh)
+    rerun = lambda: replica.executor.forward(microbatches)
+    where = locate_nonfinite(replica.layers, weights, rerun, replica.mesh)
     also = "".join(
         f", {name} {mean}"
         for name, mean in report.named.items()
         if name in report.terms or not math.isfinite(mean)
     )
     message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
-    if engine.config.train.check_for_nan == "stop":
+    if replica.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
             f"{message}. The step was not applied; the last checkpoint is not affected. Lower the learning "
             "rate or check the data; use --check-for-nan continue to skip such steps."
         )
-    if engine.mesh.rank == 0:
+    if replica.mesh.rank == 0:
         logger.warning("%s. The step is skipped (--check-for-nan continue).", message)
 
 
@@ -225,7 +227,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Replica,
+    replica: Replica,
     loader: BatchSource,
     *,
     first_sample: int,
@@ -244,17 +246,17 @@ def evaluate(
     done = 0
     stop = False
     metrics: dict[str, list[float]] = {}
-    train = engine.config.train
-    reduction = StepMetrics(engine.mesh, train.calculate_per_token_loss)
+    train = replica.config.train
+    reduction = StepMetrics(replica.mesh, train.calculate_per_token_loss)
     # All ranks learn in each batch whether one of them was asked to stop.
     while done < iterations and not stop:
         with places.phase(places.READING):
-            batch = engine.batches.evaluation(
+            batch = replica.batches.evaluation(
                 loader, first_sample + done * global_batch_size, global_batch_size
             )
         microbatches = batch.split(train.micro_batch_size)
-        losses = engine.executor.forward(microbatches)
-        report = reduction.reduce(losses, engine.executor.entries, should_stop())
+        losses = replica.executor.forward(microbatches)
+        report = reduction.reduce(losses, replica.executor.entries, should_stop())
         total = total + report.loss
         done = done + 1
         stop = report.stop

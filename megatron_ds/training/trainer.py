@@ -39,11 +39,11 @@ EVALUATED = "evaluated only"
 
 
 class Trainer:
-    """Trains `engine` on `loaders` until the run is complete, or a signal, a limit or an observer ends it."""
+    """Trains `replica` on `loaders` until the run is complete, or a signal, a limit or an observer ends it."""
 
     def __init__(
         self,
-        engine: Replica,
+        replica: Replica,
         loaders: Loaders,
         log: Log,
         progress: Progress,
@@ -52,15 +52,15 @@ class Trainer:
         started: float | None = None,
         stop: StopRequest | None = None,
     ):
-        self.engine = engine
+        self.replica = replica
         self.loaders = loaders
         self.log = log
         self.progress = progress
         self.observer = observer
-        self.config = config = engine.config
+        self.config = config = replica.config
         self.started = started or time.monotonic()
         self.stopping = Stopping(
-            config, engine.mesh, stop or StopRequest(), self.started
+            config, replica.mesh, stop or StopRequest(), self.started
         )
         # Numbers that change from step to step.
         self.learning_rates = make_learning_rates(config)
@@ -71,10 +71,10 @@ class Trainer:
         self.length = make_length(config)
         # What is logged, evaluated and saved.
         total = progress.step + self.length.steps_after(progress)
-        self.interval = LoggedInterval(engine, total)
-        self.evaluations = Evaluations(engine, loaders, log, observer, self.stopping)
+        self.interval = LoggedInterval(replica, total)
+        self.evaluations = Evaluations(replica, loaders, log, observer, self.stopping)
         loaded = progress.step if config.checkpoint.load else None
-        self.saves = Saves(engine, description, loaded)
+        self.saves = Saves(replica, description, loaded)
         self.saves.check = loaders.compare
         self.saves.report = observer.saved
         self._total = total
@@ -119,7 +119,7 @@ class Trainer:
     def _start(self) -> RunStart:
         return RunStart(
             self.config,
-            self.engine,
+            self.replica,
             self.loaders,
             self.progress,
             self.started,
@@ -130,7 +130,7 @@ class Trainer:
 
     def _write(self, record: Record) -> None:
         """Write a record of an observer. On rank 0 alone."""
-        if self.engine.mesh.rank == 0:
+        if self.replica.mesh.rank == 0:
             self.log.write(record)
 
     # ------------------------------------------------------------------ the loop
@@ -153,7 +153,7 @@ class Trainer:
         size = self.batch_size(before)
         begin = time.perf_counter()
         with places.phase(places.READING):
-            batch = self.engine.batches.training(self.loaders.train, before, size)
+            batch = self.replica.batches.training(self.loaders.train, before, size)
         read = time.perf_counter()
         self.observer.batch_read(step, batch)
         observed = time.perf_counter() - read
@@ -184,7 +184,7 @@ class Trainer:
         before = self.progress
         with self.observer.around(before.step + 1):
             return train_step(
-                self.engine,
+                self.replica,
                 batch,
                 before,
                 learning_rate={
@@ -226,7 +226,7 @@ class Trainer:
             return None
         numbers = self.observer.numbers()
         record = None
-        if self.engine.mesh.rank == 0:
+        if self.replica.mesh.rank == 0:
             record = self.interval.record(self.progress, numbers.fields, numbers.tags)
             self.log.write(record)
         if is_due:

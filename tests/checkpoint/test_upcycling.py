@@ -22,7 +22,7 @@ from megatron_ds.extensions.upcycling.upcycling import Upcycling, is_exact
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from megatron_ds.training.run_checkpoint import (
     Start,
     check_same_run,
@@ -50,29 +50,29 @@ STYLES = {
 
 
 def engine_of(config):
-    return build_engine(config, Mesh(Grid(), 0))
+    return build_replica(config, Mesh(Grid(), 0))
 
 
-def loss_of(engine) -> float:
+def loss_of(replica) -> float:
     """The loss of the first step."""
-    config = engine.config
+    config = replica.config
     with closing(
-        open_loader(config, mock_samples(config, BATCH, seed=1), engine.mesh)
+        open_loader(config, mock_samples(config, BATCH, seed=1), replica.mesh)
     ) as loader:
-        batch = engine.batches.training(loader, Progress(), BATCH)
+        batch = replica.batches.training(loader, Progress(), BATCH)
         return train_step(
-            engine, batch, Progress(), learning_rate=0.0, weight_decay=0.0
+            replica, batch, Progress(), learning_rate=0.0, weight_decay=0.0
         ).loss
 
 
 def loaded(folder, config):
-    engine = engine_of(config)
-    load_run(engine, Start(STEP, read_run(folder, STEP), "id"))
-    return engine
+    replica = engine_of(config)
+    load_run(replica, Start(STEP, read_run(folder, STEP), "id"))
+    return replica
 
 
-def set_router(engine, factor):
-    for parameter in engine.parameters:
+def set_router(replica, factor):
+    for parameter in replica.parameters:
         if parameter.spec.name.endswith("router.weight"):
             parameter.data.mul_(factor)
 
@@ -87,8 +87,8 @@ def dense(tmp_path_factory):
         if style not in made:
             folder = tmp_path_factory.mktemp(style)
             config = parse([*STYLES[style], "--save", str(folder)])
-            engine, draw = engine_of(config), torch.Generator().manual_seed(3)
-            for parameter in engine.parameters:
+            replica, draw = engine_of(config), torch.Generator().manual_seed(3)
+            for parameter in replica.parameters:
                 parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=draw))
             tokenizer = build_tokenizer(config.data, config.model)
             samples = STEP * BATCH
@@ -96,7 +96,7 @@ def dense(tmp_path_factory):
                 step=STEP, samples=samples, tokens=samples * config.model.seq_length
             )
             save_run(
-                engine, progress, describe_run(config, config, tokenizer, "dense1")
+                replica, progress, describe_run(config, config, tokenizer, "dense1")
             )
             loss = loss_of(
                 loaded(
@@ -110,7 +110,7 @@ def dense(tmp_path_factory):
 
 
 def upcycled(dense, tmp_path, *flags):
-    """The engine of the new checkpoint, configured by its run.json alone."""
+    """The replica of the new checkpoint, configured by its run.json alone."""
     run_tool(["--load", str(dense), "--save", str(tmp_path), *flags])
     assert latest(tmp_path) == STEP
     return loaded(
@@ -145,10 +145,10 @@ def test_the_upcycled_model_has_the_loss_of_the_dense_one_for_any_router(
     case, dense, tmp_path, capsys
 ):
     folder, loss = dense(case.partition(",")[0])
-    engine = upcycled(folder, tmp_path, *EXACT[case])
+    replica = upcycled(folder, tmp_path, *EXACT[case])
     assert "computes what the dense one did\n" in capsys.readouterr().out
-    set_router(engine, 30.0)
-    assert loss_of(engine) == pytest.approx(loss, rel=1e-6)
+    set_router(replica, 30.0)
+    assert loss_of(replica) == pytest.approx(loss, rel=1e-6)
 
 
 PRE_SOFTMAX = {
@@ -167,11 +167,11 @@ def test_where_weights_depend_on_the_scores_the_loss_is_equal_for_equal_scores(
     case, dense, tmp_path, capsys
 ):
     folder, loss = dense(case.partition(",")[0])
-    engine = upcycled(folder, tmp_path, *PRE_SOFTMAX[case])
+    replica = upcycled(folder, tmp_path, *PRE_SOFTMAX[case])
     assert "only where the router scores all experts alike" in capsys.readouterr().out
-    assert loss_of(engine) != pytest.approx(loss, rel=1e-6)
-    set_router(engine, 0.0)
-    assert loss_of(engine) == pytest.approx(loss, rel=1e-6)
+    assert loss_of(replica) != pytest.approx(loss, rel=1e-6)
+    set_router(replica, 0.0)
+    assert loss_of(replica) == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_experts_are_copies_of_the_feed_forward_or_its_parts_and_routers_are_dra
     old = saved_state(folder, STEP)
     for parts in (1, 2):
         path = tmp_path / str(parts)
-        engine = upcycled(
+        replica = upcycled(
             folder,
             path,
             "--num-experts",
@@ -209,7 +209,7 @@ def test_experts_are_copies_of_the_feed_forward_or_its_parts_and_routers_are_dra
             "--moe-upcycling-granularity",
             str(parts),
         )
-        new, width = saved_state(path, STEP), engine.config.model.ffn_size // parts
+        new, width = saved_state(path, STEP), replica.config.model.ffn_size // parts
         assert {name.partition("/")[0] for name in new} == {"weight"}
         gate_up, down = (
             old[FFN.format(1, "", 1, "weight")],
@@ -232,7 +232,7 @@ def test_experts_are_copies_of_the_feed_forward_or_its_parts_and_routers_are_dra
         assert unchanged and all(
             torch.equal(new[name], old[name]) for name in unchanged
         )
-        drawn = {p.spec.name: p.detach() for p in engine_of(engine.config).parameters}
+        drawn = {p.spec.name: p.detach() for p in engine_of(replica.config).parameters}
         name = "decoder.layers.1.mlp.router.weight"
         if parts == 1:
             assert torch.equal(new[f"weight/{name}"], drawn[name])

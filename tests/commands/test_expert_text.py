@@ -27,7 +27,7 @@ def test_text_is_generated_with_the_bias_of_each_expert_that_training_saved(tmp_
     config = evaluation_config(flags, Launch(world_size=1))
     assert config.optimizer.bf16
     mesh = Mesh(config.grid(1), 0, connect_torch, torch.device("cpu"))
-    modules = load_model(config, mesh).engine.modules
+    modules = load_model(config, mesh).replica.modules
     biases = [
         block.mlp.router.balance.bias for block in modules if hasattr(block, "mlp")
     ]

@@ -1,4 +1,4 @@
-"""A program of transformers' Trainer, as its run_clm.py: all settings are arguments, and no engine is named.
+"""A program of transformers' Trainer, as its run_clm.py: all settings are arguments, and no replica is named.
 
 torchrun --nproc-per-node 2 text_model.py --model_name_or_path MODEL --dataset_name FOLDER --output_dir OUT …
 """

@@ -133,7 +133,7 @@ def test_the_dtype_is_that_of_the_weights_unless_a_flag_gives_one(tmp_path, capl
 @pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_log_probabilities_are_those_of_transformers(name, layout):
     requests = [ScoreRequest(tuple(ids), len(ids) - 1) for ids in texts()]
-    for of_rank in at_layout(name, layout, lambda m: Scorer(m.engine).score(requests)):
+    for of_rank in at_layout(name, layout, lambda m: Scorer(m.replica).score(requests)):
         for ids, found in zip(texts(), of_rank, strict=True):
             with torch.no_grad():
                 logits = theirs(name)(torch.tensor([ids[:-1]])).logits[0]
@@ -208,7 +208,7 @@ def ours(model):
     """The same answers of this package, which only the first rank asks for."""
     from megatron_ds.extensions.evaluation.harness_model import HarnessModel
 
-    scorer = Scorer(model.engine)
+    scorer = Scorer(model.replica)
     ask = lambda score: answers(HarnessModel(score, model.tokenizer, scorer.max_length))
     found = lead(scorer, ask)
     tasks = HarnessTasks(tuple(BUNDLED))
@@ -261,7 +261,7 @@ def test_a_task_of_a_user_is_evaluated_from_its_files(tmp_path, monkeypatch):
     wanted = HarnessTasks(("of_a_*",), str(tmp_path), limit=4)
 
     def work(model):
-        return HarnessRun(Scorer(model.engine), model.tokenizer, wanted).results()
+        return HarnessRun(Scorer(model.replica), model.tokenizer, wanted).results()
 
     (found,) = at_layout("llama", "dp=1", work)
     assert found["of_a_user"]["acc"] == 0.5 and found["of_a_user"]["sample_len"] == 4

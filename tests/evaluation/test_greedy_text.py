@@ -36,7 +36,7 @@ def test_texts_of_a_generator_are_those_of_scores(layout):
             ]
             return made, score.generates
 
-        return lead(Scorer(model.engine), ask)
+        return lead(Scorer(model.replica), ask)
 
     for (texts, by_scores), generates in at_layout("llama", layout, both):
         assert texts == by_scores and any(texts)

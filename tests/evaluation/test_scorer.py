@@ -14,7 +14,7 @@ from megatron_ds.extensions.evaluation.score_plan import ScoreRequest, plan_port
 from megatron_ds.extensions.evaluation.scorer import Scorer
 from megatron_ds.models import run_layers
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 
@@ -73,7 +73,7 @@ def expected(job):
 
     def main(rank, world):
         mesh = Mesh(config.grid(1), 0, world.connect, torch.device("cpu"))
-        modules = build_engine(config, mesh).modules
+        modules = build_replica(config, mesh).modules
         return [alone(modules, request) for request in requests()]
 
     return run_ranks(1, main)[0]
@@ -105,8 +105,8 @@ def scores(layout, job, **options):
 
     def main(rank, world):
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        engine = build_engine(config, mesh, trains=False)
-        return Scorer(engine, **options).score(requests())
+        replica = build_replica(config, mesh, trains=False)
+        return Scorer(replica, **options).score(requests())
 
     return run_ranks(wanted.world_size, main)
 
@@ -132,7 +132,7 @@ def on_layout(layout, work):
     def main(rank, world):
         grid = config.grid(wanted.world_size)
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return work(Scorer(build_engine(config, mesh, trains=False)), mesh)
+        return work(Scorer(build_replica(config, mesh, trains=False)), mesh)
 
     return run_ranks(wanted.world_size, main)
 
@@ -158,7 +158,7 @@ def test_ranks_exchange_a_few_numbers_per_token_and_no_logits():
 
 def test_no_gradient_and_no_state_is_allocated():
     def held(scorer, mesh):
-        return [p.kind for p in scorer.engine.optimizer.pieces()]
+        return [p.kind for p in scorer.replica.optimizer.pieces()]
 
     for kinds in on_layout("dp=2,zero=3", held):
         assert set(kinds) == {"weight"}
@@ -191,7 +191,7 @@ def test_a_model_that_does_not_predict_the_next_token_is_refused():
     def main(rank, world):
         mesh = Mesh(config.grid(1), 0, world.connect, torch.device("cpu"))
         with pytest.raises(ConfigError, match="--model bert does not predict"):
-            Scorer(build_engine(config, mesh))
+            Scorer(build_replica(config, mesh))
 
     run_ranks(1, main)
 

@@ -72,7 +72,7 @@ def test_earlier_lines_and_answers_are_part_of_the_prompt(
             generator.add = noted
             generate_text.chat(args, model, generator)
 
-        return led(model.engine, work)
+        return led(model.replica, work)
 
     at_layout("llama", "dp=1", chatting)
     first, second = asked

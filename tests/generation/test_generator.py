@@ -18,7 +18,7 @@ from megatron_ds.models import run_layers
 from megatron_ds.models.attention import SelfAttention
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.tensor_parallel.vocabulary import VocabParallelEmbedding
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from tests.evaluation.test_evaluation_harness import at_layout, theirs
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
@@ -102,7 +102,7 @@ def sampled():
 
 
 def on_layout(layout, job, work, **limits):
-    """What `work(generator, engine)` of rank 0 returns; the other ranks follow it."""
+    """What `work(generator, replica)` of rank 0 returns; the other ranks follow it."""
     wanted = parse_layout(layout, mbs="2")
     flags = [*JOB, *job.split(), *wanted.flags]
     config = parse(flags, world_size=wanted.world_size)
@@ -110,17 +110,17 @@ def on_layout(layout, job, work, **limits):
     def main(rank, world):
         grid = config.grid(wanted.world_size)
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return led(build_engine(config, mesh, trains=False), work, **limits)
+        return led(build_replica(config, mesh, trains=False), work, **limits)
 
     return run_ranks(wanted.world_size, main)[0]
 
 
-def led(engine, work, **limits):
-    generator = Generator(engine, **limits)
-    if engine.mesh.rank:
+def led(replica, work, **limits):
+    generator = Generator(replica, **limits)
+    if replica.mesh.rank:
         return generator.follow()
     try:
-        return work(generator, engine)
+        return work(generator, replica)
     finally:
         generator.close()
 
@@ -144,10 +144,10 @@ def texts_of(generator, requests):
 def alone(job):
     """Each request by itself, in one process."""
 
-    def work(_, engine):
+    def work(_, replica):
         found = []
         for request in sampled():
-            with_room = Generator(engine, requests=1)
+            with_room = Generator(replica, requests=1)
             found.append(with_room.run([request]))
         return [[token.token for token in text] for (text,) in found]
 
@@ -160,7 +160,7 @@ def test_sampled_texts_depend_neither_on_the_layout_nor_on_the_texts_beside_them
 ):
     job = LAYOUTS[layout]
 
-    def work(generator, engine):
+    def work(generator, replica):
         return texts_of(generator, sampled())
 
     tokens, probabilities = on_layout(layout, job, work)
@@ -188,7 +188,7 @@ def whole_logits(modules, text):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_greedy_texts_are_the_argmax_of_forwards_over_whole_texts(feature):
-    def work(generator, engine):
+    def work(generator, replica):
         requests = [
             GenerationRequest(
                 tokens, Sampling(0.0), 9 + i, alternatives=3, scores_prompt=True
@@ -198,7 +198,7 @@ def test_greedy_texts_are_the_argmax_of_forwards_over_whole_texts(feature):
         made = generator.run(requests)
         for number, (request, text) in enumerate(zip(requests, made, strict=True)):
             whole = [*request.tokens, *(token.token for token in text)]
-            logits = whole_logits(engine.modules, whole)[:-1]
+            logits = whole_logits(replica.modules, whole)[:-1]
             likeliest = logits.argmax(-1).tolist()
             assert whole[len(request.tokens) :] == likeliest[len(request.tokens) - 1 :]
             # Log-probabilities of the prompt and of the text, and the likeliest tokens.
@@ -238,7 +238,7 @@ def test_greedy_texts_are_those_of_transformers(name, layout):
         GenerationRequest(tuple(tokens), Sampling(0.0), new) for tokens in given
     ]
     work = lambda generator, _: generator.run(requests)
-    made = at_layout(name, layout, lambda m: led(m.engine, work, requests=8))[0]
+    made = at_layout(name, layout, lambda m: led(m.replica, work, requests=8))[0]
     for tokens, text in zip(given, made, strict=True):
         with torch.no_grad():
             expected = theirs(name).generate(
@@ -259,7 +259,7 @@ def test_requests_join_leave_and_end_between_steps():
     )
     first, second, third = prompts(3)
 
-    def work(generator, engine):
+    def work(generator, replica):
         (free,) = generator.run([greedy(first, 8)])
         numbers = [
             generator.add(greedy(first, 8)),
@@ -301,7 +301,7 @@ def test_what_cannot_run_is_refused_by_name():
         ),
     }
 
-    def work(generator, engine):
+    def work(generator, replica):
         for message, request in wrong.items():
             with pytest.raises(ConfigError, match=message):
                 generator.add(request)
@@ -339,7 +339,7 @@ def test_scores_of_long_prompts_are_computed_in_parts(monkeypatch):
 
 
 def test_the_score_of_a_prompt_of_one_token_is_that_token():
-    def work(generator, engine):
+    def work(generator, replica):
         request = GenerationRequest(
             (3,), Sampling(0.0), 2, alternatives=0, scores_prompt=True
         )
@@ -351,7 +351,7 @@ def test_the_score_of_a_prompt_of_one_token_is_that_token():
 
 
 def test_a_prompt_of_all_positions_is_scored_and_has_a_next_token():
-    def work(generator, engine):
+    def work(generator, replica):
         whole = GenerationRequest(
             (3,) * POSITIONS, Sampling(0.0), 1, alternatives=0, scores_prompt=True
         )
@@ -362,7 +362,7 @@ def test_a_prompt_of_all_positions_is_scored_and_has_a_next_token():
 
 
 def test_scores_of_a_prompt_that_is_cancelled_are_forgotten():
-    def work(generator, engine):
+    def work(generator, replica):
         request = GenerationRequest(
             (3, 4), Sampling(0.0), 9, alternatives=0, scores_prompt=True
         )
@@ -378,8 +378,8 @@ def test_scores_of_a_prompt_that_is_cancelled_are_forgotten():
 
 
 def test_weights_that_are_no_numbers_are_an_error_of_all_ranks():
-    def work(generator, engine):
-        for parameter in engine.parameters:
+    def work(generator, replica):
+        for parameter in replica.parameters:
             parameter.data.fill_(torch.nan)
         generator.run([GenerationRequest((3,), Sampling(), 2)])
 
@@ -410,7 +410,7 @@ def test_a_text_without_a_token_ends_alone(layout, job, monkeypatch):
     scored = replace(good[0], tokens=(3, BAD, *[5] * 20), scores_prompt=True)
     asked = [scored, *good[:2], replace(scored, tokens=(BAD,)), *good[2:]]
 
-    def work(generator, engine):
+    def work(generator, replica):
         found = {generator.add(request): [] for request in asked}
         while not generator.is_idle:
             for number, token in generator.step():

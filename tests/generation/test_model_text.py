@@ -66,7 +66,7 @@ def loaded(folder, work):
     def main(rank, world):
         mesh = Mesh(config.grid(1), rank, world.connect, torch.device("cpu"))
         model = load_model(config, mesh)
-        return led(model.engine, lambda generator, _: work(model, generator))
+        return led(model.replica, lambda generator, _: work(model, generator))
 
     return run_ranks(1, main)[0]
 
@@ -132,7 +132,7 @@ def test_evaluation_ends_a_text_where_transformers_does(tmp_path):
         ask = lambda score: continue_greedily(
             score, model.tokenizer, prompts, 96, model.ends
         )
-        return lead(Scorer(model.engine), ask), model.tokenizer
+        return lead(Scorer(model.replica), ask), model.tokenizer
 
     texts, words = run_ranks(1, main)[0]
     assert texts == [words.decode(free[: free.index(free[3])])]

@@ -8,7 +8,7 @@ from megatron_ds.extensions.distillation import teacher_config as teachers
 from megatron_ds.extensions.distillation.teacher import teach
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from tests.harness.layout_comparison import (
     Difference,
     difference,
@@ -62,17 +62,17 @@ def run(job: list[str], layout: str):
 
     def main(rank, world):
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        engines = []
+        replicas = []
 
         def watch(student):
             theirs = teachers.teacher_config(config)
-            teacher = build_engine(theirs, mesh, trains=False)
+            teacher = build_replica(theirs, mesh, trains=False)
             teach(student, teacher)
-            engines.extend((student, teacher))
+            replicas.extend((student, teacher))
             mesh.traffic.clear()
 
         trace = train_layout(config, mesh, STEPS, samples, watch=watch)
-        return trace, (mesh.traffic, *engines)
+        return trace, (mesh.traffic, *replicas)
 
     traces, ranks = zip(*run_ranks(config.world_size, main), strict=True)
     return merge(traces), ranks, config

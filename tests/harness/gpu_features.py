@@ -24,7 +24,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import Replica, build_engine
+from megatron_ds.training.build import Replica, build_replica
 from megatron_ds.training.saves import Saves
 from megatron_ds.training.step import train_step
 from tests.harness.answer_pairs import write_pairs
@@ -65,9 +65,9 @@ def saved_files(
     flags = job("llama", "bf16", "--save", str(folder), *way, *more)
     config = parse(flags, world_size=1)
     with kernel_table.selected("auto"):
-        engine = build_engine(config, mesh_of(device))
-        saves = Saves(engine, {}, None)
-        _train(engine, config, lambda progress: _save(saves, progress))
+        replica = build_replica(config, mesh_of(device))
+        saves = Saves(replica, {}, None)
+        _train(replica, config, lambda progress: _save(saves, progress))
         saves.finish()
     files = sorted((folder / f"iter_{SAVED:07d}").glob("*.distcp"))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -79,14 +79,14 @@ def _save(saves: Saves, progress: Progress) -> None:
 
 
 def _train(
-    engine: Replica, config: RunConfig, after_step: Callable[[Progress], None]
+    replica: Replica, config: RunConfig, after_step: Callable[[Progress], None]
 ) -> None:
     progress = Progress()
     samples = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1)
-    with closing(open_loader(config, samples, engine.mesh)) as loader:
+    with closing(open_loader(config, samples, replica.mesh)) as loader:
         for _ in range(STEPS):
-            batch = engine.batches.training(loader, progress, BATCH)
-            train_step(engine, batch, progress, learning_rate=1e-3, weight_decay=0.1)
+            batch = replica.batches.training(loader, progress, BATCH)
+            train_step(replica, batch, progress, learning_rate=1e-3, weight_decay=0.1)
             progress = progress.after(BATCH, BATCH * SEQ_LENGTH)
             after_step(progress)
 
@@ -112,9 +112,9 @@ def trained_on_pairs(
     )
     collate = PREFERENCE_DATA.collator(config, NullTokenizer(VOCAB - 1))
 
-    def fill(engine: Replica) -> None:
+    def fill(replica: Replica) -> None:
         pairs.reference = score_pairs(
-            engine, pairs, np.arange(len(pairs.pairs)), collate
+            replica, pairs, np.arange(len(pairs.pairs)), collate
         )
 
     with kernel_table.selected("auto"):
@@ -126,7 +126,7 @@ def generated(device: torch.device, *more: str) -> dict[int, list]:
     """Request → its tokens and their log-probabilities, chosen greedily. A seat is taken again when a text ends."""
     config = parse(job("llama", "fp32", *more), world_size=1)
     with kernel_table.selected("auto"):
-        generator = Generator(build_engine(config, mesh_of(device)), requests=SEATS)
+        generator = Generator(build_replica(config, mesh_of(device)), requests=SEATS)
         greedy = Sampling(temperature=0.0)
         texts = {}
         for i, prompt in enumerate(PROMPTS):

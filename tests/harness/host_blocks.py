@@ -25,7 +25,7 @@ from megatron_ds.ops import kernel_table, widened_products
 from megatron_ds.ops.product import FP32_SUMS
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 
 from .layout_comparison import open_loader, random_samples
 from .stand_in_gpu import StandInGpu, stand_in_gpu
@@ -55,11 +55,11 @@ def own_blocks(
     words = f"{JOB} {STYLES[style]} {precision} --num-layers {count} {more}".split()
     config = parse(words, world_size=1)
     mesh = fake_mesh(config.grid(), 0, "cpu")
-    engine = build_engine(config, mesh)
-    blocks = [m for m in engine.modules if isinstance(m, Block)]
+    replica = build_replica(config, mesh)
+    blocks = [m for m in replica.modules if isinstance(m, Block)]
     samples = random_samples(4, SEQ, config.model.vocab_size, seed=1)
     loader = open_loader(config, samples, mesh)
-    [batch] = engine.batches.training(loader, Progress(), 1).split(1)
+    [batch] = replica.batches.training(loader, Progress(), 1).split(1)
     stage = Stage(0, blocks, is_first=False, is_last=False)
     x = torch.randn(SEQ, 1, HIDDEN, dtype=DTYPES[dtype])
 
@@ -67,7 +67,7 @@ def own_blocks(
         y = stage.forward(0, batch, x, 1.0)
         stage.backward(0, y)
 
-    run.engine = engine  # which its parameters belong to
+    run.replica = replica  # which its parameters belong to
     run.stage = stage
     run.batch = batch
     run.x = x

@@ -35,7 +35,7 @@ from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.registry import did_you_mean
-from megatron_ds.training.build import Replica, build_engine
+from megatron_ds.training.build import Replica, build_replica
 from megatron_ds.training.samples import build_loaders, rearranged
 from megatron_ds.training.step import train_step
 
@@ -179,11 +179,11 @@ def train_layout(
     """Train `steps` steps on `samples`, as of `mock_samples` (global batches in turn, wrapping around).
     Collective over the world.
 
-    watch: called with the engine before the first step, to inspect it or to add hooks to its modules.
+    watch: called with the replica before the first step, to inspect it or to add hooks to its modules.
     """
-    engine = build_engine(config, mesh)
+    replica = build_replica(config, mesh)
     if watch is not None:
-        watch(engine)
+        watch(replica)
     rates = make_learning_rates(config)
     weight_decay = make_weight_decay(config)
     batch_size = make_batch_size(config)
@@ -196,8 +196,8 @@ def train_layout(
         for _ in range(steps):
             size = batch_size(progress)
             outcome = train_step(
-                engine,
-                engine.batches.training(loader, progress, size),
+                replica,
+                replica.batches.training(loader, progress, size),
                 progress,
                 learning_rate={name: rate(progress) for name, rate in rates.items()},
                 weight_decay=weight_decay(progress),
@@ -209,7 +209,7 @@ def train_layout(
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)
             metrics.append(outcome.named)
-    return Trace(losses, norms, metrics, list(_weight_boxes(engine)))
+    return Trace(losses, norms, metrics, list(_weight_boxes(replica)))
 
 
 def global_batch_share(
@@ -283,10 +283,10 @@ class MockCorpus:
         """Do nothing: the tokens were drawn from the vocabulary."""
 
 
-def _weight_boxes(engine):
+def _weight_boxes(replica):
     # All weights, also those below adapters, which a checkpoint leaves out.
-    coordinates = engine.mesh.coordinates
-    pieces = (*engine.optimizer.pieces(), *engine.step_state.pieces())
+    coordinates = replica.mesh.coordinates
+    pieces = (*replica.optimizer.pieces(), *replica.step_state.pieces())
     for piece in written_here((p for p in pieces if p.kind == "weight"), coordinates):
         for view in views(piece, coordinates):
             yield (

@@ -10,7 +10,7 @@ from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from megatron_ds.training.run_checkpoint import Start, load_run, save_run
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import mock_samples, open_loader, parse_layout
@@ -20,9 +20,9 @@ from tests.harness.threads import run_ranks
 HALF, STEPS, BATCH = 2, 4, 4
 
 
-def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
+def run(job, layout, folder, steps, begin=0, visit=lambda replica: None):
     """Train from step `begin` (of the checkpoint in `folder`) to step `steps`, and save there. Returns the
-    losses of rank 0, and what `visit` makes of each rank's engine."""
+    losses of rank 0, and what `visit` makes of each rank's replica."""
     request = parse_layout(layout, mbs="1")
     config = parse(
         [*job, *request.flags, "--load", str(folder), "--save", str(folder)],
@@ -34,14 +34,14 @@ def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
         mesh = Mesh(
             config.grid(request.world_size), rank, world.connect, torch.device("cpu")
         )
-        engine, progress, losses = build_engine(config, mesh), Progress(), []
+        replica, progress, losses = build_replica(config, mesh), Progress(), []
         if begin:
-            progress = load_run(engine, Start(begin, read_run(folder, begin), "id"))
+            progress = load_run(replica, Start(begin, read_run(folder, begin), "id"))
         with closing(open_loader(config, samples, mesh)) as loader:
             while progress.step < steps:
                 outcome = train_step(
-                    engine,
-                    engine.batches.training(loader, progress, BATCH),
+                    replica,
+                    replica.batches.training(loader, progress, BATCH),
                     progress,
                     learning_rate=rate(progress),
                     weight_decay=0.1,
@@ -49,9 +49,9 @@ def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
                 progress = progress.after(BATCH, BATCH * config.model.seq_length)
                 losses.append(outcome.loss)
         save_run(
-            engine, progress, {"identity": {"model": model_identity(config.model)}}
+            replica, progress, {"identity": {"model": model_identity(config.model)}}
         )
-        return losses, visit(engine)
+        return losses, visit(replica)
 
     results = run_ranks(request.world_size, main)
     return results[0][0], [visited for _, visited in results]

@@ -21,10 +21,10 @@ def signal_at_step(rank: int, *, number: int, step: int, victim: int):
 
     real = trainer.train_step
 
-    def train_step(engine, batch, progress, **options):
+    def train_step(replica, batch, progress, **options):
         if rank == victim and progress.step + 1 == step:
             signal.raise_signal(number)
-        return real(engine, batch, progress, **options)
+        return real(replica, batch, progress, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", train_step)
@@ -42,7 +42,7 @@ def samples_logged(rank: int, *, path, kill_at: int | None = None, victim: int =
 
     real = trainer.train_step
 
-    def train_step(engine, batch, progress, **options):
+    def train_step(replica, batch, progress, **options):
         step = progress.step + 1
         rows = [
             [place, row]
@@ -50,10 +50,10 @@ def samples_logged(rank: int, *, path, kill_at: int | None = None, victim: int =
         ]
         with open(path, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(json.dumps([step, engine.mesh.coordinate("dp"), rows]) + "\n")
+            file.write(json.dumps([step, replica.mesh.coordinate("dp"), rows]) + "\n")
         if step == kill_at and rank == victim:
             signal.raise_signal(signal.SIGKILL)
-        return real(engine, batch, progress, **options)
+        return real(replica, batch, progress, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", train_step)
@@ -79,7 +79,7 @@ def signal_in_evaluation(rank: int, *, number: int, victim: int):
 
 @contextlib.contextmanager
 def signal_outside_the_loop(rank: int, *, number: int, at: str, victim: int):
-    """The victim sends itself the signal in start-up ("options_of_checkpoint", "build_engine", "load_run")
+    """The victim sends itself the signal in start-up ("options_of_checkpoint", "build_replica", "load_run")
     or after the last save ("close")."""
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.training import pretrain
@@ -106,10 +106,10 @@ def killed_in_save(rank: int, *, step: int, change: int, victim: int):
 
     real = saves.save_run
 
-    def save_run(engine, progress, description):
+    def save_run(replica, progress, description):
         if rank == victim and progress.step == step:
             die_at_change(change)
-        real(engine, progress, description)
+        real(replica, progress, description)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saves, "save_run", save_run)
@@ -125,7 +125,7 @@ def state_written_instead_of_training(rank: int, *, path):
     def run(self):
         state = {
             f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone()
-            for p in all_pieces(self.engine)
+            for p in all_pieces(self.replica)
         }
         torch.save((self.progress.to_dict(), state), path)
         return "finished"
@@ -141,13 +141,13 @@ def poisoned(rank: int, *, module: str, samples: range, value: float):
     samples."""
     from megatron_ds.training import pretrain
 
-    real = pretrain.build_engine
+    real = pretrain.build_replica
 
-    def build_engine(config, mesh, planned):
-        engine = real(config, mesh, planned)
-        if module in engine.layers:
-            engine.layers[module][1].register_forward_hook(poison)
-        return engine
+    def build_replica(config, mesh, planned):
+        replica = real(config, mesh, planned)
+        if module in replica.layers:
+            replica.layers[module][1].register_forward_hook(poison)
+        return replica
 
     def poison(block, inputs, output):
         bad = [i for i, sample in enumerate(inputs[1].sample_ids) if sample in samples]
@@ -157,7 +157,7 @@ def poisoned(rank: int, *, module: str, samples: range, value: float):
         return output
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "build_engine", build_engine)
+        patch.setattr(pretrain, "build_replica", build_replica)
         yield
 
 
@@ -181,12 +181,12 @@ def spoiled_weight(rank: int, *, step: int, victim: int, value: float):
 
     real = trainer.train_step
 
-    def train_step(engine, batch, progress, **options):
-        outcome = real(engine, batch, progress, **options)
+    def train_step(replica, batch, progress, **options):
+        outcome = real(replica, batch, progress, **options)
         if rank == victim and progress.step + 1 == step:
             weights = [
                 piece.tensor
-                for piece in engine.optimizer.pieces()
+                for piece in replica.optimizer.pieces()
                 if piece.kind == "weight"
             ]
             next(filter(len, weights))[0] = value

@@ -72,7 +72,7 @@ SAVE_POINTS = {
 TRAINING_POINTS = {
     "before the folder is locked": lambda: die_in_call(pretrain, "save_folder"),
     "the folder is locked": lambda: die_in_call(pretrain, "find_start"),
-    "the data are open": lambda: die_in_call(pretrain, "build_engine"),
+    "the data are open": lambda: die_in_call(pretrain, "build_replica"),
     "before the metrics": lambda: die_in_call(pretrain, "open_log"),
     "first step": lambda: die_in_call(trainer, "train_step"),
     "first line": lambda: die_in_call(trainer, "train_step", 2),

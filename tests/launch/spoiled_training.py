@@ -75,17 +75,17 @@ def spoil(rank: int, step: int, how: str, later: float = 0.0) -> None:
     train_step = trainer.train_step
     timer = threading.Timer(later, HOW[how])
 
-    def spoiled(engine, batch, progress, **values):
-        if engine.mesh.rank == rank and progress.step == step:
+    def spoiled(replica, batch, progress, **values):
+        if replica.mesh.rank == rank and progress.step == step:
             if later:
                 timer.start()
             else:
                 HOW[how]()
         # A fast machine has not trained to the end before it happens.
-        is_near_the_end = progress.step >= engine.config.train.train_iters - 2
+        is_near_the_end = progress.step >= replica.config.train.train_iters - 2
         if timer.is_alive() and is_near_the_end:
             timer.join()
-        return train_step(engine, batch, progress, **values)
+        return train_step(replica, batch, progress, **values)
 
     trainer.train_step = spoiled
 

@@ -183,7 +183,7 @@ class DoubledNorm(LayerNorm):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
-    """Neither before an engine takes the module, nor after it is destroyed."""
+    """Neither before a replica takes the module, nor after it is destroyed."""
     runs = Runs("gpt", "fp32")
     block = runs.run.stage.modules[0]
     parameters = list(block.parameters())
@@ -192,7 +192,7 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
         runs.results(1)
     for p in parameters:
         del p.grads
-    for hook in runs.run.engine.optimizer.trained[0].buckets.hooks:
+    for hook in runs.run.replica.optimizer.trained[0].buckets.hooks:
         hook.remove()
     del joined[:]
     for _ in range(2):

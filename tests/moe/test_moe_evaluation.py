@@ -6,7 +6,7 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from megatron_ds.training.step import evaluate, train_step
 from tests.harness.layout_comparison import mock_samples, open_loader, parse_layout
 from tests.harness.layout_runs import GLOBAL_BATCH
@@ -31,27 +31,33 @@ def evaluated(job, layout, steps=2):
         mesh = Mesh(
             config.grid(request.world_size), rank, world.connect, torch.device("cpu")
         )
-        engine = build_engine(config, mesh)
+        replica = build_replica(config, mesh)
         loader = open_loader(config, samples, mesh)
         for step in range(steps):
             progress = Progress(step=step, samples=step * GLOBAL_BATCH)
             train_step(
-                engine,
-                engine.batches.training(loader, progress, GLOBAL_BATCH),
+                replica,
+                replica.batches.training(loader, progress, GLOBAL_BATCH),
                 progress,
                 learning_rate=1e-3,
                 weight_decay=0.0,
             )
         memory = lambda: {
             piece.spec.name: piece.tensor.clone()
-            for piece in engine.step_state.pieces()
+            for piece in replica.step_state.pieces()
         }
         before = memory()
         result = evaluate(
-            engine, loader, first_sample=0, iterations=2, global_batch_size=GLOBAL_BATCH
+            replica,
+            loader,
+            first_sample=0,
+            iterations=2,
+            global_batch_size=GLOBAL_BATCH,
         )
         loader.close()
-        tallies = [balance.tally.sum().item() for balance in engine.step_state.balances]
+        tallies = [
+            balance.tally.sum().item() for balance in replica.step_state.balances
+        ]
         moved = any(t.any() for t in before.values())
         assert moved if steps > 1 else steps or not moved, (
             "steps move a bias; one may find equal loads"

@@ -27,7 +27,7 @@ from megatron_ds.planning.run_model import (
 )
 from megatron_ds.planning.run_plan import PipelineShape, plan_run
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from tests.harness import activation_formulas
 from tests.harness.activation_formulas import (
     Workload,
@@ -598,11 +598,11 @@ def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
         "--global-batch-size 4 --tokenizer-type NullTokenizer"
     ).split()
     config = parse([*JOB, *job, *flags], world_size=1)
-    engine = build_engine(config, Mesh(Grid(), 0))
+    replica = build_replica(config, Mesh(Grid(), 0))
     batch = MODELS[config.model.model].data.blank(4, 192)
-    engine.optimizer.begin_step()
+    replica.optimizer.begin_step()
     with AliveBytes(peak=True) as alive, WORKSPACE.apart():
-        engine.executor.run(batch.split(2))
+        replica.executor.run(batch.split(2))
     plan = plan_world(config, 0, "cpu").rank_plan(0)
     assert (
         0.95 * alive.peak < plan.kept + plan.at_work + plan.buffers < 1.55 * alive.peak
@@ -626,11 +626,11 @@ def test_with_recomputation_the_plan_is_the_most_that_was_alive_with_rotary_tabl
         *tiles,
     ]
     config = parse([*JOB, *job], world_size=1)
-    engine = build_engine(config, Mesh(Grid(), 0))
+    replica = build_replica(config, Mesh(Grid(), 0))
     with AliveBytes(peak=True) as alive, WORKSPACE.apart():
         for _ in range(2):
-            engine.optimizer.begin_step()
-            engine.executor.run([MODELS[config.model.model].data.blank(1, 3000)])
+            replica.optimizer.begin_step()
+            replica.executor.run([MODELS[config.model.model].data.blank(1, 3000)])
     plan = plan_world(config, 0, "cpu").rank_plan(0)
     assert alive.peak <= plan.kept + plan.at_work + plan.buffers < 1.01 * alive.peak
     assert 2 * 3000 * 32 * 4 > 0.03 * alive.peak  # cos and sin [s, 1, 1, d/2]
@@ -655,10 +655,10 @@ def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(
         ],
         world_size=1,
     )
-    engine = build_engine(config, Mesh(Grid(), 0))
-    engine.optimizer.begin_step()
+    replica = build_replica(config, Mesh(Grid(), 0))
+    replica.optimizer.begin_step()
     with WORKSPACE.apart() as workspace:
-        engine.executor.run([MODELS[config.model.model].data.blank(2, 192)])
+        replica.executor.run([MODELS[config.model.model].data.blank(2, 192)])
         held = sum(memory.nbytes for memory in workspace.values())
     stages = plan_world(config, 0, "cpu").stages
     assert held == max(stage.run.workspace for stage in stages) > 0

@@ -14,7 +14,7 @@ from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.http_service import HttpService
 from megatron_ds.extensions.serving.routes import Serving
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.threads import run_ranks
 from tests.harness.toy_generator import Served, model_over
@@ -40,9 +40,9 @@ def served_at(layout, work):
     def main(rank, world):
         grid = config.grid(wanted.world_size)
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        engine = build_engine(config, mesh, trains=False)
-        scores = Scorer(engine).score(requests)
-        generator = Generator(engine, requests=3)
+        replica = build_replica(config, mesh, trains=False)
+        scores = Scorer(replica).score(requests)
+        generator = Generator(replica, requests=3)
         if rank:
             generator.follow()
             return None

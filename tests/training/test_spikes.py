@@ -95,15 +95,15 @@ def trained_by_hand(rank: int, *, path):
     from megatron_ds.training.trainer import Trainer
 
     def run(self):
-        optimizer = self.engine.optimizer
+        optimizer = self.replica.optimizer
         kept, means, spikes = [], [], []
         p = self.progress
         while p.step < LENGTH:
-            batch = self.engine.batches.training(self.loaders.train, p, GLOBAL_BATCH)
+            batch = self.replica.batches.training(self.loaders.train, p, GLOBAL_BATCH)
             optimizer.begin_step()
-            found = self.engine.executor.run(batch.split(1), 1 / GLOBAL_BATCH)
-            entries = self.engine.executor.entries
-            means.append(self.engine.metrics.reduce(found, entries).loss)
+            found = self.replica.executor.run(batch.split(1), 1 / GLOBAL_BATCH)
+            entries = self.replica.executor.entries
+            means.append(self.replica.metrics.reduce(found, entries).loss)
             measured = optimizer.measure().tolist()
             norm = math.sqrt(measured[0])
             recent = sorted(kept[-WINDOW:])

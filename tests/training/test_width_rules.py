@@ -7,7 +7,7 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_replica
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import global_batch_share, random_samples
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
@@ -48,19 +48,19 @@ def run(width, steps, *words, measure):
     samples = random_samples(4, LENGTH, VOCAB, seed=1)
 
     def main(rank, world):
-        engine, logits = (
-            build_engine(config, Mesh(config.grid(), rank, world.connect)),
+        replica, logits = (
+            build_replica(config, Mesh(config.grid(), rank, world.connect)),
             [],
         )
-        engine.modules[-1].register_forward_hook(
+        replica.modules[-1].register_forward_hook(
             lambda *of_head: logits.append(of_head[2].detach())
         )
         found = []
         for step in range(steps + 1):
-            before = {p.spec.name: p.detach().clone() for p in engine.parameters}
+            before = {p.spec.name: p.detach().clone() for p in replica.parameters}
             train_step(
-                engine,
-                global_batch_share(samples, 0, 4, engine.config, engine.mesh),
+                replica,
+                global_batch_share(samples, 0, 4, replica.config, replica.mesh),
                 Progress(step=step),
                 learning_rate=4e-3,
                 weight_decay=0.0,
@@ -68,7 +68,7 @@ def run(width, steps, *words, measure):
             found.append(
                 measure(
                     before,
-                    {p.spec.name: p.detach() for p in engine.parameters},
+                    {p.spec.name: p.detach() for p in replica.parameters},
                     logits[-1],
                 )
             )

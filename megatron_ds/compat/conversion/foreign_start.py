@@ -181,7 +181,7 @@ def check_foreign(
 
 
 def load_foreign(
-    engine: Replica,
+    replica: Replica,
     found: LogicalCheckpoint,
     pieces: Sequence[Piece],
     checkpoint: CheckpointConfig,
@@ -193,14 +193,14 @@ def load_foreign(
     Raises the same CheckpointError on all ranks.
     """
     # Optimizer state is loaded if both the folder and the run have it.
-    mesh = engine.mesh
+    mesh = replica.mesh
     begin = time.perf_counter()
     doing = f"cannot load {found.folder}"
     weights_only = (
         checkpoint.finetune or checkpoint.no_load_optim or found.optimizer is None
     )
     if not weights_only:
-        _check_optimizer(found, engine.config.optimizer.optimizer)
+        _check_optimizer(found, replica.config.optimizer.optimizer)
     kinds = (WEIGHT,) if weights_only else None
     _require_same_weights(found, mesh.group("world"))
     # Each rank plans its reads first, so that missing tensors stop all ranks together.
@@ -219,10 +219,10 @@ def load_foreign(
     )
     # The optimizer's own numbers, its step and its scale, follow the tensors.
     if not weights_only:
-        engine.optimizer.load_extra_state(
-            _numbers(found, engine.optimizer.extra_state())
+        replica.optimizer.load_extra_state(
+            _numbers(found, replica.optimizer.extra_state())
         )
-    engine.optimizer.after_load()
+    replica.optimizer.after_load()
     # Fine-tuning, or a folder without progress, starts at step 0.
     starts_anew = checkpoint.finetune or found.progress.iteration is None
     progress = Progress() if starts_anew else progress_in(found.progress)

@@ -38,16 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class Teacher:
-    """engine: of the frozen model; keep: its last output and the batch → what is kept of it."""
+    """replica: of the frozen model; keep: its last output and the batch → what is kept of it."""
 
-    def __init__(self, engine: Replica, keep: Callable[[Logits, Batch], TeacherTokens]):
-        self.engine = engine
+    def __init__(
+        self, replica: Replica, keep: Callable[[Logits, Batch], TeacherTokens]
+    ):
+        self.replica = replica
         self.keep = keep
 
     def taught(self, microbatches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step with the teacher's predictions, on the ranks of the last stage; the same
         elsewhere. Collective over the ranks of the pipeline and of tensor parallelism."""
-        stages = self.engine.stages
+        stages = self.replica.stages
         read = [
             replace(batch, training=False, kept_tokens=None) for batch in microbatches
         ]
@@ -55,7 +57,7 @@ class Teacher:
         with ExitStack() as inside:
             for stage in stages.values():
                 inside.enter_context(stage.computing(self.keep))
-            found = self.engine.executor.forward(read)
+            found = self.replica.executor.forward(read)
         if not found:
             return microbatches
         return tuple(
@@ -65,19 +67,19 @@ class Teacher:
 
     def _release(self) -> None:
         """Free the layer that ZeRO 3 kept gathered after the last step, whose loss may have read it."""
-        for stage in self.engine.stages:
-            if gathering := self.engine.optimizer.gathering_of(stage):
+        for stage in self.replica.stages:
+            if gathering := self.replica.optimizer.gathering_of(stage):
                 gathering.reset()
 
 
-def teach(student: Replica, engine: Replica) -> None:
-    """Let the model of `engine` predict before every step of the student. Both share a mesh."""
+def teach(student: Replica, replica: Replica) -> None:
+    """Let the model of `replica` predict before every step of the student. Both share a mesh."""
     config = student.config
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "the tokenizer has given it"
     options = config.of(DistillationConfig)
     keep = keeper(options, vocab_size, student.mesh.group("tp"))
-    student.executor.prepare = Teacher(engine, keep).taught
+    student.executor.prepare = Teacher(replica, keep).taught
 
 
 def keeper(
@@ -151,7 +153,7 @@ def _prepare(
         loaded = built_and_loaded(config, tokenizer, found, student.mesh)
     except (CheckpointError, ConfigError) as error:
         raise of_teacher(error, folder) from None
-    teach(student, loaded.engine)
+    teach(student, loaded.replica)
     teacher = {"folder": folder, "step": loaded.iteration}
     if student.mesh.rank == 0:
         seconds = time.perf_counter() - begin

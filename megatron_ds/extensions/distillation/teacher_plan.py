@@ -99,7 +99,7 @@ class TeacherPlan:
 
 
 def weights_alone(config: RunConfig) -> ZeroSettings:
-    """The settings of an engine that does not train."""
+    """The settings of a replica that does not train."""
     settings = ZeroSettings.from_config(config)
     return replace(settings, frozen_masters=False, frozen_blocks=None)
 

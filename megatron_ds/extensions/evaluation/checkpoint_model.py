@@ -20,7 +20,7 @@ from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES
 from ...registry import did_you_mean
 from ...training.base_weights import check_same_base, find_base, load_base
-from ...training.build import Replica, build_engine
+from ...training.build import Replica, build_replica
 from ...training.foreign_checkpoints import foreign_checkpoints
 from ...training.from_checkpoint import options_of_checkpoint, saved_config
 from ...training.run_checkpoint import (
@@ -52,16 +52,16 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine that does not train, its tokenizer, and the iteration of the checkpoint (None: unknown)."""
+    """A replica that does not train, its tokenizer, and the iteration of the checkpoint (None: unknown)."""
 
-    engine: Replica
+    replica: Replica
     tokenizer: Tokenizer
     iteration: int | None
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text. Raises DataError."""
-        return end_tokens(self.tokenizer, self.engine.config.data)
+        return end_tokens(self.tokenizer, self.replica.config.data)
 
 
 def own_flags(
@@ -183,11 +183,11 @@ def built_and_loaded(
     of_others = foreign_checkpoints(config.checkpoint.load)
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
     # Only weights are loaded: there are no gradients, masters or moments.
-    engine = build_engine(config, mesh, plan_replica(config, mesh), trains=False)
+    replica = build_replica(config, mesh, plan_replica(config, mesh), trains=False)
     if base is not None:
-        load_base(engine, base)
+        load_base(replica, base)
     if foreign is None:
-        load_run(engine, start)
+        load_run(replica, start)
     else:
-        of_others.load(engine, foreign, all_pieces(engine), config.checkpoint)
-    return LoadedModel(engine, tokenizer, start.step)
+        of_others.load(replica, foreign, all_pieces(replica), config.checkpoint)
+    return LoadedModel(replica, tokenizer, start.step)

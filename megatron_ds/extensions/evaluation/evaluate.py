@@ -156,7 +156,7 @@ def _wikitext103(model: LoadedModel, args: argparse.Namespace) -> Results:
             score,
             model.tokenizer,
             args.valid_data,
-            length=model.engine.config.model.seq_length,
+            length=model.replica.config.model.seq_length,
             stride=args.overlapping_eval or STRIDE,
             detokenizer=args.detokenizer or "wikitext",
         ),
@@ -171,7 +171,7 @@ def _lambada(model: LoadedModel, args: argparse.Namespace) -> Results:
             score,
             model.tokenizer,
             args.valid_data,
-            length=model.engine.config.model.positions,
+            length=model.replica.config.model.positions,
             strict=args.strict_lambada,
             detokenizer=args.detokenizer or "none",
         ),
@@ -188,7 +188,7 @@ TASKS: dict[str, Callable[[LoadedModel, argparse.Namespace], Results]] = {
 def _zero_shot(
     model: LoadedModel, work: Callable[[Score], Results], name: str
 ) -> Results:
-    return {name: lead(Scorer(model.engine), work)}
+    return {name: lead(Scorer(model.replica), work)}
 
 
 def harness(model: LoadedModel, args: argparse.Namespace) -> Results:
@@ -200,7 +200,7 @@ def harness(model: LoadedModel, args: argparse.Namespace) -> Results:
         args.limit,
         args.bootstrap or 0,
     )
-    return HarnessRun(Scorer(model.engine), model.tokenizer, wanted).results()
+    return HarnessRun(Scorer(model.replica), model.tokenizer, wanted).results()
 
 
 def show(results: Results, output: Path | None) -> None:

@@ -77,7 +77,7 @@ class HarnessRun:
 
         from .harness_model import HarnessModel
 
-        ends = end_tokens(self.tokenizer, self.scorer.engine.config.data)
+        ends = end_tokens(self.tokenizer, self.scorer.replica.config.data)
         # A seed makes the examples the same each time.
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -92,16 +92,16 @@ class HarnessRun:
         return {name: _numbers(values) for name, values in found["results"].items()}
 
 
-def harness_of_run(engine: Replica, tokenizer: Tokenizer) -> HarnessRun:
+def harness_of_run(replica: Replica, tokenizer: Tokenizer) -> HarnessRun:
     """The tasks of --eval-tasks. Collective over the world."""
-    train = engine.config.train
+    train = replica.config.train
     wanted = HarnessTasks(
         train.eval_tasks,
         train.eval_tasks_include_path,
         train.eval_tasks_num_fewshot,
         train.eval_tasks_limit,
     )
-    return HarnessRun(Scorer(engine), tokenizer, wanted)
+    return HarnessRun(Scorer(replica), tokenizer, wanted)
 
 
 def _tasks(wanted: HarnessTasks) -> dict[str, Any]:

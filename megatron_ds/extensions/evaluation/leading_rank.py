@@ -31,12 +31,12 @@ class Score:
     @property
     def generates(self) -> bool:
         """Whether the layout has a generator: under context parallelism no rank keeps whole texts."""
-        return self._scorer.engine.mesh.size("cp") == 1
+        return self._scorer.replica.mesh.size("cp") == 1
 
     def with_generator(self, work: Callable[[Generator], T]) -> T:
         """Return `work(generator)`; all ranks take part in the steps of the generator."""
         all_gather_object(TEXTS, self._scorer.world)
-        generator = Generator(self._scorer.engine)
+        generator = Generator(self._scorer.replica)
         try:
             return work(generator)
         finally:
@@ -59,7 +59,7 @@ def lead(scorer: Scorer, work: Callable[[Score], T]) -> T:
     if world.rank > 0:
         while (asked := all_gather_object(None, world)[0]) is not None:
             if asked == TEXTS:
-                Generator(scorer.engine).follow()
+                Generator(scorer.replica).follow()
             else:
                 scorer.score(asked)
     return on_one_rank(world, working)

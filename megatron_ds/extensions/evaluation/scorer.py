@@ -46,30 +46,30 @@ class Scored:
 
 
 class Scorer:
-    """Scores with the model of `engine`. Weights, optimizer and progress stay as they are.
+    """Scores with the model of `replica`. Weights, optimizer and progress stay as they are.
 
     tokens_at_once  of a micro-batch at most; None: as many as one has in training
     """
 
-    def __init__(self, engine: Replica, tokens_at_once: int | None = None):
-        config = engine.config
+    def __init__(self, replica: Replica, tokens_at_once: int | None = None):
+        config = replica.config
         if MODELS[config.model.model].data is not GPT_DATA:
             raise ConfigError(
                 f"--model {config.model.model} does not predict the next token from those before it, so texts "
                 "have no log-probability under it. Score with a model of that kind, such as gpt."
             )
-        self.engine = engine
-        self.world = engine.mesh.group("world")
+        self.replica = replica
+        self.world = replica.mesh.group("world")
         self.max_length = config.model.positions
         self._tokens = (
             tokens_at_once or config.train.micro_batch_size * config.model.seq_length
         )
-        stages = engine.mesh.size("pp")
+        stages = replica.mesh.size("pp")
         self._round = ROUND * stages if stages > 1 else 1
 
     def check(self, requests: Sequence[ScoreRequest]) -> None:
         """Raises ConfigError for a request that cannot be scored. Not collective."""
-        vocab = self.engine.config.model.vocab_size
+        vocab = self.replica.config.model.vocab_size
         assert vocab is not None  # that of its tokenizer
         for number, request in enumerate(requests):
             if not 0 <= request.scored <= request.inputs:
@@ -94,7 +94,7 @@ class Scorer:
         """The scores of each request, in their order. Collective over the world: all ranks pass the same
         requests, and all have the results. Raises ConfigError on all ranks; see `check`."""
         self.check(requests)
-        mesh = self.engine.mesh
+        mesh = self.replica.mesh
         ends = torch.tensor([r.scored for r in requests], dtype=torch.int64).cumsum(0)
         total = int(ends[-1]) if requests else 0
         found = torch.zeros(2, total, device=mesh.device)
@@ -103,7 +103,7 @@ class Scorer:
             [request.inputs for request in requests],
             mesh.samples.size,
             self._tokens,
-            self.engine.batches.part.parts,
+            self.replica.batches.part.parts,
         )
         with places.phase(places.EVALUATING):
             for first in range(0, len(portions), self._round):
@@ -124,8 +124,8 @@ class Scorer:
         found: Tensor,
     ) -> None:
         """Write what this rank computes of a round to its places in `found` [2, scored tokens]."""
-        rank = self.engine.mesh.samples.rank
-        batches = self.engine.batches
+        rank = self.replica.mesh.samples.rank
+        batches = self.replica.batches
         made = []
         targets = []
         for portion in portions:
@@ -139,7 +139,7 @@ class Scorer:
             batch, _ = _batch(blank, 0, requests, ends)
             made.append(batch.to(batches.device).cut(batches.part))
         outputs = self._forward(made)
-        if self.engine.mesh.coordinate("tp"):
+        if self.replica.mesh.coordinate("tp"):
             return
         for place, output in zip(targets, outputs):
             rows, columns = (place >= 0).nonzero(as_tuple=True)
@@ -150,13 +150,13 @@ class Scorer:
         """The scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
         loss = partial(
             _batch_scores,
-            group=self.engine.mesh.group("tp"),
-            vocab_size=self.engine.config.model.vocab_size,
+            group=self.replica.mesh.group("tp"),
+            vocab_size=self.replica.config.model.vocab_size,
         )
         with ExitStack() as inside:
-            for stage in self.engine.stages.values():
+            for stage in self.replica.stages.values():
                 inside.enter_context(stage.computing(loss))
-            return self.engine.executor.forward(microbatches)
+            return self.replica.executor.forward(microbatches)
 
 
 def _batch_scores(logits: Tensor, batch: Batch, **sizes) -> TokenScores:

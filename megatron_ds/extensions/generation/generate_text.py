@@ -142,7 +142,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         config = evaluation_config(flags, launch)
     with joined(config, launch) as mesh:
         model = load_model(config, mesh, args.iteration)
-        generator = Generator(model.engine, requests=args.requests)
+        generator = Generator(model.replica, requests=args.requests)
         world = mesh.group("world")
 
         def lead() -> None:
@@ -348,7 +348,7 @@ def _plain_prompts(path: Path) -> list[str]:
 
 def chat(args: argparse.Namespace, model: LoadedModel, generator: Generator) -> None:
     """Answer each line of standard input, until its end. Earlier lines and answers are part of the prompt."""
-    path = model.engine.config.data.tokenizer_model
+    path = model.replica.config.data.tokenizer_model
     if path is None:
         raise ConfigError(
             "--chat needs the chat template of a tokenizer with files, and this model has none. Use --prompt."

@@ -1,10 +1,10 @@
-"""`Generator`: continues texts with the model of an engine, under any layout but context parallelism.
+"""`Generator`: continues texts with the model of a replica, under any layout but context parallelism.
 
-Requests join and leave between steps. A step is one forward of the engine's pipeline: the prompts of requests that
+Requests join and leave between steps. A step is one forward of the replica's pipeline: the prompts of requests that
 join, and one token of each text under way. Data-parallel ranks share the requests. Logits stay on the ranks of the
 last stage; all ranks get the tokens that were chosen, and their log-probabilities.
 
-    rank 0       generator = Generator(engine)            the others      Generator(engine).follow()
+    rank 0       generator = Generator(replica)            the others      Generator(replica).follow()
                  number = generator.add(request)
                  for number, token in generator.step():
                      ...
@@ -52,21 +52,21 @@ class Generator:
     """
 
     def __init__(
-        self, engine: Replica, *, requests: int = 16, length: int | None = None
+        self, replica: Replica, *, requests: int = 16, length: int | None = None
     ):
-        config = engine.config
+        config = replica.config
         _check_model(config.model.model, config.parallel.context_parallel_size)
         if requests < 1:
             raise ConfigError(
                 f"requests={requests} at once generate nothing. Use 1 or more."
             )
-        mesh = engine.mesh
+        mesh = replica.mesh
         vocab = config.model.vocab_size
         assert vocab is not None  # that of its tokenizer
         self._vocab = vocab
         positions = config.model.positions
         self.max_length = positions if length is None else min(length, positions)
-        self._engine = engine
+        self._engine = replica
         self._world = mesh.group("world")
         self._seating = Seating(mesh.samples.size, requests)
         self._cached = CachedKeys(requests, self.max_length)
@@ -74,7 +74,7 @@ class Generator:
         is_sparse = attention_layouts().block_length(config.model) > 1
         self._prompt_tokens = 0 if is_sparse else min(PROMPT_TOKENS, positions)
         self._keeps_all_layers = False
-        self._trains = any(p.requires_grad for p in engine.parameters)
+        self._trains = any(p.requires_grad for p in replica.parameters)
         # Orders of the leader, and what it has for callers.
         self._numbers = itertools.count()
         self._added: deque[tuple[int, GenerationRequest]] = deque()
@@ -232,14 +232,14 @@ class Generator:
 
     def _logits(self, parts: Sequence[BatchPart]) -> Tensor | None:
         """[r, Vp/t] of what is wanted of the micro-batches, on the ranks of the last stage; None elsewhere."""
-        engine = self._engine
-        multiple = engine.batches.part.parts
-        device = engine.mesh.device
+        replica = self._engine
+        multiple = replica.batches.part.parts
+        device = replica.mesh.device
         # Only prompts make tensors that a training shares, and inference mode would forbid these to it.
         is_apart = not self._trains and not any(part.is_new for part in parts)
         with torch.inference_mode(is_apart):
             batches = [make_batch(p, self._cached, multiple, device) for p in parts]
-            outputs = _forward(engine, batches)
+            outputs = _forward(replica, batches)
         return torch.cat([o.objective for o in outputs]) if outputs else None
 
     def _choose(self, logits: Tensor, picks: Sequence[Pick], most: int) -> Tensor:
@@ -291,12 +291,12 @@ def _wanted_logits(logits: Tensor, batch: Batch) -> _WantedLogits:
     return _WantedLogits(logits[:, 0])
 
 
-def _forward(engine: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
+def _forward(replica: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
     """The logits of each micro-batch on the ranks of the last stage; [] elsewhere."""
     with ExitStack() as inside:
-        for stage in engine.stages.values():
+        for stage in replica.stages.values():
             inside.enter_context(stage.computing(_wanted_logits))
-        return engine.executor.forward(batches)
+        return replica.executor.forward(batches)
 
 
 def _no_token(text: Text) -> CallError:

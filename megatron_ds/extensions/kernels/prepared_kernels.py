@@ -25,24 +25,24 @@ from .gpu.self_check import check_widths
 logger = logging.getLogger(__name__)
 
 
-def prepare_kernels(engine: Replica) -> str:
+def prepare_kernels(replica: Replica) -> str:
     """Check the kernels of this rank and compile what its forward and backward launch.
 
     Returns a line for the log, "" without GPU kernels. Waits for no other rank. A kernel that does not
     compile is a warning: the step may not need it. One that is wrong is a warning, too: torch's operations
     compute the operation in this process.
     """
-    config = engine.config
-    mesh = engine.mesh
+    config = replica.config
+    mesh = replica.mesh
     if (
         mesh.device.type != "cuda"
         or config.train.kernels == "torch"
         or reason_against(mesh.device)
     ):
         return ""
-    plan = engine.plan
+    plan = replica.plan
     schedule = plan_schedule(
-        config, microbatches_of(config), engine.keeps_gathered, plan.stage_costs()
+        config, microbatches_of(config), replica.keeps_gathered, plan.stage_costs()
     )
     with launches_recorded() as launches, calls_recorded() as calls:
         run_own_stages(config, mesh, plan, schedule[mesh.coordinate("pp")])

@@ -57,7 +57,7 @@ def origin_of(config: RunConfig, start: Start) -> dict[str, Any]:
 class FirstModel:
     """The reference of a run.
 
-    engine  the model of the run
+    replica  the model of the run
     origin  what `origin_of` gave at the first start; None for a run of an earlier version
     is_new  this is the first start
     alike   the largest relative difference of two scores of the same weights
@@ -65,14 +65,14 @@ class FirstModel:
 
     def __init__(
         self,
-        engine: Replica,
+        replica: Replica,
         tokenizer: Tokenizer,
         origin: dict[str, Any] | None,
         is_new: bool,
         alike: float = ALIKE,
     ):
         self.alike = alike
-        self.engine = engine
+        self.replica = replica
         self.tokenizer = tokenizer
         self.origin = origin
         self.is_new = is_new
@@ -92,7 +92,7 @@ class FirstModel:
         CheckpointError where the weights of the first step are gone.
         """
         if self.is_new:
-            return score_pairs(self.engine, dataset, numbers, collate)
+            return score_pairs(self.replica, dataset, numbers, collate)
         # Some stored pairs in front show whether these are the same weights.
         probes = known[:PROBES]
         chosen = np.concatenate([probes, numbers])
@@ -122,11 +122,11 @@ class FirstModel:
             "checkpoint.load_format": origin["format"],
             "checkpoint.finetune": origin["load"] is not None,
         }
-        config = self.engine.config.with_values(values, FIRST)
-        mesh = self.engine.mesh
+        config = self.replica.config.with_values(values, FIRST)
+        mesh = self.replica.mesh
         try:
             start = on_one_rank(mesh.group("world"), lambda: self._start(config))
-            return built_and_loaded(config, self.tokenizer, start, mesh).engine
+            return built_and_loaded(config, self.tokenizer, start, mesh).replica
         except (CheckpointError, ConfigError) as error:
             raise self._lost(str(error), None) from None
 
@@ -150,12 +150,12 @@ class FirstModel:
         if self.__dict__.pop("_again", None) is not None:
             # Its objects refer to one another.
             gc.collect()
-            if self.engine.mesh.device.type == "cuda":
+            if self.replica.mesh.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _lost(self, reason: str, count: int | None) -> CheckpointError:
         """The error of a run that continues to pairs without scores, on all ranks."""
-        steps = self.engine.config.train.train_iters
+        steps = self.replica.config.train.train_iters
         pairs = "pairs" if count is None else f"{count:,} pairs"
         error: Any = CheckpointError(
             f"this run reaches {pairs} that its first start did not, and the reference cannot score them: {reason}. "
@@ -167,14 +167,14 @@ class FirstModel:
 
 
 def score_pairs(
-    engine: Replica, dataset: PairDataset, numbers: np.ndarray, collate: Collator
+    replica: Replica, dataset: PairDataset, numbers: np.ndarray, collate: Collator
 ) -> np.ndarray:
-    """The log-probabilities of pairs under the weights of `engine`, fp32 [numbers, 2], on all ranks.
+    """The log-probabilities of pairs under the weights of `replica`, fp32 [numbers, 2], on all ranks.
 
     numbers: their places in `dataset.pairs`, one or more. Collective over the world.
     """
-    mesh = engine.mesh
-    train = engine.config.train
+    mesh = replica.mesh
+    train = replica.config.train
     # Global batches as in training, for which programs and memory are planned; the last one is filled up.
     size = train.global_batch_size
     assert size is not None, "a checked configuration has it"
@@ -185,15 +185,15 @@ def score_pairs(
         collate,
         micro_batch_size=train.micro_batch_size,
     )
-    sizes = sizes_of(engine.config, mesh)
+    sizes = sizes_of(replica.config, mesh)
     scores = lambda logits, batch: answer_scores(logits, batch, **sizes)
     # One rank of those with the same numbers reports them.
     reports = not (mesh.coordinate("tp") or mesh.coordinate("cp"))
     found = torch.zeros(padded, ANSWERS, device=mesh.device)
     for first in range(0, padded, size):
         with places.phase(places.EVALUATING):
-            batch = engine.batches.evaluation(loader, first, size)
-            outputs = _forward(engine, batch.split(train.micro_batch_size), scores)
+            batch = replica.batches.evaluation(loader, first, size)
+            outputs = _forward(replica, batch.split(train.micro_batch_size), scores)
         if outputs and reports:
             rows = on_device(torch.tensor(batch.sample_ids), mesh.device)
             found.index_copy_(0, rows, torch.cat([o.log_probs for o in outputs]))
@@ -202,16 +202,16 @@ def score_pairs(
 
 
 def _forward(
-    engine: Replica,
+    replica: Replica,
     microbatches: Sequence[Batch],
     loss: Callable[[Logits, Batch], AnswerScores],
 ) -> list[AnswerScores]:
     """The scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
-    last = [stage for stage in engine.stages.values() if stage.is_last]
+    last = [stage for stage in replica.stages.values() if stage.is_last]
     if not last:
-        return engine.executor.forward(microbatches)
+        return replica.executor.forward(microbatches)
     with last[0].computing(loss):
-        return engine.executor.forward(microbatches)
+        return replica.executor.forward(microbatches)
 
 
 class _Chosen:

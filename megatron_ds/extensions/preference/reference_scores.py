@@ -52,7 +52,7 @@ def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
 
 def fill_references(
     tokenizer: Tokenizer,
-    engine: Replica,
+    replica: Replica,
     loaders: Loaders,
     start: Start,
     description: dict,
@@ -63,23 +63,23 @@ def fill_references(
     start, description, progress: of the run, whose weights are loaded. Raises CheckpointError where a run continues
     and its scores are not found.
     """
-    _warn_of_dropout(engine)
+    _warn_of_dropout(replica)
     is_new = progress.step == 0
     weights: dict[str, Any] | None = start.run.get(TITLE)
     origin: dict[str, Any] | None
     if is_new:
-        added = engine.config.added_weights
+        added = replica.config.added_weights
         bits = None if added is None else added.frozen_bits
-        dtype = engine.config.optimizer.params_dtype
+        dtype = replica.config.optimizer.params_dtype
         weights = _first_weights(start, description, bits) | {FORMAT: dtype}
-        origin = origin_of(engine.config, start)
+        origin = origin_of(replica.config, start)
     else:
         origin = start.run.get(ORIGIN)
     # Scores of the same weights differ more in another number format than that of the first step.
-    own = engine.config.optimizer.params_dtype
+    own = replica.config.optimizer.params_dtype
     is_own = weights is not None and weights.get(FORMAT, own) == own
     alike = ALIKE if is_own else ALIKE_IN_ANOTHER_FORMAT
-    model = FirstModel(engine, tokenizer, origin, is_new, alike)
+    model = FirstModel(replica, tokenizer, origin, is_new, alike)
     # The pairs of all parts of the data.
     for loader in (loaders.train, loaders.valid, loaders.test):
         if loader is None:
@@ -93,13 +93,13 @@ def fill_references(
     return {TITLE: weights, ORIGIN: origin}
 
 
-def _warn_of_dropout(engine: Replica) -> None:
+def _warn_of_dropout(replica: Replica) -> None:
     """Log the dropout of a model whose reference has none."""
-    model = engine.config.model
-    added = engine.config.added_weights
+    model = replica.config.model
+    added = replica.config.added_weights
     of_added = 0.0 if added is None else added.dropout
     largest = max(model.hidden_dropout, model.attention_dropout, of_added)
-    if largest and engine.mesh.rank == 0:
+    if largest and replica.mesh.rank == 0:
         logger.warning(
             "--dpo trains with dropout (up to %g), which the reference does not have: a model that equals the "
             "reference then has other rewards than 0. --hidden-dropout 0 --attention-dropout 0 --lora-dropout 0 is "
@@ -146,9 +146,9 @@ def _stored_or_scored(
     """The scores of a dataset, NaN but for the pairs with these numbers and others that are stored. Collective over
     the world."""
     # What is stored already, by this run or another one.
-    engine = model.engine
-    world = engine.mesh.group("world")
-    look = lambda: _read(_entries(engine, dataset, weights, model.is_new))
+    replica = model.replica
+    world = replica.mesh.group("world")
+    look = lambda: _read(_entries(replica, dataset, weights, model.is_new))
     entry, scores = on_one_rank(world, look)
     if scores is None and not model.is_new and len(numbers):
         error: Any = CheckpointError(_not_stored(entry, dataset))
@@ -164,7 +164,7 @@ def _stored_or_scored(
     begin = time.monotonic()
     known = np.flatnonzero(~np.isnan(scores).any(axis=1))
     scores[missing] = model.score(dataset, missing, collate, known, scores)
-    if engine.mesh.rank == 0:
+    if replica.mesh.rank == 0:
         seconds = time.monotonic() - begin
         logger.info(
             "%s: %d pairs scored by the reference in %.1f s, of %d that the run reaches and %d in all",
@@ -181,7 +181,7 @@ def _stored_or_scored(
 
 
 def _entries(
-    engine: Replica,
+    replica: Replica,
     dataset: PairDataset,
     weights: dict[str, Any] | None,
     is_new: bool,
@@ -190,8 +190,8 @@ def _entries(
 
     A run may continue in another number format, and its reference stays that of its first step.
     """
-    data = engine.config.data
-    own = engine.config.optimizer.params_dtype
+    data = replica.config.data
+    own = replica.config.optimizer.params_dtype
     known = dict(weights or {})
     formats = [known.pop(FORMAT, own)]
     if not is_new and FORMAT not in (weights or {}):
@@ -202,7 +202,7 @@ def _entries(
         "class": TITLE,
         **dataset.key,
         "weights": known if weights else weights,
-        "model": model_identity(engine.config.model),
+        "model": model_identity(replica.config.model),
     }
     keys = [key | {FORMAT: name} for name in formats]
     content = _content(dataset)

@@ -69,7 +69,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
                 mesh.group("world"), lambda: template_of(model, args.chat_template)
             )
             generator = Generator(
-                model.engine, requests=args.batch_size, length=args.max_length
+                model.replica, requests=args.batch_size, length=args.max_length
             )
             with StopRequest() as stop:
                 stop.defer()
@@ -166,7 +166,7 @@ def check_length(length: int | None, positions: int) -> None:
 
 def template_of(model: LoadedModel, path: str | None) -> ChatTemplate | None:
     """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is no template."""
-    tokenizer = model.engine.config.data.tokenizer_model
+    tokenizer = model.replica.config.data.tokenizer_model
     if path is None and tokenizer is None:
         return None
     found = find_template(tokenizer or ".", path, {})
@@ -182,7 +182,7 @@ def served_model(
     template: ChatTemplate | None,
 ) -> ServedModel:
     """What endpoints know of the model."""
-    config = model.engine.config
+    config = model.replica.config
     assert config.model.vocab_size is not None  # that of the tokenizer
     return ServedModel(
         args.served_name or args.load.resolve().name,

@@ -38,16 +38,16 @@ MEASURED = 2  # step of the process: the first one allocates what stays
 class MemoryHistory:
     """The memory of one rank. Does nothing without --record-memory-history."""
 
-    def __init__(self, engine: Replica):
-        mesh = engine.mesh
-        self._engine = engine
+    def __init__(self, replica: Replica):
+        mesh = replica.mesh
+        self._engine = replica
         self._is_cuda = mesh.device.type == "cuda"
-        is_wanted = engine.config.profiler.record_memory_history
+        is_wanted = replica.config.profiler.record_memory_history
         self._is_measured = is_wanted and mesh.rank == 0
         ends = (0, mesh.grid.world_size - 1)
         self._has_snapshot = is_wanted and self._is_cuda and mesh.rank in ends
         self._path = snapshot_path(
-            engine.config.profiler.memory_snapshot_path, mesh.rank
+            replica.config.profiler.memory_snapshot_path, mesh.rank
         )
         self._steps = 0
         if self._has_snapshot:
@@ -103,10 +103,10 @@ class MemoryHistory:
 
     def _record(self, at_work: int) -> MemoryRecord:
         """The bytes of this rank, planned and measured. at_work: measured for activations"""
-        engine = self._engine
-        state = engine.optimizer.memory()
-        plan = plan_world(engine.config, engine.mesh.rank, engine.mesh.device.type)
-        planned = plan.rank_plan(engine.mesh.rank)
+        replica = self._engine
+        state = replica.optimizer.memory()
+        plan = plan_world(replica.config, replica.mesh.rank, replica.mesh.device.type)
+        planned = plan.rank_plan(replica.mesh.rank)
         return MemoryRecord(
             step=self._steps,
             planned={
@@ -122,7 +122,7 @@ class MemoryHistory:
                 "gradients": state.gradients,
                 "masters": state.masters,
                 "moments": state.optimizer,
-                "buffers": engine.optimizer.working_bytes,
+                "buffers": replica.optimizer.working_bytes,
                 "activations": at_work,
             },
         )

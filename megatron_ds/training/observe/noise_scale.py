@@ -74,29 +74,29 @@ class NoiseScale:
         return max(self._noise, 0.0) / self._signal if self._signal > 0 else None
 
 
-def first_square(engine: Replica, batch: Batch) -> float:
+def first_square(replica: Replica, batch: Batch) -> float:
     """The squared norm of the mean gradient of the first micro-batch of every data-parallel rank.
 
     batch: this rank's share of the next global batch. Weights, optimizer state and routers stay as they are;
     the gradients are discarded when the step begins. The host waits for the device. Collective over the
     world.
     """
-    config = engine.config
-    optimizer = engine.optimizer
+    config = replica.config
+    optimizer = replica.optimizer
     per_token = config.train.calculate_per_token_loss
     scale = optimizer.loss_scale
     optimizer.begin_step()
-    losses = engine.executor.run(
+    losses = replica.executor.run(
         batch.split(config.train.micro_batch_size)[:1],
-        scale if per_token else scale / engine.mesh.samples.size,
+        scale if per_token else scale / replica.mesh.samples.size,
     )
-    square = read_numbers(optimizer.measure(), engine.mesh.group("world"))[0]
+    square = read_numbers(optimizer.measure(), replica.mesh.group("world"))[0]
     tokens = (
-        engine.metrics.reduce(losses, engine.executor.entries).tokens
+        replica.metrics.reduce(losses, replica.executor.entries).tokens
         if per_token
         else 1.0
     )
-    engine.step_state.forget()
+    replica.step_state.forget()
     return square / (scale * max(tokens, 1.0)) ** 2
 
 
